@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
     from blobstore.store.local import LocalStore
 
+    __version__: str
+
 # Where each public name is defined, and under which name.
 _HOMES = {
     "ArchiveReader": ("blobstore.operations.archive.reader", "ArchiveReader"),
@@ -182,14 +184,25 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> Any:
-        try:
+        if name == "__version__":
+            value = _installed_version()
+        elif name in _HOMES:
             module, attribute = _HOMES[name]
-        except KeyError:
-            raise AttributeError(f"module 'blobstore' has no attribute {name!r}") from None
-        value = getattr(import_module(module), attribute)
+            value = getattr(import_module(module), attribute)
+        else:
+            raise AttributeError(f"module 'blobstore' has no attribute {name!r}")
         globals()[name] = value
         return value
 
 
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tensor-blobstore")
+    except PackageNotFoundError:
+        return "0+unknown"  # run from its sources
+
+
 def __dir__() -> Sequence[str]:
-    return __all__
+    return [*__all__, "__version__"]

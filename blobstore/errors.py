@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Self
 
 
@@ -19,15 +20,20 @@ class BlobstoreError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str = "", *, advice: str = "") -> None:
+    def __init__(self, message: str = "", *, advice: str | Callable[[], str] = "") -> None:
         super().__init__(message)
         self.message = message
         """What is wrong and where, without the advice."""
-        self.advice = advice
+        self._advice = advice
+
+    @property
+    def advice(self) -> str:
         """What the user can do, or nothing; the text of the error ends with it."""
+        return self._advice if isinstance(self._advice, str) else self._advice()
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.advice}" if self.advice else self.message
+        advice = self.advice
+        return f"{self.message}; {advice}" if advice else self.message
 
     def at(self, where: str) -> Self:
         """Return the same error with the place where it was found before its message."""
@@ -69,6 +75,10 @@ class TensorNotFound(NotFound, KeyError):
     """The model has no tensor of that name."""
 
 
+class FileNotFound(NotFound, KeyError):
+    """The model has no small file of that name."""
+
+
 class SourceError(BlobstoreError):
     """A source cannot be imported, although it may not be damaged."""
 
@@ -87,6 +97,10 @@ class NameTaken(BlobstoreError):
 
 class UnsupportedDType(BlobstoreError, TypeError):
     """The framework has no type for a tensor's elements, or cannot represent its shape."""
+
+
+class MissingLibrary(BlobstoreError, ImportError):
+    """A library that the framework or integration needs is not installed."""
 
 
 class StoreError(BlobstoreError):

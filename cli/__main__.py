@@ -1,4 +1,4 @@
-"""``python -m blobstore.cli``: the command line where no script is installed."""
+"""``python -m blobstore.cli``: the same as ``python -m blobstore``."""
 
 from __future__ import annotations
 

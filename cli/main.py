@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import blobstore
 from blobstore.cli import options
 from blobstore.cli.render import OutputClosed, is_verbose, printable_lines, show_error, show_json
 from blobstore.core.escape import escape, quote
@@ -194,13 +195,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _show_version(ctx: click.Context) -> None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        number = version("tensor-blobstore")
-    except PackageNotFoundError:
-        number = "(not installed)"
-    click.echo(f"blobstore {number}")
+    click.echo(f"blobstore {blobstore.__version__}")
     ctx.exit()
 
 

@@ -48,6 +48,7 @@ LONG: dict[str, str] = {}
 # A module of fewer lines than this needs two importers, or a reason here.
 SHORT_LINES = 60
 SHORT: dict[str, str] = {
+    "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
     "blobstore/store/permissions.py": "knows nothing of stores but their folders",
@@ -114,9 +115,14 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def public_definitions(
     parent: ast.Module | ast.ClassDef, prefix: str = ""
 ) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """Yield public functions, classes and the public members of those, with dotted names."""
+    """Yield public functions, classes and the public members of those, with dotted names.
+
+    Overloads are no functions of their own: the one that follows them is documented.
+    """
     for node in parent.body:
         if isinstance(node, Function | ast.ClassDef) and is_public(node.name):
+            if "overload" in map(ast.unparse, node.decorator_list):
+                continue
             yield prefix + node.name, node
             if isinstance(node, ast.ClassDef):
                 yield from public_definitions(node, f"{prefix}{node.name}.")

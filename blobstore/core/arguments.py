@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def local_path(path: str | os.PathLike[str]) -> Path:
     """Return a path with a leading ``~`` expanded, as shells do."""
-    # Unlike Path.expanduser, this leaves "~" alone where there is no home folder.
+    # Unlike Path.expanduser, this keeps "~" where there is no home folder.
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 MAX_SHOWN = 200
 """Characters of a text that :func:`quote` shows before it shortens the text."""
+_MAX_COMPARED = 5000
 
 
 def escape(text: str, limit: int | None = None) -> str:
@@ -45,3 +46,15 @@ def join_some(parts: Sequence[str], limit: int) -> str:
     """Join the first ``limit`` texts with commas, and add the number of the others."""
     shown = ", ".join(parts[:limit])
     return f"{shown} and {len(parts) - limit} more" if len(parts) > limit else shown
+
+
+def did_you_mean(text: str, names: Iterable[str]) -> str:
+    """Return a question about the names that are most like a text, or nothing."""
+    from difflib import get_close_matches
+
+    text = text[:MAX_SHOWN]
+    start, end = text[: len(text) // 2 or 1], text[len(text) // 2 :]
+    # To compare texts takes long, and a model may have a hundred thousand names.
+    similar = [name for name in names if name.startswith(start) or name.endswith(end)]
+    near = get_close_matches(text, similar[:_MAX_COMPARED], n=2, cutoff=0.8)
+    return f"did you mean {' or '.join(map(quote, near))}?" if near else ""

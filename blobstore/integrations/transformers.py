@@ -16,13 +16,9 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import transformers
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.integrations.lazy_tensors import TensorQueue
 from blobstore.integrations.model_files import (
     check_layers,
     check_names,
@@ -41,7 +37,14 @@ from blobstore.integrations.source_names import (
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
-from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor
+
+with optional_libraries():
+    import torch
+    import transformers
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    from blobstore.integrations.lazy_tensors import TensorQueue
+    from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

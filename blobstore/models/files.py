@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged, Damaged, InvalidManifest, TensorNotFound
+from blobstore.core.escape import did_you_mean, quote
+from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_source_record
+from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+
+
+CONFIG_FILES = ("config.json", "model_index.json")
+"""The files that may say what a model is."""
+ARCHITECTURE_KEYS = ("architectures", "_class_name")
 
 
 class ModelFiles:
@@ -70,6 +77,33 @@ class ModelFiles:
         return self.read_json("config.json") if "config.json" in self.files else {}
 
     @property
+    def architecture(self) -> str:
+        """The class that ``config.json`` or ``model_index.json`` names; empty if none does.
+
+        Raises as :attr:`config`.
+        """
+        name = next((one for one in CONFIG_FILES if one in self.files), None)
+        config = self.read_json(name) if name else {}
+        return next(filter(None, (first_text(config, key) for key in ARCHITECTURE_KEYS)), "")
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return the ``__metadata__`` of the safetensors files that the model was imported from.
+
+        Returns None if they have none, as ``safetensors`` does, or if an earlier version imported
+        the model. If files differ in the value of a key, the first file by name counts.
+
+        Raises:
+            BlobMissing, BlobDamaged, InvalidHeader: the record of the source is missing or damaged.
+        """
+        record = read_source_record(self.store, self.manifest)
+        found: dict[str, str] = {}
+        for file in record.files if record is not None else ():
+            if file.format == "safetensors":
+                header = parse_header(file.start[PREFIX_SIZE:], file.size)
+                found = {**header.metadata, **found}
+        return found or None
+
+    @property
     def files(self) -> Mapping[str, Descriptor]:
         """The small files of the model by name."""
         kinds = (media_types.JSON, media_types.FILE)
@@ -83,7 +117,7 @@ class ModelFiles:
         """Return the content of a small file, after checking its digest.
 
         Raises:
-            TensorNotFound: the model has no such file.
+            FileNotFound: the model has no such file.
             BlobMissing, BlobDamaged: the file is missing or damaged.
         """
         layer = self._layer(name)
@@ -93,7 +127,7 @@ class ModelFiles:
         """Return the JSON object that a small file contains.
 
         Raises:
-            TensorNotFound: the model has no such file.
+            FileNotFound: the model has no such file.
             BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
         """
         try:
@@ -116,8 +150,18 @@ class ModelFiles:
     def _layer(self, name: str) -> Descriptor:
         layer = self.files.get(name)
         if layer is None:
-            raise TensorNotFound(f"model {self.reference} has no file {quote(name)}")
+            raise FileNotFound(
+                f"model {self.reference} has no file {quote(name)}",
+                advice=did_you_mean(name, self.files),
+            )
         return layer
+
+
+def first_text(config: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key, or the first one of a list; empty if there is none."""
+    value = config.get(key)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, str) else ""
 
 
 def locate_damage(model: ModelFiles, error: Damaged) -> BlobstoreError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
     Convert = Callable[[mmap.mmap | memoryview, int, TensorSpec], Any]
 
-Framework = Literal["numpy", "torch", "mlx"]
+Framework = Literal["numpy", "np", "torch", "pt", "mlx"]
+"""``np`` and ``pt`` are the names that safetensors has for numpy and torch."""
+_SHORT_NAMES = {"np": "numpy", "pt": "torch"}
 FloatName = Literal["bfloat16", "float16", "float32"]
 NAMES: dict[DType, FloatName] = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32"}
 FLOATS = {name: dtype for dtype, name in NAMES.items()}
@@ -115,11 +118,14 @@ class ArrayTarget:
 
         Raises:
             UsageError: there is no such framework, or it has no such device.
+            MissingLibrary: the framework is not installed.
         """
         if framework not in get_args(Framework):
             raise UsageError(f"framework must be numpy, torch or mlx, got {quote(framework)}")
+        framework = _SHORT_NAMES.get(framework, framework)
         if framework == "torch":
-            from blobstore.safetensors.torch import as_tensor, check_device, copy_to
+            with optional_libraries():
+                from blobstore.safetensors.torch import as_tensor, check_device, copy_to
 
             if device == "cpu":
                 return cls(framework, device, as_tensor)
@@ -134,7 +140,8 @@ class ArrayTarget:
                 f"device {quote(device)} requires framework torch; {framework} takes cpu"
             )
         if framework == "mlx":
-            from blobstore.safetensors.mlx import as_mlx
+            with optional_libraries():
+                from blobstore.safetensors.mlx import as_mlx
 
             return cls(framework, device, as_mlx)
         from blobstore.safetensors.numpy import as_array

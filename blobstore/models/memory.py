@@ -130,6 +130,11 @@ class ModelMemory:
         self._is_closed = False
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be loaded any more."""
+        return self._is_closed
+
+    @property
     def is_complete(self) -> bool:
         """Whether all blobs are in memory, so that their files are no longer needed."""
         return not self._absent

@@ -7,12 +7,13 @@ it is used. Arrays that were handed out keep the memory alive, even after :meth:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import BlobstoreError, Damaged, TensorNotFound, TooManyMaps
@@ -23,7 +24,7 @@ from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
 from blobstore.models.index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.quantized import QuantizedWeights
-from blobstore.models.slices import SliceReader
+from blobstore.models.slices import Array, SliceReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
-class Model(ModelFiles, Mapping[str, Any]):
+class Model(ModelFiles, Mapping[str, Array]):
     """The tensors of a stored model by their runtime names.
 
     A quantized weight ``X`` has its scales under ``X_scale``, or for fp8 under the name that they had
@@ -53,7 +54,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         *,
         framework: Framework = "numpy",
         device: str = "cpu",
-        dequantize: bool | Collection[str] = False,
+        dequantize: bool | str | Collection[str] = False,
         use_index: bool = True,
         read: str = "mmap",
         prefetch: str | None = None,
@@ -93,7 +94,9 @@ class Model(ModelFiles, Mapping[str, Any]):
             prefetch=prefetch,
             progress=progress,
         )
-        self._weights = weights = QuantizedWeights(str(reference), index, framework, dequantize)
+        self._weights = weights = QuantizedWeights(
+            str(reference), index, target.framework, dequantize
+        )
         self._slices = SliceReader(index, self._memory, weights, target)
         self._entries: Mapping[str, Entry] = index.entries
         if weights.dequantized:
@@ -105,7 +108,28 @@ class Model(ModelFiles, Mapping[str, Any]):
             self.at_end(write_index, store, manifest, index)
 
     def __repr__(self) -> str:
-        return f"<Model {self.reference}: {len(self)} tensors>"
+        closed = ", closed" if self.is_closed else ""
+        return f"<Model {self.reference}: {len(self)} tensors{closed}>"
+
+    def _repr_html_(self) -> str:
+        """Return a small table, which notebooks show."""
+        from html import escape as escape_html
+
+        rows = {"model": str(self.reference)}
+        with contextlib.suppress(BlobstoreError):  # the config is damaged, or its blob is missing
+            rows["architecture"] = self.architecture
+        rows["tensors"] = f"{len(self):,}"
+        with contextlib.suppress(BlobstoreError):  # a quantized blob does not say how
+            rows |= {"parameters": f"{self.parameters:,}", "size": f"{self.nbytes / 1e6:,.1f} MB"}
+        rows["framework"] = f"{self.framework} on {self.device}"
+        rows["store"] = str(self.store.root)
+        rows["state"] = "closed" if self.is_closed else "open"
+        cells = "".join(
+            f"<tr><th>{name}</th><td>{escape_html(escape(text, MAX_SHOWN))}</td></tr>"
+            for name, text in rows.items()
+            if text
+        )
+        return f"<table>{cells}</table>"
 
     def __reduce__(self) -> Any:
         # A worker process opens the same manifest again, and shares the page cache.
@@ -127,7 +151,7 @@ class Model(ModelFiles, Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Array:
         """Return a tensor by its runtime name.
 
         Raises:
@@ -139,6 +163,45 @@ class Model(ModelFiles, Mapping[str, Any]):
         if name in self._weights.dequantized:
             return self.dequantized(name)
         return self._array(name)
+
+    get_tensor = __getitem__
+    """As in ``safetensors``."""
+
+    @property
+    def framework(self) -> str:
+        """The framework of the tensors: ``numpy``, ``torch`` or ``mlx``."""
+        return self._target.framework
+
+    @property
+    def device(self) -> str:
+        """The device of the tensors."""
+        return self._target.device
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more tensors can be read."""
+        return self._memory.is_closed
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors that look-ups return. Raises as :attr:`specs`."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all tensors, before quantization and without scales.
+
+        Raises:
+            UnsupportedDType: a blob does not say how its weight is quantized.
+        """
+        companions = self._weights.owners()
+        return sum(
+            self._weights.dequantized_spec(name).elements
+            if name in self._weights
+            else self._index.spec(name).elements
+            for name in self._entries
+            if name not in companions
+        )
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -180,7 +243,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         start = region.offsets[slot] + begin
         return TensorView(spec, memoryview(region.memory).toreadonly()[start : start + spec.nbytes])
 
-    def dequantized(self, name: str, dtype: str | None = None) -> Any:
+    def dequantized(self, name: str, dtype: str | None = None) -> Array:
         """Return a quantized weight dequantized, and any other tensor unchanged.
 
         The values equal those that MLX computes, bit for bit. Each call computes them again.
@@ -200,9 +263,10 @@ class Model(ModelFiles, Mapping[str, Any]):
         chosen = None if dtype is None else checked_dtype(dtype)
         stored = (name, *self._weights.companions(name).values())
         arrays = {part: self._array(part) for part in stored}
-        return self._weights.dequantize(name, arrays, chosen)
+        found: Array = self._weights.dequantize(name, arrays, chosen)
+        return found
 
-    def get_slice(self, name: str) -> TensorSlice:
+    def get_slice(self, name: str) -> TensorSlice[Array]:
         """Return a tensor that can be read in parts, as in ``safetensors``. Nothing is read yet.
 
         ``model.get_slice(name)[a:b, c:d]`` equals ``model[name][a:b, c:d]``, for integers and
@@ -217,7 +281,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         self._check_name(name)
         return self._slices.slice(name)
 
-    def quantized_slice(self, name: str, index: Index) -> dict[str, Any]:
+    def quantized_slice(self, name: str, index: Index) -> dict[str, Array]:
         """Return a part of a quantized weight and of its companions, as stored, by name.
 
         Args:
@@ -231,7 +295,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         """
         return self._slices.read_quantized(name, index)
 
-    def tensors(self, prefix: str = "") -> dict[str, Any]:
+    def tensors(self, prefix: str = "") -> dict[str, Array]:
         """Return the tensors whose names begin with ``prefix``. Raises as :meth:`__getitem__`."""
         entries = {name: entry for name, entry in self._entries.items() if name.startswith(prefix)}
         if (stream := self._target.stream()) is not None:
@@ -255,7 +319,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         order: Literal["file", "name"] = "file",
         shard: tuple[int, int] = (0, 1),
         parts: Plan | None = None,
-    ) -> Iterator[tuple[str, Any]]:
+    ) -> Iterator[tuple[str, Array]]:
         """Yield names and tensors one at a time, as inference servers load weights.
 
         Args:
@@ -283,7 +347,7 @@ class Model(ModelFiles, Mapping[str, Any]):
         for name in mine:
             yield name, read(name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Array]:
         """Return all tensors. Raises as :meth:`__getitem__`."""
         return self.tensors()
 
@@ -332,14 +396,19 @@ class Model(ModelFiles, Mapping[str, Any]):
 
     def _check_name(self, name: str) -> None:
         if name not in self._entries:
-            raise TensorNotFound(f"model {self.reference} has no tensor {quote(name)}")
+            raise TensorNotFound(
+                f"model {self.reference} has no tensor {quote(name)}",
+                # Only computed for a person: Mapping.get raises this error too.
+                advice=functools.partial(did_you_mean, str(name), self._entries),
+            )
 
-    def _array(self, name: str) -> Any:
+    def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
         region = self._memory.load((slot,))
-        return self._target.convert(region.memory, region.offsets[slot] + begin, spec)
+        found: Array = self._target.convert(region.memory, region.offsets[slot] + begin, spec)
+        return found
 
-    def _upload(self, names: Iterable[str], stream: DeviceStream) -> Iterator[tuple[str, Any]]:
+    def _upload(self, names: Iterable[str], stream: DeviceStream) -> Iterator[tuple[str, Array]]:
         self._memory.load()  # raises an error if the model is closed
         return upload_tensors(
             names,

@@ -44,7 +44,11 @@ class QuantizedWeights:
     """
 
     def __init__(
-        self, name: str, index: TensorIndex, framework: str, dequantize: bool | Collection[str]
+        self,
+        name: str,
+        index: TensorIndex,
+        framework: str,
+        dequantize: bool | str | Collection[str],
     ) -> None:
         self._name = name
         self._index = index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.slicing import byte_runs, select
@@ -24,6 +24,8 @@ from blobstore.models.files import locate_damage
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from typing_extensions import TypeVar
+
     from blobstore.core.digest import Digest
     from blobstore.core.slicing import Index, Runs, Selection
     from blobstore.models.frameworks import ArrayTarget, Convert
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
     from blobstore.models.memory import ModelMemory
     from blobstore.models.quantized import QuantizedWeights
     from blobstore.store.local import LocalStore
+
+    Array = TypeVar("Array", default=Any)
+else:
+    from typing import TypeVar
+
+    Array = TypeVar("Array")
 
 Plan = Mapping[str, "Index"] | Callable[[str], "Index | None"]
 """Which part to take of each tensor, by name; None or no entry means all of it."""
@@ -48,14 +56,14 @@ _OWN_MAP = 1 << 20
 _BYTE = 8
 
 
-class TensorSlice:
+class TensorSlice(Generic[Array]):
     """A tensor that can be read in parts, like the result of ``get_slice()`` in ``safetensors``.
 
     ``slice[a:b, c:d]`` takes integers, slices of step 1 and ``...``. Bounds are clipped as Python
     does.
     """
 
-    def __init__(self, spec: TensorSpec, read: Callable[[Index], Any]) -> None:
+    def __init__(self, spec: TensorSpec, read: Callable[[Index], Array]) -> None:
         self.spec = spec
         """Name, element type and shape of the whole tensor."""
         self._read = read
@@ -73,7 +81,7 @@ class TensorSlice:
         name: str = self.spec.dtype.value
         return name
 
-    def __getitem__(self, index: Index) -> Any:
+    def __getitem__(self, index: Index) -> Array:
         """Return a part of the tensor.
 
         Raises:

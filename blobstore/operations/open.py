@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from blobstore.errors import StoreError
 from blobstore.manifests.reference import Reference
@@ -16,6 +16,11 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     import os
     from collections.abc import Collection
+    from typing import Unpack
+
+    import mlx.core
+    import torch
+    from numpy.typing import NDArray
 
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
@@ -23,6 +28,39 @@ if TYPE_CHECKING:
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 
 
+class _Options(TypedDict, total=False):
+    """The options that do not change the type of the tensors."""
+
+    store: LocalStore | str | os.PathLike[str] | None
+    device: str
+    verify: Verify
+    dequantize: bool | str | Collection[str]
+    read: Read
+    prefetch: Prefetch | None
+    copy: bool
+    thaw: bool
+    progress: Progress | None
+
+
+@overload
+def open_model(
+    reference: str | Reference,
+    *,
+    framework: Literal["numpy", "np"] = "numpy",
+    **options: Unpack[_Options],
+) -> Model[NDArray[Any]]: ...
+@overload
+def open_model(
+    reference: str | Reference, *, framework: Literal["torch", "pt"], **options: Unpack[_Options]
+) -> Model[torch.Tensor]: ...
+@overload
+def open_model(
+    reference: str | Reference, *, framework: Literal["mlx"], **options: Unpack[_Options]
+) -> Model[mlx.core.array]: ...
+@overload
+def open_model(
+    reference: str | Reference, *, framework: Framework, **options: Unpack[_Options]
+) -> Model: ...
 def open_model(
     reference: str | Reference,
     *,
@@ -30,7 +68,7 @@ def open_model(
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
-    dequantize: bool | Collection[str] = False,
+    dequantize: bool | str | Collection[str] = False,
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
     copy: bool = False,
@@ -44,7 +82,8 @@ def open_model(
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
             are views of private memory; writing to them never changes the store. ``mlx`` arrays are
-            copies, since MLX cannot adopt memory.
+            copies, since MLX cannot adopt memory. ``np`` and ``pt`` are numpy and torch, as in
+            ``safetensors``.
         device: the device of torch tensors. Any device but ``cpu`` requires a copy.
         verify: how closely to check the blobs first. Each level includes the ones before it.
             ``none`` checks each blob on first use. ``size`` checks that all blobs exist and have
@@ -70,6 +109,7 @@ def open_model(
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
         UsageError: an unknown framework or level, or a device that the framework does not have.
+        MissingLibrary: the framework is not installed.
     """
     check_level(verify)
     if copy:

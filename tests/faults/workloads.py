@@ -165,7 +165,7 @@ class _Crowd:
         level = self._chance.choice(("none", "size", "header", "digest", "rehash"))
         try:
             store = LocalStore(self._root)
-            with blobstore.open(model.name, store=store, verify=level) as opened:  # type: ignore[arg-type]
+            with blobstore.open(model.name, store=store, verify=level) as opened:  # type: ignore[call-overload]
                 problems = model.differences(opened)
         except BlobstoreError as error:
             if not tell and isinstance(error, ModelNotFound | BlobMissing):

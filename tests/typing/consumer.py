@@ -6,7 +6,7 @@ Each ignored error proves that the checker knows the types: an ignore that is no
 from __future__ import annotations
 
 from pathlib import Path
-from typing import assert_type
+from typing import Literal, assert_type
 
 import blobstore
 from blobstore import BlobstoreError, Created, LocalStore, Model, Reference, Verified
@@ -19,13 +19,18 @@ def import_and_load(folder: Path) -> None:
     assert_type(created.reference, Reference)
     assert_type(created.bytes_written, int)
     with blobstore.open("llama:1b", framework="torch", store=str(folder / "store")) as model:
-        assert_type(model, Model)
         assert_type(len(model), int)
+        assert_type(model.metadata(), dict[str, str] | None)
     assert_type(blobstore.verify(["llama:1b"], store=LocalStore(folder / "store")), Verified)
+
+
+def choose_later(framework: Literal["numpy", "torch"]) -> None:
+    """Open a model whose tensors have a type that is not known yet."""
+    assert_type(blobstore.open("llama", framework=framework), Model)
 
 
 def make_mistakes() -> None:
     """Do what type checkers must refuse."""
-    blobstore.open("llama", framework="tensorflow")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    blobstore.open("llama", framework="tensorflow")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     blobstore.create("folder")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     raise BlobstoreError(blobstore.nothing_of_that_name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,10 +19,10 @@ CLASSES: list[type[BlobstoreError]] = [
 EXIT_CODES = {
     1: (
         "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken "
-        "UnsupportedDType StoreError StoreBusy"
+        "UnsupportedDType StoreError StoreBusy MissingLibrary"
     ),
     2: "UsageError InvalidDigest InvalidReference",
-    3: "NotFound ModelNotFound SourceNotFound TensorNotFound",
+    3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",
     4: (
         "Damaged InvalidHeader InvalidManifest CheckpointRefused DamagedSource "
         "BlobMissing BlobDamaged ColdDamaged ArchiveDamaged"
@@ -69,8 +70,18 @@ def test_advice_ends_the_text_and_stays_apart_from_the_message(kind: type[Blobst
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+def test_advice_that_takes_long_is_computed_when_it_is_read() -> None:
+    advice = Mock(return_value="take 'b'")
+    error = TensorNotFound("no tensor 'a'", advice=advice).at("m")
+    assert error.message == "m: no tensor 'a'"
+    assert not advice.called
+    assert str(error) == "m: no tensor 'a'; take 'b'"
+
+
 def test_errors_with_a_builtin_counterpart_can_be_caught_as_it() -> None:
     assert issubclass(UsageError, ValueError)
     assert issubclass(TensorNotFound, KeyError)
+    assert issubclass(errors.FileNotFound, KeyError)
+    assert issubclass(errors.MissingLibrary, ImportError)
     assert issubclass(errors.UnsupportedDType, TypeError)
     assert not issubclass(InvalidHeader, ValueError)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,53 @@ def test_the_documents_name_the_whole_public_interface() -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
     assert [name for name in blobstore.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_tells_its_version() -> None:
+    assert blobstore.__version__ == version("tensor-blobstore")
+    assert "__version__" in dir(blobstore)
+
+
+def test_runs_from_its_sources_without_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.delitem(vars(blobstore), "__version__", raising=False)
+    assert blobstore.__version__ == "0+unknown"
+    monkeypatch.delitem(vars(blobstore), "__version__")
+
+
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it() -> None:
+    code = """
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+for name in ("torch", "mlx", "mlx.core", "mlx_lm", "transformers"):
+    sys.modules[name] = None
+import blobstore
+with TemporaryDirectory() as folder:
+    (Path(folder) / "notes.onnx").write_bytes(b"x")
+    blobstore.create(folder, "m", store=f"{folder}/store", keep="*.onnx")
+    for framework in ("torch", "mlx"):
+        try:
+            blobstore.open("m", store=f"{folder}/store", framework=framework)
+        except blobstore.BlobstoreError as error:
+            print(error)
+    for module in ("transformers", "mlx_lm"):
+        try:
+            __import__(f"blobstore.integrations.{module}")
+        except ImportError as error:
+            print(error)
+"""
+    assert (
+        run(code).splitlines()
+        == [
+            "torch is not installed for this Python; run: pip install 'tensor-blobstore[torch]'",
+            "mlx is not installed for this Python; run: pip install 'tensor-blobstore[mlx]'",
+        ]
+        * 2
+    )
 
 
 def test_importing_the_package_imports_none_of_its_modules() -> None:

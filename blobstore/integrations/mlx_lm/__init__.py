@@ -14,13 +14,9 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm import utils
-
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.mlx_lm.weights import DECODED, Weights, naming_of
 from blobstore.integrations.model_files import (
     check_layers,
     check_names,
@@ -31,6 +27,13 @@ from blobstore.integrations.model_files import (
 from blobstore.integrations.source_names import gpt_oss_experts
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config, mlx_config
+
+with optional_libraries():
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm import utils
+
+    from blobstore.integrations.mlx_lm.weights import DECODED, Weights, naming_of
 
 if TYPE_CHECKING:
     import os

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.server_command import ServerOptions, run_server
 from blobstore.integrations.vllm.settings import engine_options
@@ -43,17 +44,13 @@ def _serve(options: ServerOptions) -> None:
         sys.argv = ["vllm", "serve", engine["model"], *name, "--load-format", engine["load_format"]]
         sys.argv += ["--model-loader-extra-config", settings, *options.rest]
         try:
-            from vllm.entrypoints.cli.main import main as run
-
+            with optional_libraries():
+                from vllm.entrypoints.cli.main import main as run
             run()
         except PackageNotFoundError as error:
             raise BlobstoreError(
                 f"vLLM's command cannot run: no package is installed as {quote(error.name)}"
             ) from None
-        except ModuleNotFoundError as error:
-            if error.name != "vllm":
-                raise
-            raise BlobstoreError("vLLM is not installed for this Python") from None
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
 from blobstore.store.local import LocalStore
 
@@ -150,11 +151,11 @@ def describe_model(
     is_gguf = not manifest.layers_of(media_types.TENSOR) and bool(
         manifest.layers_of(media_types.MODEL)
     )
-    keys = ("model_family",) if is_gguf else ("architectures", "_class_name")
+    keys = ("model_family",) if is_gguf else ARCHITECTURE_KEYS
     files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
     config_blob: Descriptor | None = manifest.config
     if not is_gguf:
-        config_blob = files.get("config.json") or files.get("model_index.json")
+        config_blob = next((files[name] for name in CONFIG_FILES if name in files), None)
     config: Mapping[str, Any] = {}
     if config_blob is not None:
         # Files are stored as the source has them, valid JSON or not.
@@ -168,8 +169,8 @@ def describe_model(
     return ModelDescription(
         reference=reference,
         format="gguf" if is_gguf else "tensors",
-        architecture=next(filter(None, (_first_text(config, key) for key in keys)), ""),
-        model_type=_first_text(config, "model_type"),
+        architecture=next(filter(None, (first_text(config, key) for key in keys)), ""),
+        model_type=first_text(config, "model_type"),
         size=sum(blob.size for blob in manifest.blobs),
         frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
         blobs=tuple(
@@ -228,9 +229,3 @@ def check_options(record: SourceRecord) -> None:
         from blobstore.operations.create.record import ImportOptions
 
         ImportOptions.from_json(record.options)
-
-
-def _first_text(config: Mapping[str, Any], key: str) -> str:
-    value = config.get(key)
-    value = value[0] if isinstance(value, list) and value else value
-    return value if isinstance(value, str) else ""

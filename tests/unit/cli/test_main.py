@@ -85,9 +85,10 @@ def test_prints_a_version() -> None:
     assert run("--version").stdout.startswith("blobstore ")
 
 
-def test_runs_as_a_module() -> None:
+@pytest.mark.parametrize("module", ["blobstore", "blobstore.cli"])
+def test_runs_as_a_module(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "blobstore.cli", "--version"],
+        [sys.executable, "-m", module, "--version"],
         capture_output=True,
         env=environment(),
         check=True,

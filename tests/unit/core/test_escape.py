@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.escape import MAX_SHOWN, escape, quote
+from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
@@ -69,3 +69,28 @@ def test_quotes_a_value_that_is_nested_too_deeply_to_show() -> None:
     for _ in range(100_000):
         value = [value]
     assert quote(value) == "'(nested too deeply to show)'"
+
+
+NAMES = ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight", "a\nb"]
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("model.norm.weigth", "did you mean 'model.norm.weight'?"),
+        ("norm.weight", ""),
+        ("model.layers.0.mlp.upproj.weight", "did you mean 'model.layers.0.mlp.up_proj.weight'?"),
+        ("lmhead.weight", "did you mean 'lm_head.weight'?"),
+        ("a\nbb", "did you mean 'a\\nb'?"),
+        ("", ""),
+        ("x" * 10_000, ""),
+    ],
+)
+def test_suggests_names_that_are_alike(text: str, question: str) -> None:
+    assert did_you_mean(text, NAMES) == question
+
+
+def test_suggests_the_nearest_of_many_names() -> None:
+    names = [f"layers.{layer}.mlp.up_proj.weight" for layer in range(100_000)]
+    found = did_you_mean("layers.99999.mlp.up_prj.weight", names)
+    assert found == "did you mean 'layers.99999.mlp.up_proj.weight'?"

@@ -93,7 +93,7 @@ def test_some_levels_read_headers() -> None:
 
 def test_rejects_an_unknown_level_before_opening_anything(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="verify must be none, size, header, digest or rehash"):
-        blobstore.open("none", store=LocalStore(tmp_path), verify="sizes")  # type: ignore[arg-type]
+        blobstore.open("none", store=LocalStore(tmp_path), verify="sizes")  # type: ignore[call-overload]
 
 
 def test_every_level_finds_what_the_levels_before_it_find(store: LocalStore) -> None:

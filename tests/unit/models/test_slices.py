@@ -339,9 +339,9 @@ def test_every_slice_has_the_global_scale(tmp_path: Path) -> None:
     ]
     add_blobs(store, "m", {"w": blob(*tensors, quant_type="nvfp4")})  # type: ignore[arg-type]
     for options in WAYS:
-        with blobstore.open("m", store=store, dequantize=True, **options) as model:  # type: ignore[arg-type]
+        with blobstore.open("m", store=store, dequantize=True, **options) as model:  # type: ignore[call-overload]
             assert model.get_slice("w")[1, 15:18].tolist() == [3.0, 1.5, 3.0]
-        with blobstore.open("m", store=store, **options) as model:  # type: ignore[arg-type]
+        with blobstore.open("m", store=store, **options) as model:  # type: ignore[call-overload]
             parts = model.quantized_slice("w", (0, slice(16, 32)))
             assert parts["w"].shape == (2,)
             assert parts["w_scale"].shape == (1,)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -17,6 +19,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import blobstore
 from blobstore.core.digest import Digest
@@ -26,6 +30,7 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     BlobstoreError,
+    FileNotFound,
     InvalidManifest,
     TensorNotFound,
     UnsupportedDType,
@@ -295,13 +300,93 @@ def test_an_unknown_tensor_is_a_key_error(store: LocalStore) -> None:
             model.view("none")
 
 
+@pytest.mark.parametrize("read", ["get_tensor", "get_slice", "view", "dequantized"])
+def test_a_mistyped_tensor_gets_a_suggestion(store: LocalStore, read: str) -> None:
+    name = min(TENSORS, key=len)
+    with blobstore.open("m", store=store) as model:
+        with pytest.raises(TensorNotFound, match=f"; did you mean '{name}'"):
+            getattr(model, read)(f"{name[:-1]}z{name[-1]}")
+        with pytest.raises(TensorNotFound, match="no tensor '5'$"):
+            model[5]  # type: ignore[index]
+
+
+def test_offers_what_safetensors_offers(tmp_path: Path) -> None:
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "a.safetensors"
+    metadata = {"format": "pt", "title": "x"}
+    save_file({"a": torch.arange(6.0).reshape(2, 3)}, source, metadata)
+    blobstore.create(source, "m", store=store)
+    for framework in ("pt", "np"):
+        with (
+            safe_open(source, framework=framework) as expected,
+            blobstore.open("m", store=store, framework=framework) as model,  # type: ignore[call-overload]
+        ):
+            assert [*model.keys()] == [*expected.keys()]
+            assert type(model.get_tensor("a")) is type(expected.get_tensor("a"))
+            assert (model.get_tensor("a") == expected.get_tensor("a")).all()
+            assert model.metadata() == expected.metadata() == metadata
+            assert model.get_slice("a").get_shape() == expected.get_slice("a").get_shape()
+
+
+def test_metadata_is_that_of_the_first_file_that_has_it(tmp_path: Path) -> None:
+    store, source = LocalStore(tmp_path / "store"), tmp_path / "source"
+    source.mkdir()
+    for number, metadata in enumerate([None, {"a": "1"}, {"a": "2", "b": "3"}], 1):
+        name = f"model-{number:05}-of-00003.safetensors"
+        save_file({f"t{number}": torch.zeros(1)}, source / name, metadata)
+    blobstore.create(source, "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert model.metadata() == {"a": "1", "b": "3"}
+    (source / "model-00002-of-00003.safetensors").unlink()
+    torch.save({"a": torch.zeros(1)}, source / "x.pt")
+    blobstore.create(source / "x.pt", "other", store=store)
+    with blobstore.open("other", store=store) as model:
+        assert model.metadata() is None
+
+
+def test_describes_itself(store: LocalStore) -> None:
+    with blobstore.open("m", store=store, framework="pt") as model:
+        assert (model.framework, model.device, model.architecture) == ("torch", "cpu", "")
+        assert model.parameters == sum(array.size for array in TENSORS.values())
+        assert model.nbytes == sum(array.nbytes for array in TENSORS.values())
+        assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
+        assert not model.is_closed
+    assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors, closed>"
+    assert model.is_closed
+
+
+def test_is_a_small_table_in_a_notebook(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "<b>store")
+    config = json.dumps({"architectures": ["<script>\u202e"]}).encode()
+    source = write_folder(tmp_path / "x", {"a": np.zeros(1_500_000)}, files={"config.json": config})
+    blobstore.create(source, "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        table = model._repr_html_()
+    assert "<script>" not in table
+    assert "<b>" not in table
+    rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", table)
+    assert rows[:-2] == [
+        ("model", "m:latest"),
+        ("architecture", "&lt;script&gt;\\u202e"),
+        ("tensors", "1"),
+        ("parameters", "1,500,000"),
+        ("size", "12.0 MB"),
+        ("framework", "numpy on cpu"),
+    ]
+    assert rows[-1] == ("state", "open")
+    blob_path(store, "config.json").unlink()
+    assert "architecture" not in model._repr_html_()
+    assert ("state", "closed") in re.findall("<th>(.*?)</th><td>(.*?)</td>", model._repr_html_())
+
+
 def test_reads_the_config_and_files(store: LocalStore) -> None:
     with blobstore.open("m", store=store) as model:
         assert model.config == {"model_type": "tiny"}
         assert list(model.files) == ["config.json"]
         assert model.read_file("config.json") == b'{"model_type": "tiny"}\n'
-        with pytest.raises(TensorNotFound, match="has no file '../x'"):
+        with pytest.raises(FileNotFound, match="has no file '../x'$"):
             model.read_file("../x")
+        with pytest.raises(FileNotFound, match="no file 'confg.json'; did you mean 'config.json'"):
+            model.read_file("confg.json")
 
 
 @pytest.mark.parametrize(
@@ -618,6 +703,9 @@ def test_a_model_can_be_opened_dequantized(quantized: LocalStore, tag: str, fram
         with pytest.raises(TensorNotFound):
             model[f"{UP}_scale"]
         assert len(model.tensors("model.layers.0.self_attn")) == 3
+        elements = sum(spec.elements for spec in model.specs.values())
+        assert packed.parameters == model.parameters == elements
+        assert packed.nbytes < model.nbytes == 2 * elements
 
 
 def test_dequantizing_leaves_plain_tensors_unchanged(quantized: LocalStore) -> None:
