@@ -43,6 +43,9 @@ _ADVICE = (
 @click.option("--ignore-unindexed", is_flag=True, help="As for create.")
 @click.option("--subtree", metavar="PATH", help="As for create.")
 @click.option("--keep-names", is_flag=True, help="As for create.")
+@click.option("--skip-unreadable", is_flag=True, help="As for create.")
+@click.option("--keep", metavar="GLOB", multiple=True, help="As for create.")
+@click.option("--exclude", metavar="GLOB", multiple=True, help="As for create.")
 @click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
 @options.store_option
 @options.wait_option
@@ -59,6 +62,9 @@ def command(
     ignore_unindexed: bool,
     subtree: str | None,
     keep_names: bool,
+    skip_unreadable: bool,
+    keep: tuple[str, ...],
+    exclude: tuple[str, ...],
     dry_run: bool,
     jobs: int | None,
     as_json: bool,
@@ -86,6 +92,9 @@ def command(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
+            keep=keep,
+            exclude=exclude,
             dry_run=dry_run,
             jobs=jobs,
             progress=progress,

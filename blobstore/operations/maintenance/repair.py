@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 _BACKUP = "create the model again, or take the file from a backup"
 _NO_MANIFEST = f"a missing manifest cannot be repaired; {_BACKUP}"
+_LOST = "; it has the options of create, so give them again"
 _MANIFEST = f"only another store that has the model can restore a manifest; or {_BACKUP}"
 
 
@@ -101,6 +102,9 @@ def repair_models(
     ignore_unindexed: bool = False,
     subtree: str | None = None,
     keep_names: bool = False,
+    skip_unreadable: bool = False,
+    keep: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     dry_run: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -117,6 +121,9 @@ def repair_models(
         ignore_unindexed: as for :func:`blobstore.create`.
         subtree: as for :func:`blobstore.create`.
         keep_names: as for :func:`blobstore.create`.
+        skip_unreadable: as for :func:`blobstore.create`.
+        keep: as for :func:`blobstore.create`.
+        exclude: as for :func:`blobstore.create`.
         dry_run: change nothing. The bytes are still built and hashed.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
@@ -141,6 +148,9 @@ def repair_models(
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
             keep_names=keep_names,
+            skip_unreadable=skip_unreadable,
+            keep=tuple(keep),
+            exclude=tuple(exclude),
         )
         if source is not None and other is None:
             manifests = list(_manifests(store, chosen or store.references()))
@@ -311,7 +321,10 @@ class _Repair:
         self.reasons = {}
         if provider is not None:
             missing = f"nothing in {self._source_name} has its name and size"
-            self.reasons = {str(digest): missing for digest, _ in self._wanted}
+            self.reasons = {
+                str(blob.digest): missing + (_LOST if blob.media_type == media_types.SOURCE else "")
+                for blob in self._wanted.values()
+            }
             self._try_all(provider.rounds(self._wanted))
 
     def _try_all(self, rounds: Iterable[Sequence[Candidate]]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import mmap
 import os
 import random
@@ -27,6 +28,7 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
+from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, write_index
@@ -754,3 +756,75 @@ def test_survives_a_kill_at_any_moment(seed: int, store: LocalStore, folder: Pat
             process.wait(0.01 * seed)
         process.kill()
     check_after_a_crash(store, right, folder)
+
+
+# Every layer, with the options of create
+
+
+def _write_source(folder: Path, kind: str) -> Path:
+    """Write one of the sources; return what to import."""
+    write_folder(folder, moe_tensors(), files={"config.json": b"{}", "README.md": b"text"})
+    (weights,) = folder.glob("*.safetensors")
+    if kind == "pytorch":
+        import torch
+
+        for path in folder.iterdir():
+            path.unlink()
+        content = {key: {"a": torch.full((4, 4), ord(key[0]))} for key in ("model", "ema")}
+        torch.save(content | {"epoch": 3}, folder / "model.pt")
+        return folder / "model.pt"
+    if kind == "several":
+        shutil.copy(weights, folder / "other.safetensors")
+    if kind == "unindexed":
+        (folder / f"{weights.name}.index.json").write_text(
+            json.dumps({"weight_map": {min(moe_tensors()): weights.name}})
+        )
+    if kind == "others":
+        (folder / "x").mkdir()
+        (folder / "x" / "a.onnx").write_bytes(b"onnx")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("plain", {}),
+        (
+            "plain",
+            {"experts": "stacked", "quantize": "int4", "group_size": 64, "policy": "uniform"},
+        ),
+        ("plain", {"exclude": ["READ*"]}),
+        ("several", {"weights": "other.safetensors"}),
+        ("unindexed", {"ignore_unindexed": True}),
+        ("others", {"keep": ["*.onnx"]}),
+        ("pytorch", {}),
+        ("pytorch", {"subtree": "ema", "skip_unreadable": True}),
+    ],
+)
+def test_every_layer_is_repaired_from_the_source(
+    kind: str, options: dict[str, Any], store: LocalStore, tmp_path: Path
+) -> None:
+    source = _write_source(tmp_path / "source", kind)
+    create(source, "m", store=store, **options)
+    manifest = store.resolve("m")
+    for layer in manifest.blobs:
+        is_record = layer.media_type == media_types.SOURCE
+        given = {key: options[key] for key in options if key in _GIVEN and is_record}
+        flip(Path(store.blob_path(layer.digest)), -1)
+        repaired = repair_models(["m"], source, store=store, **given)
+        assert [blob.digest for blob in repaired.repaired] == [layer.digest]
+        assert repaired.faults == ()
+    assert verify_models(store=store).faults == ()
+
+
+_GIVEN = {"exclude", "keep", "weights", "ignore_unindexed", "subtree", "skip_unreadable"}
+"""Options that a damaged record does not say."""
+
+
+def test_a_damaged_record_needs_the_options_of_create(store: LocalStore, tmp_path: Path) -> None:
+    source = _write_source(tmp_path / "source", "plain")
+    create(source, "m", store=store, exclude=["READ*"])
+    (layer,) = store.resolve("m").layers_of(media_types.SOURCE)
+    Path(store.blob_path(layer.digest)).unlink()
+    (fault,) = repair_models(["m"], source, store=store).faults
+    assert "it has the options of create, so give them again" in fault.message
