@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.digest import BlobId, Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidDigest, InvalidManifest
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ class Descriptor(NamedTuple):
     """Where Ollama says that the layer came from; we only carry it."""
     extra: Mapping[str, Any] = _NOTHING
     """Fields that we do not know, kept as they were."""
+
+    def __repr__(self) -> str:
+        name = f"{quote(self.name)}: " if self.name else ""
+        return (
+            f"<Descriptor {name}{escape(self.media_type)}, {self.size} bytes, {self.digest.short}>"
+        )
 
     @property
     def id(self) -> BlobId:

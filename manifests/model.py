@@ -31,7 +31,7 @@ class Manifest:
     """The layers of a model, in order, and its config."""
 
     config: Descriptor
-    layers: tuple[Descriptor, ...]
+    layers: tuple[Descriptor, ...] = field(repr=False)
     media_type: str = media_types.MANIFEST
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that we do not know, kept as they were."""

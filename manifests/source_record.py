@@ -48,6 +48,9 @@ class RecordedFile(NamedTuple):
     sha256: Digest | None = None
     """The digest of the whole file, if the Hub lists it."""
 
+    def __repr__(self) -> str:
+        return f"<RecordedFile {quote(self.name)}: {self.format}, {self.size} bytes>"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
@@ -64,9 +67,9 @@ class SourceRecord:
     """The options of the import that differ from their defaults."""
     is_converted: bool = False
     """Whether bytes of the weight files are neither in the blobs nor here."""
-    stored_names: Mapping[str, str] = field(default_factory=dict)
+    stored_names: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The names in the blobs of source tensors that have other names there; not those of stacks."""
-    left_out: Mapping[str, bytes] = field(default_factory=dict)
+    left_out: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """The bytes of source tensors that no blob holds unchanged, by name."""
 
     def data(self) -> bytes:

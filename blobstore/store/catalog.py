@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
@@ -25,7 +25,7 @@ class CatalogEntry:
     """When the manifest was written, in seconds since the epoch; 0 if that is unknown."""
     digest: Digest | None = None
     """The digest of the manifest's bytes."""
-    manifest: Manifest | None = None
+    manifest: Manifest | None = field(default=None, repr=False)
     error: BlobstoreError | None = None
     """Why the manifest cannot be read."""
 

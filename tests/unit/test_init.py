@@ -8,9 +8,11 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import click
 import pytest
 
 import blobstore
+from blobstore.cli.main import _COMMANDS, program
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +128,30 @@ with TemporaryDirectory() as folder:
         ]
         * 2
     )
+
+
+# Commands by the functions that do the same.
+COMMANDS = {name: name for name in blobstore.__all__} | {
+    "copy": "cp",
+    "remove": "rm",
+    "rename": "mv",
+}
+
+
+@pytest.mark.parametrize("function", [name for name in COMMANDS if COMMANDS[name] in _COMMANDS])
+def test_options_have_the_defaults_of_the_command_line(function: str) -> None:
+    loaded = program.get_command(click.Context(program), COMMANDS[function])
+    assert loaded is not None
+    parameters = inspect.signature(getattr(blobstore, function)).parameters
+    shared = [option for option in loaded.params if option.name in parameters]
+    assert shared
+    context = click.Context(loaded)
+    for option in shared:
+        given = option.to_info_dict().get("default")
+        given = option.process_value(context, given) if given else None
+        default = parameters[str(option.name)].default
+        default = None if default is inspect.Parameter.empty else default
+        assert (given or None) == (default or None), option.name
 
 
 def test_importing_the_package_imports_none_of_its_modules() -> None:

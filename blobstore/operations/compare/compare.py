@@ -11,7 +11,7 @@ the size is checked, not the digest; ``verify`` does that.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ class Comparison:
 
     reference: Reference
     base: Reference
-    tensors: tuple[TensorError, ...]
+    tensors: tuple[TensorError, ...] = field(repr=False)
     """The tensors that both models have, in the order of the first."""
     only_in_model: tuple[str, ...]
     only_in_base: tuple[str, ...]

@@ -9,7 +9,7 @@ that are read only the size is checked.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,9 +76,9 @@ class Difference:
 
     ours: Reference
     theirs: Reference
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[TensorDifference, ...] = field(repr=False)
     """All tensors, including equal ones: those of the first model, then the others."""
-    files: tuple[FileDifference, ...]
+    files: tuple[FileDifference, ...] = field(repr=False)
     """All layers without tensors, and the config, in the same order."""
 
     @property

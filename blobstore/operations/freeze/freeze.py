@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -66,7 +66,7 @@ class Frozen:
     references: tuple[Reference, ...]
     bases: tuple[tuple[Reference, Reference], ...]
     """Models and their base models."""
-    blobs: tuple[FrozenBlob, ...]
+    blobs: tuple[FrozenBlob, ...] = field(repr=False)
     """The tensor blobs, each once."""
     faults: tuple[BlobstoreError, ...]
     """Why blobs could not be read."""

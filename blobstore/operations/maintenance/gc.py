@@ -15,7 +15,7 @@ import contextlib
 import os
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -51,9 +51,9 @@ class Removed(NamedTuple):
 class Collected:
     """The result of :func:`collect_garbage`."""
 
-    blobs: tuple[Removed, ...]
+    blobs: tuple[Removed, ...] = field(repr=False)
     """Blobs that no manifest references, hot and cold."""
-    leftovers: tuple[Removed, ...]
+    leftovers: tuple[Removed, ...] = field(repr=False)
     """Temporary files and leases of dead processes, and caches of removed models."""
     folders: tuple[Path, ...]
     """Empty folders of manifests, below the root."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blobstore.core.escape import quote
@@ -99,9 +99,9 @@ class ModelDescription:
     """Bytes of all blobs. A blob that several layers share counts once."""
     frozen_size: int
     """Bytes of the frozen blobs among them, before compression."""
-    blobs: tuple[BlobDescription, ...]
+    blobs: tuple[BlobDescription, ...] = field(repr=False)
     """The config, then the layers in the manifest's order."""
-    tensors: tuple[TensorDescription, ...]
+    tensors: tuple[TensorDescription, ...] = field(repr=False)
     """The tensors of all readable blobs, in the manifest's order."""
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
@@ -57,9 +57,9 @@ class Inspection:
     refusal: str | None
     """The reason if it cannot be imported."""
     globals: Sequence[GlobalUse]
-    tensors: Sequence[TensorSpec]
+    tensors: Sequence[TensorSpec] = field(repr=False)
     """The tensors that would be imported."""
-    unreadable: dict[str, str]
+    unreadable: dict[str, str] = field(repr=False)
     """Tensors of an unsupported kind, with the reason."""
     subtrees: Sequence[Subtree]
     """The parts that ``subtree`` can name."""

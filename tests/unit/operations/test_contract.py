@@ -161,6 +161,12 @@ def test_expands_the_home_folder(
     assert not list((folder / "here").iterdir())
 
 
+@pytest.mark.parametrize("call", ARGUMENTS)
+def test_a_result_is_shown_in_a_few_lines(call: Callable[..., Any], folder: Path) -> None:
+    shown = repr(run(call, folder))
+    assert len(shown) < 1200, shown  # the models have dozens of tensors
+
+
 @pytest.mark.parametrize("call", [call for call in ARGUMENTS if names_model(call)])
 def test_a_model_that_does_not_exist_is_not_found(call: Callable[..., Any], folder: Path) -> None:
     with pytest.raises(ModelNotFound, match="'absent:latest'"):
