@@ -74,7 +74,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
             BlobstoreError: vLLM cannot take it. The message lists missing and unexpected tensors.
         """
-        self._device = self._target_device(vllm_config)
+        self._device = self._target_device(vllm_config, model_config)
         with self._stored(model_config):
             return super().load_model(vllm_config, model_config, prefix)
 
@@ -109,14 +109,17 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 self._settings.verify,
             )
 
-    def _target_device(self, vllm_config: Any) -> str:
+    def _target_device(self, vllm_config: Any, model_config: Any) -> str:
         """Return the device that complete tensors are copied to, or ``cpu`` if that does not pay."""
-        device = str(self.load_config.device or vllm_config.device_config.device)
+        wanted = getattr(self.load_config, "device", None)
+        device = str(wanted or vllm_config.device_config.device)
         if not ArrayTarget.of("torch", device).has_stream:
             return "cpu"
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             return device
-        # A rank copies only its parts, but must dequantize the whole tensor.
+        # A rank copies only its parts, but must dequantize complete tensors.
+        if getattr(model_config.hf_config, "quantization_config", None):
+            return "cpu"
         with replace(self._settings, verify="none").open() as stored:
             return device if stored.quantized else "cpu"
 

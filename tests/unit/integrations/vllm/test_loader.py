@@ -44,11 +44,15 @@ def weights() -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def load(store: LocalStore, config: Any) -> fake_vllm.FusedModel:
+def loader_of(store: LocalStore) -> Any:
     from blobstore.integrations.vllm.loader import BlobstoreLoader
 
     settings = {"name": "m", "store": str(store.root)}
-    loader = BlobstoreLoader(SimpleNamespace(model_loader_extra_config=settings, device=None))
+    return BlobstoreLoader(SimpleNamespace(model_loader_extra_config=settings, device=None))
+
+
+def load(store: LocalStore, config: Any) -> fake_vllm.FusedModel:
+    loader = loader_of(store)
     hf_config = SimpleNamespace(architectures=[], get_text_config=lambda: None)
     config.build = partial(fake_vllm.FusedModel, ROWS, COLUMNS, torch.bfloat16)
     model: fake_vllm.FusedModel = loader.load_model(config, SimpleNamespace(hf_config=hf_config))
@@ -94,3 +98,13 @@ def test_a_tensor_that_is_missing_on_the_device_is_listed(
     blobstore.create(write_folder(tmp_path / "source", tensors), "m", store=store)
     with pytest.raises(BlobstoreError, match=r"1 tensor missing: '.*qkv_proj.weight"):
         load(store, config)
+
+
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cpu:0"), (2, "cpu")])
+def test_ranks_copy_parts_of_weights_that_vllm_takes_as_they_are_stored(
+    ranks: int, device: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = fake_vllm.install(monkeypatch, ranks=ranks)
+    hf_config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    found = loader_of(store)._target_device(config, SimpleNamespace(hf_config=hf_config))
+    assert found == device
