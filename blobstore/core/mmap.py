@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.errors import BlobstoreError, TooManyMaps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 # Python exports it from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -60,7 +60,7 @@ class MappedRegion:
     ``filled``, files are not mapped, but read into :meth:`slot_view`, and the memory is requested in
     large pages.
 
-    Files of fewer than ``mapped_from`` bytes are in the arena: :meth:`map` reads them.
+    The files of the slots ``read_slots`` are in the arena: :meth:`map` reads them.
 
     Raises:
         BlobstoreError: the system or a limit of the process does not allow that many addresses.
@@ -72,17 +72,17 @@ class MappedRegion:
         *,
         writable: bool = False,
         filled: bool = False,
-        mapped_from: int = 0,
+        read_slots: Collection[int] = frozenset(),
     ) -> None:
         large_page = mmap.PAGESIZE if filled else _LARGE_PAGE
         self.offsets = _layout(sizes, large_page)
         """The start of each slot in :attr:`memory`, and the end of all."""
         self._ends: Sequence[int] = self.offsets[1:]
         begin = self.offsets[-1]
-        if mapped_from:
-            self.offsets, self._ends, begin = _layout_with_arena(sizes, large_page, mapped_from)
-        self.mapped_from = mapped_from
-        """The smallest size of files that are mapped and not read."""
+        if read_slots:
+            self.offsets, self._ends, begin = _layout_with_arena(sizes, large_page, read_slots)
+        self.read_slots = read_slots
+        """The slots whose files are read and not mapped."""
         self.present: set[int] = set()
         """The slots that were mapped or filled."""
         self._is_filled = filled
@@ -114,7 +114,7 @@ class MappedRegion:
         Raises:
             OSError: the file cannot be mapped or read.
         """
-        if size < self.mapped_from:
+        if slot in self.read_slots:
             _read_into(descriptor, self._arena_slot(slot, size))
         elif size:  # mmap rejects empty maps
             begin, end = self.offsets[slot], self._ends[slot]
@@ -134,7 +134,7 @@ class MappedRegion:
         Raises:
             BlobstoreError: there is not enough memory.
         """
-        if size == 0 or size < self.mapped_from:
+        if size == 0 or slot in self.read_slots:
             yield self._arena_slot(slot, size)
             self.present.add(slot)
             return
@@ -276,19 +276,18 @@ def _read_into(descriptor: int, memory: memoryview) -> None:
 
 
 def _layout_with_arena(
-    sizes: Sequence[int], large_page: int, mapped_from: int
+    sizes: Sequence[int], large_page: int, read_slots: Collection[int]
 ) -> tuple[list[int], list[int], int]:
     """Return offsets as :func:`_layout`, the end of each slot, and where the arena begins."""
-    slots = [slot for slot, size in enumerate(sizes) if size >= mapped_from]
+    slots = [slot for slot in range(len(sizes)) if slot not in read_slots]
     mapped_offsets = _layout([sizes[slot] for slot in slots], large_page)
     offsets, ends = [0] * len(sizes), [0] * len(sizes)
     for slot, begin, end in zip(slots, mapped_offsets, mapped_offsets[1:], strict=False):
         offsets[slot], ends[slot] = begin, end
     begin = end = mapped_offsets[-1]
-    for slot, size in enumerate(sizes):
-        if size < mapped_from:
-            offsets[slot], ends[slot] = end, end + size
-            end += _rounded(size, _ALIGNMENT)
+    for slot in sorted(read_slots):
+        offsets[slot], ends[slot] = end, end + sizes[slot]
+        end += _rounded(sizes[slot], _ALIGNMENT)
     return [*offsets, _rounded(end, mmap.PAGESIZE)], ends, begin
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
@@ -31,7 +32,7 @@ from blobstore.models.decompress import ColdSlot, ParallelDecoder
 from blobstore.models.files import locate_damage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
@@ -68,15 +69,15 @@ def reserve(sizes: Sequence[int], *, writable: bool, filled: bool = False) -> Ma
     Raises:
         BlobstoreError: there are not that many addresses.
     """
-    mapped_from = 0
+    read_slots: Collection[int] = ()
     if len(sizes) > _FEW:
-        mapped_from = _SMALL
-        large = sorted(size for size in sizes if size >= _SMALL)
-        if len(large) > _FEW and not filled and (counts := map_counts()):
+        by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+        count = bisect_left(by_size, _SMALL, key=sizes.__getitem__)
+        if len(sizes) - count > _FEW and not filled and (counts := map_counts()):
             available = max(counts.limit - counts.present - _SPARE_MAPS, 0)
-            if available < len(large):
-                mapped_from = large[-available - 1] + 1
-    return MappedRegion(sizes, writable=writable, filled=filled, mapped_from=mapped_from)
+            count = max(count, len(sizes) - available)
+        read_slots = frozenset(by_size[:count])
+    return MappedRegion(sizes, writable=writable, filled=filled, read_slots=read_slots)
 
 
 class ModelMemory:
@@ -277,7 +278,7 @@ class ModelMemory:
         for slot in slots:
             digest, size = self._blobs[slot]
             with contextlib.suppress(BlobMissing):
-                if size < region.mapped_from:
+                if slot in region.read_slots:
                     self._store.map_hot(digest, size, slot, region)
                     self._absent.discard(slot)
                 else:
@@ -297,8 +298,9 @@ class ModelMemory:
 
     def _fetch(self, slots: set[int], region: MappedRegion) -> None:
         """Bring mapped blobs into the page cache and into this process, as ``prefetch`` says."""
-        least = max(region.mapped_from, 1)
-        sizes = {slot: size for slot in slots if (size := self._blobs[slot][1]) >= least}
+        sizes = {
+            slot: size for slot in slots - set(region.read_slots) if (size := self._blobs[slot][1])
+        }
         if self._prefetch == "willneed":
             for slot, size in sizes.items():
                 region.will_need(slot, size)

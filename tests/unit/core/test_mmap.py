@@ -319,7 +319,8 @@ def test_small_files_are_read_into_one_map(
 ) -> None:
     sizes = [10, 70, PAGE, 0, 64, 10, LARGE + 1, 7]
     contents = [os.urandom(size) for size in sizes]
-    region = MappedRegion(sizes, writable=is_writable, filled=is_filled, mapped_from=PAGE)
+    read_slots = {0, 1, 3, 4, 5, 7}
+    region = MappedRegion(sizes, writable=is_writable, filled=is_filled, read_slots=read_slots)
     end = region.offsets[2] + PAGE
     large = region.offsets[6]
     arena = _rounded(large + LARGE + 1, PAGE if is_filled else LARGE)
@@ -335,11 +336,11 @@ def test_small_files_are_read_into_one_map(
         path.write_bytes(bytes(sizes[slot]))
     with region.writable_slot(1, 70) as view, region.writable_slot(5, 10) as other:
         view[:], other[:] = contents[1], contents[5]
-    for slot in (0, 1, 3, 4, 5, 7):
+    for slot in read_slots:
         begin = region.offsets[slot]
         assert bytes(memoryview(region.memory)[begin : begin + sizes[slot]]) == contents[slot]
         assert bytes(region.slot_view(slot, 0, sizes[slot])) == contents[slot]
-    assert region.present == {0, 1, 3, 4, 5, 7}
+    assert region.present == read_slots
     assert memoryview(region.memory).readonly is not is_writable
 
 
@@ -348,7 +349,7 @@ def test_files_in_an_arena_are_no_maps_of_the_process(tmp_path: Path) -> None:
     if before is None:
         pytest.skip("the system does not count maps")
     path = file(tmp_path, b"abc")
-    region = MappedRegion([3] * 500, mapped_from=PAGE)
+    region = MappedRegion([3] * 500, read_slots=range(500))
     for slot in range(500):
         put(region, slot, path)
     after = map_counts()
@@ -357,7 +358,7 @@ def test_files_in_an_arena_are_no_maps_of_the_process(tmp_path: Path) -> None:
 
 
 def test_a_small_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
-    region = MappedRegion([30], mapped_from=PAGE)
+    region = MappedRegion([30], read_slots=[0])
     descriptor = os.open(file(tmp_path, b"abc"), os.O_RDONLY)
     with pytest.raises(OSError, match="it ended at byte 3 of 30"):
         region.map(0, descriptor, 30)

@@ -287,7 +287,7 @@ def test_small_cold_blobs_of_a_model_of_many_are_decompressed(
         memory = ModelMemory(ModelFiles.of("a", store), blobs, read=read)
         assert not memory.map_hot()
         region = memory.load(range(2))
-        assert region.mapped_from > blobs[0][1]
+        assert region.read_slots == {0, 1}
         for slot, (name, seed) in enumerate((("x", 1), ("y", 2))):
             data = memoryview(region.memory)[region.offsets[slot] :][: blobs[slot][1]]
             assert bytes(data) == layer(name, weights(seed))
@@ -308,9 +308,16 @@ def test_the_largest_blobs_are_mapped_if_not_all_can_be(
     limit = memory_module._SPARE_MAPS + 100
     monkeypatch.setattr(memory_module, "map_counts", lambda: MapCounts(100 - available, limit))
     region = memory_of(store, blobs).load(range(len(blobs)))
-    assert [slot for slot, size in enumerate(SIZES) if size >= region.mapped_from] == mapped
+    assert set(range(len(blobs))) - set(region.read_slots) == set(mapped)
     for data, offset in zip(contents, region.offsets, strict=False):
         assert bytes(region.memory[offset : offset + len(data)]) == data
+
+
+@pytest.mark.usefixtures("many")
+def test_as_many_blobs_of_one_size_are_mapped_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = memory_module._SPARE_MAPS + 100
+    monkeypatch.setattr(memory_module, "map_counts", lambda: MapCounts(98, limit))
+    assert len(memory_module.reserve([20_000] * 5, writable=False).read_slots) == 3
 
 
 needs_counts = pytest.mark.skipif(map_counts() is None, reason="the system does not count maps")
