@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _SECTIONS: Final = ("quantization", "quantization_config", "compression_config")
 _NESTED: Final = "text_config"
+MODELOPT_FILE: Final = "hf_quant_config.json"
+"""The file in which ModelOpt describes the quantization. Earlier versions did not change the config."""
+_MODELOPT: Final = "modelopt"
 _MAX_BLOCK: Final = 999_999
 _MLX_DEFAULTS: Final = {"affine": (4, 64), "nvfp4": (4, 16), "mxfp4": (4, 32), "mxfp8": (8, 32)}
 """Default bits and group size of each mode."""
@@ -71,11 +74,14 @@ class SourceQuantConfig:
             if isinstance(group, dict)
         ]
         activations = [group.get("input_activations") for group in groups]
-        return (
-            self.method == "modelopt"
-            or any(section.get("activation_scheme") == "static" for section in self._sections)
-            or any(isinstance(one, dict) and one.get("dynamic") is not True for one in activations)
-        )
+        if self.method == _MODELOPT:
+            algorithms = [str(section.get("quant_algo")) for section in self._sections]
+            return not any("A16" in algorithm for algorithm in algorithms) and (
+                not activations or any(one is not None for one in activations)
+            )
+        return any(
+            section.get("activation_scheme") == "static" for section in self._sections
+        ) or any(isinstance(one, dict) and one.get("dynamic") is not True for one in activations)
 
     def mlx_type(self, weight: str, module: str) -> tuple[QuantFormat, int] | None:
         """Return type and group size of a weight packed by MLX, or None if the config has none.
@@ -157,6 +163,18 @@ class SourceQuantConfig:
                     kind = weights.get("type"), weights.get("num_bits")
                     if kind == ("float", bits):
                         yield weights
+
+
+def modelopt_section(described: Any) -> dict[str, Any]:
+    """Return the content of ModelOpt's own file as a section of a config; empty without quantized weights.
+
+    Args:
+        described: any JSON value.
+    """
+    section = described.get("quantization") if isinstance(described, dict) else None
+    if not isinstance(section, dict) or not section.get("quant_algo"):
+        return {}
+    return {**section, "quant_method": _MODELOPT}
 
 
 def _block(key: str, value: object) -> Block:

@@ -33,6 +33,7 @@ from blobstore.operations.export.shards import (
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.source_config import MODELOPT_FILE, modelopt_section
 from blobstore.quantization.source_layout import SourceNaming
 from blobstore.safetensors.header import in_file_order
 
@@ -231,6 +232,8 @@ def folder_contents(
     configs: dict[str, bytes] = {}
     if not is_as_source:
         configs = _changed_configs(store, files, stems, types)
+        if modelopt_section(_decoded(store, files, MODELOPT_FILE)):
+            del files[MODELOPT_FILE]  # it describes the weights of the source
     constants = {name: data for name, (_, data) in left_out.items()}
     return FolderContents(tensors, components, joins, configs, files, constants)
 

@@ -6,7 +6,7 @@ import pytest
 
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.source_config import SourceQuantConfig
+from blobstore.quantization.source_config import SourceQuantConfig, modelopt_section
 
 
 def mlx_type(section: Any, module: str = "m") -> tuple[str, int] | None:
@@ -203,6 +203,12 @@ def test_reads_the_group_sizes_of_4_bit_floats() -> None:
         ({"quant_method": "fp8"}, False),
         ({"activation_scheme": "dynamic"}, False),
         ({"activation_scheme": "static"}, True),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, False),
+        ({"quant_method": "modelopt", "config_groups": {"group_0": {"weights": {}}}}, False),
+        (
+            {"quant_method": "modelopt", "config_groups": {"group_0": {"input_activations": {}}}},
+            True,
+        ),
         ({"quant_method": "modelopt"}, True),
         ({"config_groups": 7}, False),
         ({"config_groups": {"group_0": 7}}, False),
@@ -215,3 +221,23 @@ def test_reads_the_group_sizes_of_4_bit_floats() -> None:
 def test_finds_whether_the_scales_of_activations_are_stored(section: Any, is_static: bool) -> None:
     found = SourceQuantConfig({"quantization_config": section})
     assert found.has_static_activations is is_static
+
+
+@pytest.mark.parametrize(
+    ("described", "section"),
+    [
+        (
+            {"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}},
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        ),
+        ({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}, {}),
+        ({"quantization": "NVFP4"}, {}),
+        ({}, {}),
+        (["quantization"], {}),
+        (None, {}),
+    ],
+)
+def test_reads_the_file_in_which_modelopt_describes_weights(
+    described: Any, section: dict[str, Any]
+) -> None:
+    assert modelopt_section(described) == section
