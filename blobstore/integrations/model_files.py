@@ -16,7 +16,7 @@ from blobstore.operations.export.folder import small_files
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.models.files import ModelFiles
@@ -46,7 +46,11 @@ class OpenOptions(TypedDict, total=False):
 
 @contextlib.contextmanager
 def temporary_folder(
-    model: ModelFiles, patterns: Sequence[str] = ("*",), written: Mapping[str, bytes] | None = None
+    model: ModelFiles,
+    patterns: Sequence[str] = ("*",),
+    written: Mapping[str, bytes] | None = None,
+    *,
+    omitted: Collection[str] = (),
 ) -> Iterator[Path]:
     """Give a temporary folder with a model's small files and no weights; remove it at the end.
 
@@ -56,6 +60,7 @@ def temporary_folder(
         model: the model.
         patterns: which files to write.
         written: files by name, written instead of the stored ones.
+        omitted: names of files that are not written.
 
     Raises:
         BlobMissing, BlobDamaged, InvalidManifest: a file is missing or damaged, or has an invalid
@@ -65,6 +70,7 @@ def temporary_folder(
         file: model.read_file(file)
         for file, layer in small_files(model.manifest).items()
         if layer.size <= MAX_SMALL_FILE
+        and file not in omitted
         and any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
     }
     contents.update(written or {})

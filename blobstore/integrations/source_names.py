@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.models.source_layers import left_out_tensors, read_stacks
-from blobstore.models.tensors import read_tensors
+from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS
-from blobstore.quantization.source_config import SourceQuantConfig
+from blobstore.quantization.recipes import GLOBAL_SCALE
+from blobstore.quantization.source_config import (
+    MODELOPT_FILE,
+    SourceQuantConfig,
+    modelopt_section,
+)
+from blobstore.quantization.source_layout import SourceNaming
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.models.files import ModelFiles
     from blobstore.operations.open import Model
 
 
@@ -46,50 +53,116 @@ def stacked_names(model: Model) -> dict[str, list[str]]:
     return stacks
 
 
-DECODED_TYPES = frozenset({*FORMATS, ""}) - {FLOAT8_TYPE}
-"""The types that servers are never given as stored; the empty one stands for unknown types."""
+class PublishedTensors(NamedTuple):
+    """How a source has the tensors that blobs hold under other names or types, or not at all."""
+
+    specs: Mapping[str, TensorSpec]
+    """Their specs in the source, by runtime name. FP8 weights keep their names, and are not listed."""
+    left_out: Mapping[str, tuple[TensorSpec, bytes]]
+    """The tensors that no blob holds unchanged, by source name: scales of activations, and global scales
+    whose reciprocals are in ``specs``."""
+
+    @classmethod
+    def of(cls, model: Model, config: Mapping[str, Any]) -> PublishedTensors:
+        """Return the tensors of a model that was opened without ``dequantize``.
+
+        Args:
+            model: the model.
+            config: its config, as by :func:`quant_settings`.
+
+        Raises:
+            BlobMissing, BlobDamaged: the record of the source is missing or damaged.
+        """
+        naming, specs = SourceNaming(config), model.specs
+        named = {
+            name + end: naming.spec(name, suffix, specs[name + end], FORMATS["nvfp4"])
+            for name, (kind, _) in model.quantized.items()
+            if _has_global_scale(model, name, kind)
+            for suffix, end in {"": "", **COMPANIONS}.items()
+            if name + end in specs
+        }
+        has_reciprocals = bool(named) and naming.is_reciprocal(GLOBAL_SCALE)
+        if not has_reciprocals and not SourceQuantConfig(config).has_static_activations:
+            return cls(named, {})
+        return cls(named, left_out_tensors(model.store, model.manifest))
+
+
+def _has_global_scale(model: Model, name: str, kind: str) -> bool:
+    return kind == "nvfp4" and f"{name}{GLOBAL_SCALE}" in model
+
+
+def modelopt_settings(model: ModelFiles) -> dict[str, Any]:
+    """Return how ModelOpt's own file says that weights are quantized; empty if it does not.
+
+    Raises:
+        BlobMissing, BlobDamaged: the file is missing or damaged.
+    """
+    if MODELOPT_FILE not in model.files:
+        return {}
+    return modelopt_section(model.read_json(MODELOPT_FILE))
+
+
+def quant_settings(model: ModelFiles, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's config with its quantization, which may be in a file of its own.
+
+    Raises:
+        BlobMissing, BlobDamaged: the file is missing or damaged.
+    """
+    if SourceQuantConfig(config).is_quantized or not (section := modelopt_settings(model)):
+        return config
+    return {**config, "quantization_config": section}
 
 
 def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
-    """Return why a server cannot use its own kernels for the weights of a model; empty if it can."""
-    quant_config = SourceQuantConfig(config)
-    if {kind for kind, _ in model.quantized.values()} != {FLOAT8_TYPE}:
-        return "not all of its quantized weights are fp8"
-    if quant_config.is_mlx or not quant_config.method:
-        return "its config does not say how they are quantized"
-    if quant_config.has_static_activations and not activation_scales(model, config):
-        return "the store does not have the scales of its activations"
-    return ""
+    """Return why a server cannot use its own kernels for the weights of a model; empty if it can.
 
-
-def activation_scales(
-    model: Model, config: Mapping[str, Any]
-) -> dict[str, tuple[TensorSpec, bytes]]:
-    """Return the scales of activations by source name, if a server that takes FP8 weights needs them.
+    Args:
+        model: the model, opened without ``dequantize``.
+        config: its config, as by :func:`quant_settings`.
 
     Raises:
         BlobMissing, BlobDamaged: the record of the source is missing or damaged.
     """
-    if not SourceQuantConfig(config).has_static_activations:
-        return {}
-    return left_out_tensors(model.store, model.manifest)
+    quant_config, weights = SourceQuantConfig(config), model.quantized.items()
+    if not weights or not all(
+        kind == FLOAT8_TYPE or _has_global_scale(model, name, kind) for name, (kind, _) in weights
+    ):
+        return "not all of its quantized weights are fp8, or nvfp4 with global scales"
+    if quant_config.is_mlx or not quant_config.method:
+        return "its config does not say how they are quantized"
+    specs, left_out = PublishedTensors.of(model, config)
+    if quant_config.has_static_activations and not left_out:
+        return "the store does not have the scales of its activations"
+    is_reciprocal = SourceNaming(config).is_reciprocal(GLOBAL_SCALE)
+    if is_reciprocal and any(
+        name.endswith(GLOBAL_SCALE) and spec.name not in left_out for name, spec in specs.items()
+    ):
+        return "the store has its global scales as reciprocals only"
+    return ""
 
 
 def is_dequantized(
-    model: Model, config: Mapping[str, Any], wanted: bool | None, *, default: bool
+    model: Model,
+    config: Mapping[str, Any],
+    wanted: bool | None,
+    *,
+    default: bool,
+    unsupported: str = "",
 ) -> bool:
     """Return whether a server is given plain values of all weights, and a config without quantization.
 
     Args:
-        model: the model.
-        config: its config.
+        model: the model, opened without ``dequantize``.
+        config: its config, as by :func:`quant_settings`.
         wanted: what the user wants, None for ``default`` if that is possible.
         default: whether plain values are preferred.
+        unsupported: why the server does not support the quantization that the config describes.
 
     Raises:
-        UsageError: the user wants weights as stored, but :func:`why_decoded`.
+        UsageError: the user wants weights as published, but :func:`why_decoded`.
+        BlobMissing, BlobDamaged: as :func:`why_decoded`.
     """
-    reason = why_decoded(model, config)
+    reason = why_decoded(model, config) or unsupported
     if wanted is False and reason:
         raise UsageError(f"{model.reference} must be dequantized: {reason}")
     return (default or bool(reason)) if wanted is None else wanted

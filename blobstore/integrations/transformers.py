@@ -27,16 +27,17 @@ from blobstore.integrations.model_files import (
     temporary_folder,
 )
 from blobstore.integrations.source_names import (
-    DECODED_TYPES,
-    activation_scales,
+    PublishedTensors,
     component_prefixes,
     gpt_oss_experts,
     is_dequantized,
+    quant_settings,
     stacked_names,
 )
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
+from blobstore.quantization.source_config import SourceQuantConfig
 
 with optional_libraries():
     import torch
@@ -44,12 +45,13 @@ with optional_libraries():
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from blobstore.integrations.lazy_tensors import TensorQueue
-    from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor
+    from blobstore.safetensors.torch import as_tensor, check_device, empty_tensor, with_type
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.reference import Reference
     from blobstore.models.memory import Prefetch, Read
     from blobstore.operations.open import Model, Verify
@@ -104,9 +106,10 @@ def from_store(
         subfolder: the component of a pipeline.
         strict: fail if tensors are missing or the class does not take some. Otherwise transformers
             initialises missing tensors, and warns.
-        dequantize: give transformers plain values of FP8 weights, and not the weights for its own
-            kernels, which need the package ``accelerate``. The default is to do so on a CPU. All
-            other types are always dequantized.
+        dequantize: give transformers plain values of FP8 weights and of NVFP4 weights of
+            compressed-tensors, and not the weights as published. FP8 kernels then need the package
+            ``accelerate``, and others ``compressed-tensors``. The default is to do so on a CPU, and
+            where transformers has no quantizer. All other types are always dequantized.
         trust_remote_code: run the code that came with the model, if its config names some.
         verify: as in :func:`blobstore.open`.
         read: as in :func:`blobstore.open`.
@@ -125,8 +128,10 @@ def from_store(
     is_plain = device == "cpu" if dequantize is None else dequantize
     if not is_plain:
         with open_model(name, store=store, verify="none") as model:
+            stated = quant_settings(model, _stated_config(model, subfolder))
+            unsupported = _why_unsupported(stated)
             is_plain = is_dequantized(
-                model, _stated_config(model, subfolder), dequantize, default=False
+                model, stated, dequantize, default=False, unsupported=unsupported
             )
     with open_model(
         name,
@@ -134,7 +139,7 @@ def from_store(
         framework="torch",
         device="cpu" if device == "meta" else device,
         verify=verify,
-        dequantize=True if is_plain else DECODED_TYPES,
+        dequantize=is_plain,
         read=read,
         prefetch=prefetch,
     ) as model:
@@ -146,8 +151,10 @@ def from_store(
             is_plain=is_plain,
             trust_remote_code=trust_remote_code,
         )
-        with _source_state(model, subfolder, config, device) as state:
-            built = _build(model, config, model_class, state, dtype, options, strict=strict)
+        with _source_state(model, subfolder, device, is_plain=is_plain) as (state, spare):
+            built = _build(
+                model, config, model_class, state, dtype, options, strict=strict, spare=spare
+            )
     # What transformers computes itself, such as buffers, is not there yet.
     placed: transformers.PreTrainedModel = built if device == "cpu" else built.to(device)
     return placed
@@ -183,33 +190,54 @@ def _config_and_class(
     return config, model_class
 
 
+def _why_unsupported(config: Mapping[str, Any]) -> str:
+    """Return why transformers cannot use weights that are quantized as a config says; mostly empty."""
+    # Tokenizers and configs are loaded without these modules.
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+    from transformers.utils.import_utils import is_compressed_tensors_available
+
+    method = SourceQuantConfig(config).method or ""
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no quantizer for {quote(method)}"
+    if method == "compressed-tensors" and not is_compressed_tensors_available():
+        return "transformers needs the package compressed-tensors for its weights"
+    return ""
+
+
 @contextlib.contextmanager
 def _source_state(
-    model: Model, subfolder: str, config: transformers.PreTrainedConfig, device: str
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Give the tensors of a component under the names of its source."""
+    model: Model, subfolder: str, device: str, *, is_plain: bool
+) -> Iterator[tuple[dict[str, torch.Tensor], Collection[str]]]:
+    """Give the tensors of a component under the names of its source.
+
+    Also gives the names of those that transformers need not take: it decodes quantized experts that it
+    fuses, and then does not use the scales of their activations.
+    """
     stated = _stated_config(model, subfolder)
+    published = PublishedTensors({}, {})
+    if not is_plain:
+        published = PublishedTensors.of(model, quant_settings(model, stated))
     names = _SourceNames(
         f"{subfolder}/" if subfolder else "",
         component_prefixes(model),
         stacked_names(model),
         gpt_oss_experts(model, stated),
+        published.specs,
     )
-    scales = activation_scales(model, stated) if hasattr(config, "quantization_config") else {}
     others = names.rename(
         {
             name: as_tensor(memoryview(bytearray(data)), 0, spec)
-            for name, (spec, data) in scales.items()
+            for name, (spec, data) in published.left_out.items()
         }
     )
     if device in ("cpu", "meta") and not model.quantized:
-        yield names.rename(model.tensors(names.prefix)) | others
+        yield names.rename(model.tensors(names.prefix)), ()
         return
     meta = torch.device("meta")
     empty = {name: empty_tensor(spec, meta) for name, spec in model.specs.items()}
     queue = TensorQueue(model.iter_tensors(names.prefix), names.rename)
     with contextlib.closing(queue):
-        yield queue.lazy(names.rename(empty)) | others
+        yield queue.lazy(names.rename(empty)) | others, others.keys()
 
 
 def _build(
@@ -221,6 +249,7 @@ def _build(
     options: dict[str, Any],
     *,
     strict: bool,
+    spare: Collection[str],
 ) -> Any:
     """Let transformers build a model, and check that its tensors fit."""
     if strict:
@@ -242,7 +271,7 @@ def _build(
         check_names(
             f"{model_class.__name__} cannot take the tensors of {model.reference}",
             missing=list(info["missing_keys"]),
-            unexpected=list(info["unexpected_keys"]),
+            unexpected=[name for name in info["unexpected_keys"] if name not in spare],
             misshapen=list(info["mismatched_keys"]),
         )
     built.config.name_or_path = built.name_or_path = str(model.reference)
@@ -449,14 +478,19 @@ class _SourceNames(NamedTuple):
     """The source names of stacked tensors."""
     transposed: Collection[str]
     """Tensors whose matrices are transposed in the source."""
+    published: Mapping[str, TensorSpec]
+    """The tensors that have other names and types there; see :class:`PublishedTensors`."""
 
     def rename(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the component's tensors among ``tensors`` by their source names."""
-        prefix, others, stacks, transposed = self
+        prefix, others, stacks, transposed, published = self
         state = {name: one for name, one in tensors.items() if name.startswith(prefix)}
         for name in transposed:
             if name in state:
                 state[name] = state[name].transpose(-1, -2).contiguous()
+        for name in published.keys() & state.keys():
+            spec, tensor = published[name], state.pop(name)
+            state[spec.name] = with_type(tensor, spec)
         for name, sources in stacks.items():
             if name in state:
                 state.update(zip(sources, state.pop(name).unbind(0), strict=True))

@@ -78,6 +78,11 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
         raise UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape") from None
 
 
+def with_type(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a view of a tensor whose bytes are read as the element type of ``spec``."""
+    return tensor.view(_DTYPES[spec.dtype])
+
+
 def copy_to(device: str, tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return ``tensor``, described by ``spec``, in the memory of ``device``.
 

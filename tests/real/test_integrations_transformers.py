@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers.quantizers import quantizer_finegrained_fp8
+from transformers.utils import import_utils
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageError
@@ -37,7 +38,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.safetensors import cuda
 from blobstore.safetensors.cuda import TorchStagingBuffer
 from blobstore.store.local import LocalStore
-from tests.real.tiny import TEXT, changed, logits, make, with_float8
+from tests.real.tiny import TEXT, changed, logits, make, with_float8, with_nvfp4
 from tests.support import sandbox
 from tests.support.damage import flip, truncate
 
@@ -663,3 +664,25 @@ def test_weights_without_kernels_cannot_be_given_as_they_are(
     for name, reason in reasons.items():
         with pytest.raises(UsageError, match=f"{name}:latest must be dequantized: .*{reason}"):
             from_store(name, store=store, dequantize=False)
+
+
+@pytest.mark.parametrize("maker", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_nvfp4_is_decoded_where_transformers_does_not_support_it(
+    kind: str, maker: str, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_utils, "is_compressed_tensors_available", lambda: False)
+    source = saved(kind, tmp_path / "source", torch.bfloat16)
+    with_nvfp4(source, maker)
+    blobstore.create(source, "m", store=store)
+    export_model("m", tmp_path / "plain", store=store, dequantize=True)
+    model = from_store("m", store=store)
+    assert not hasattr(model.config, "quantization_config")
+    assert torch.equal(logits(model), logits(from_folder(tmp_path / "plain")))
+    on_meta = from_store("m", store=store, device="meta")  # as on any device but the CPU
+    assert not hasattr(on_meta.config, "quantization_config")
+    reason = "has no quantizer for 'modelopt'"
+    if maker != "modelopt":
+        reason = "needs the package compressed-tensors"
+    with pytest.raises(UsageError, match=f"^m:latest must be dequantized: .* {reason}"):
+        from_store("m", store=store, dequantize=False)

@@ -113,6 +113,49 @@ def with_float8(
     return tensors
 
 
+def with_nvfp4(folder: Path, maker: str) -> dict[str, torch.Tensor]:
+    """Quantize the matrices of a saved model's layers to NVFP4, and return all tensors.
+
+    ``maker`` is the tool whose names and config they get: ``compressed-tensors`` or ``modelopt``. Both have
+    scales of activations.
+    """
+    ends = (".weight", ".weight_scale_2", ".input_scale")
+    is_modelopt = maker == "modelopt"
+    if not is_modelopt:
+        ends = (".weight_packed", ".weight_global_scale", ".input_global_scale")
+    tensors: dict[str, torch.Tensor] = {}
+    kept: list[str] = []
+    for name, weight in load_file(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if weight.ndim != 2 or ".layers." not in name or name.endswith(".gate.weight"):
+            tensors[name] = weight
+            kept.append(module)
+            continue
+        rows, columns = weight.shape
+        divisor = 448 * 6 / weight.float().abs().amax()
+        largest = weight.float().reshape(rows, -1, 16).abs().amax(-1)
+        scale = (largest / 6 * divisor).to(torch.float8_e4m3fn)
+        packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        factors = 1 / divisor if is_modelopt else divisor.reshape(1)
+        activations = torch.full_like(factors, 0.03 if is_modelopt else 30)
+        parts = dict(zip(ends, (packed, factors, activations), strict=True))
+        parts[".weight_scale"] = scale
+        tensors |= {module + end: part for end, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    kind: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": 16}
+    weights, inputs = kind | {"dynamic": False}, kind | {"dynamic": False}
+    section: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if not is_modelopt:
+        section = {"quant_method": maker, "format": "nvfp4-pack-quantized"}
+        section["quantization_status"] = "compressed"
+        shared = {"symmetric": True, "strategy": "tensor_group"}
+        weights, inputs = weights | shared, kind | shared | {"dynamic": "local"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    section |= {"config_groups": {"group_0": group}, "ignore": kept}
+    changed(folder, quantization_config=section)
+    return tensors
+
+
 def changed(folder: Path, **keys: Any) -> Path:
     """Change keys of the config of a saved model."""
     path = folder / "config.json"

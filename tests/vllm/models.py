@@ -100,7 +100,7 @@ def answer(**options: Any) -> Answer:
     llm = LLM(**FAST, **options)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
-    (parameters,) = llm.apply_model(_digests)
+    (parameters,) = llm.apply_model(digests)
     return Answer([list(output.outputs[0].token_ids) for output in outputs], parameters)
 
 
@@ -112,8 +112,8 @@ def expected(kind: str, dtype: str = "bfloat16") -> Answer:
         return answer(model=str(folder), dtype=dtype)
 
 
-def _digests(model: Any) -> dict[str, str]:
+def digests(model: Any) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in model.named_parameters()
     }

@@ -27,16 +27,17 @@ from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import check_names
 from blobstore.integrations.source_names import (
-    DECODED_TYPES,
-    activation_scales,
+    PublishedTensors,
     component_prefixes,
     gpt_oss_experts,
+    quant_settings,
     stacked_names,
+    why_decoded,
 )
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 from blobstore.models.frameworks import ArrayTarget
-from blobstore.safetensors.torch import as_tensor
+from blobstore.safetensors.torch import as_tensor, with_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +61,8 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         self._settings = Settings.parse(load_config.model_loader_extra_config)
         self._opened: Model | None = None
         self._device = "cpu"
+        self._is_published = False
+        """Whether vLLM is given quantized weights as their source has them."""
 
     def download_model(self, model_config: Any) -> None:
         """Check that the store has the model. There is nothing to download."""
@@ -82,9 +85,9 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         """Load the weights of a model. Raises as :meth:`load_model`."""
         with self._stored(model_config) as stored:
             began = time.perf_counter()
-            weights = _weights(stored, is_quantized=_is_quantized(model_config))
-            # Views of plain tensors are best made before the watch begins. Others need memory.
-            are_views = self._device == "cpu" and not stored.quantized
+            weights = _weights(stored, is_published=self._is_published)
+            # Views are best made before the watch begins. Other tensors need memory.
+            are_views = self._device == "cpu" and (self._is_published or not stored.quantized)
             offered = Offered(list(weights) if are_views else weights)
             watch = Watch(dict(model.named_parameters()), offered)
             with watch:
@@ -109,6 +112,13 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 self._settings.verify,
             )
 
+    def _takes_published(self, model_config: Any) -> bool:
+        """Return whether vLLM has read that the weights are quantized, and can take them as they are."""
+        if not getattr(model_config.hf_config, "quantization_config", None):
+            return False
+        with replace(self._settings, verify="none").open(dequantize=False) as stored:
+            return not why_decoded(stored, quant_settings(stored, stored.config))
+
     def _target_device(self, vllm_config: Any, model_config: Any) -> str:
         """Return the device that complete tensors are copied to, or ``cpu`` if that does not pay."""
         wanted = getattr(self.load_config, "device", None)
@@ -118,24 +128,18 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             return device
         # A rank copies only its parts, but must dequantize complete tensors.
-        if getattr(model_config.hf_config, "quantization_config", None):
-            return "cpu"
         with replace(self._settings, verify="none").open() as stored:
-            return device if stored.quantized else "cpu"
+            must_dequantize = stored.quantized and not self._takes_published(model_config)
+            return device if must_dequantize else "cpu"
 
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:
-        """Give the model. The outermost block opens it and closes it.
-
-        If vLLM has read that the weights are quantized, it expects 8-bit floats as they are.
-        """
+        """Give the model. The outermost block opens it and closes it."""
         if self._opened is not None:
             yield self._opened
             return
-        is_quantized = _is_quantized(model_config)
-        with self._settings.open(
-            dequantize=DECODED_TYPES if is_quantized else True, device=self._device
-        ) as opened:
+        self._is_published = self._takes_published(model_config)
+        with self._settings.open(dequantize=not self._is_published, device=self._device) as opened:
             check_types(opened)
             self._opened = opened
             try:
@@ -155,25 +159,26 @@ class _Loaded(NamedTuple):
     """The error that vLLM raised after the last tensor."""
 
 
-def _is_quantized(model_config: Any) -> bool:
-    return bool(getattr(model_config.hf_config, "quantization_config", None))
-
-
-def _weights(stored: Model, *, is_quantized: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(stored: Model, *, is_published: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model under their names in its source."""
     stacks = stacked_names(stored)
     transposed = gpt_oss_experts(stored, stored.config)
     others = component_prefixes(stored)
+    published = PublishedTensors({}, {})
+    if is_published:
+        published = PublishedTensors.of(stored, quant_settings(stored, stored.config))
     for name, tensor in stored.iter_tensors():
         if name.startswith(others):
             continue
         if name in stacks:
             yield from zip(stacks[name], tensor.unbind(0), strict=True)
+        elif (spec := published.specs.get(name)) is not None:
+            if spec.name not in published.left_out:
+                yield spec.name, with_type(tensor, spec)
         else:
             yield name, tensor.transpose(-1, -2) if name in transposed else tensor
-    if is_quantized:
-        for name, (spec, data) in activation_scales(stored, stored.config).items():
-            yield name, as_tensor(memoryview(bytearray(data)), 0, spec)
+    for name, (spec, data) in published.left_out.items():
+        yield name, as_tensor(memoryview(bytearray(data)), 0, spec)
 
 
 def _load(model: Any, offered: Offered, stored: Model) -> _Loaded:

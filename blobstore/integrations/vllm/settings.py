@@ -13,17 +13,18 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.integrations.model_files import read_json, temporary_folder
-from blobstore.integrations.source_names import is_dequantized
+from blobstore.integrations.source_names import is_dequantized, modelopt_settings, quant_settings
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify
 from blobstore.models.frameworks import NAMES
 from blobstore.models.memory import Prefetch, Read
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
+from blobstore.quantization.source_config import MODELOPT_FILE
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Iterator
 
     from blobstore.operations.open import Model
 
@@ -75,9 +76,7 @@ class Settings:
         return cls(**value)
 
     @contextlib.contextmanager
-    def open(
-        self, *, dequantize: bool | Collection[str] = True, device: str = "cpu"
-    ) -> Iterator[Model]:
+    def open(self, *, dequantize: bool = True, device: str = "cpu") -> Iterator[Model]:
         """Open the model for torch, and close it at the end.
 
         Args:
@@ -152,8 +151,9 @@ def engine_options(
         read: as in :func:`blobstore.open`.
         prefetch: as in :func:`blobstore.open`.
         strict: fail if tensors are missing or vLLM does not use some.
-        dequantize: give vLLM plain values of FP8 weights, and not the weights for its own kernels.
-            The default is to do so without a GPU. All other types are always dequantized.
+        dequantize: give vLLM plain values of FP8 weights and of NVFP4 weights with global scales, and
+            not the weights for its own kernels. The default is to do so without a GPU. All other
+            types are always dequantized.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -174,10 +174,12 @@ def engine_options(
     with contextlib.ExitStack() as stack:
         with checked.open() as model:
             check_types(model)
-            stated = read_json(model, "config.json")
-            config = stated
+            config = stated = read_json(model, "config.json")
             has_gpu = any(map(os.path.exists, _GPUS))
-            if is_dequantized(model, stated, dequantize, default=not has_gpu):
+            with replace(checked, verify="none").open(dequantize=False) as stored:
+                described = quant_settings(stored, stated)
+                is_plain = is_dequantized(stored, described, dequantize, default=not has_gpu)
+            if is_plain:
                 config = exported_config(stated, {}) or stated
             sections = [config, *(part for part in config.values() if isinstance(part, dict))]
             if not any(section.get(key) for section in sections for key in _DTYPE_KEYS):
@@ -185,7 +187,8 @@ def engine_options(
                 found = {NAMES[spec.dtype] for spec in model.specs.values() if spec.dtype in NAMES}
                 config = {**config, "dtype": found.pop() if len(found) == 1 else "float32"}
             written = {"config.json": json.dumps(config).encode()}
-            folder = stack.enter_context(temporary_folder(model, written=written))
+            omitted = [MODELOPT_FILE] if is_plain and modelopt_settings(model) else []
+            folder = stack.enter_context(temporary_folder(model, written=written, omitted=omitted))
         yield {
             "model": str(folder),
             "served_model_name": list(dict.fromkeys([str(reference), str(name)])),

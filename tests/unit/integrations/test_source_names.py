@@ -1,18 +1,28 @@
-"""The source names of stacked tensors, components and gpt-oss experts."""
+"""The source names of stacked tensors, components, gpt-oss experts and NVFP4 weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
-from blobstore.integrations.source_names import component_prefixes, gpt_oss_experts, stacked_names
+from blobstore.integrations.source_names import (
+    PublishedTensors,
+    component_prefixes,
+    gpt_oss_experts,
+    quant_settings,
+    stacked_names,
+    why_decoded,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.local import LocalStore
@@ -117,3 +127,131 @@ def test_does_not_mistake_other_quantized_models_for_gpt_oss(
     config = {"quantization_config": {"quant_method": "mxfp4"}}
     with blobstore.open("m", store=store) as model:
         assert list(gpt_oss_experts(model, config)) == []
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"input_activations": {"dynamic": "local"}}},
+}
+PLAIN_ACTIVATIONS = {"quant_method": "compressed-tensors"}
+BYTES = np.arange(64, dtype=np.uint8).reshape(2, 32)
+SCALES = np.ones((2, 4), ml_dtypes.float8_e4m3fn)
+PUBLISHED: dict[str, tuple[Any, Arrays]] = {
+    "modelopt": (
+        MODELOPT,
+        {
+            "w.weight": BYTES,
+            "w.weight_scale": SCALES,
+            "w.weight_scale_2": np.array(0.3, np.float32),
+            "w.input_scale": np.array(0.7, np.float32),
+        },
+    ),
+    "compressed-tensors": (
+        COMPRESSED,
+        {
+            "w.weight_packed": BYTES,
+            "w.weight_scale": SCALES,
+            "w.weight_global_scale": np.array([41.0], np.float32),
+            "w.input_global_scale": np.array([3.3], np.float32),
+        },
+    ),
+}
+
+
+def nvfp4_model(
+    store: LocalStore, folder: Path, section: Any, tensors: Arrays, file: Any = None, **options: Any
+) -> blobstore.Model:
+    """Return a model of NVFP4 weights whose config has the given section."""
+    config = {"quantization_config": section} if section else {}
+    files = {"config.json": json.dumps(config).encode()}
+    if file is not None:
+        files["hf_quant_config.json"] = json.dumps(file).encode()
+    blobstore.create(write_folder(folder, tensors, files=files), "m", store=store, **options)
+    return blobstore.open("m", store=store)
+
+
+@pytest.mark.parametrize("maker", PUBLISHED)
+def test_returns_nvfp4_weights_as_they_were_published(
+    maker: str, store: LocalStore, tmp_path: Path
+) -> None:
+    section, tensors = PUBLISHED[maker]
+    with nvfp4_model(store, tmp_path / "source", section, tensors) as model:
+        assert why_decoded(model, model.config) == ""
+        specs, left_out = PublishedTensors.of(model, model.config)
+        found = {spec.name: (spec, bytes(model.view(name).data)) for name, spec in specs.items()}
+    found |= left_out
+    types = {"uint8": DType.U8, "float8_e4m3fn": DType.F8_E4M3, "float32": DType.F32}
+    assert found == {
+        name: (TensorSpec(name, types[array.dtype.name], array.shape), array.tobytes())
+        for name, array in tensors.items()
+    }
+    # The blob has the reciprocal of a global scale, whose own reciprocal may differ from it.
+    assert set(left_out) == {name for name in tensors if name.endswith(("input_scale", "l_scale"))}
+
+
+def test_static_scales_are_not_read_from_the_record_if_no_server_needs_them(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    tensors = dict(PUBLISHED["modelopt"][1])
+    section = MODELOPT | {"quant_algo": "W4A16_NVFP4"}
+    del tensors["w.input_scale"]
+    with nvfp4_model(store, tmp_path / "source", section, tensors) as model:
+        assert why_decoded(model, model.config) == ""
+        assert PublishedTensors.of(model, model.config).left_out == {}
+
+
+def test_settings_may_be_in_a_file_of_modelopt(store: LocalStore, tmp_path: Path) -> None:
+    file = {"quantization": {"quant_algo": "NVFP4"}}
+    tensors = PUBLISHED["modelopt"][1]
+    with nvfp4_model(store, tmp_path / "source", None, tensors, file) as model:
+        assert quant_settings(model, model.config) == {"quantization_config": MODELOPT}
+        assert quant_settings(model, {"quantization_config": COMPRESSED}) == {
+            "quantization_config": COMPRESSED
+        }
+        assert why_decoded(model, quant_settings(model, model.config)) == ""
+        assert "does not say how" in why_decoded(model, model.config)
+
+
+@pytest.mark.parametrize(
+    ("maker", "section", "absent", "reason"),
+    [
+        ("modelopt", MODELOPT, "w.input_scale", "the scales of its activations"),
+        ("modelopt", None, "", "its config does not say how"),
+        ("compressed-tensors", None, "", "its config does not say how"),
+    ],
+)
+def test_weights_are_decoded_if_a_server_would_lack_something(
+    maker: str, section: Any, absent: str, reason: str, store: LocalStore, tmp_path: Path
+) -> None:
+    tensors = {name: array for name, array in PUBLISHED[maker][1].items() if name != absent}
+    with nvfp4_model(store, tmp_path / "source", section, tensors) as model:
+        assert reason in why_decoded(model, model.config)
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        (COMPRESSED, "the scales of its activations"),
+        (PLAIN_ACTIVATIONS, "its global scales as reciprocals only"),
+    ],
+)
+def test_weights_of_models_without_a_record_are_decoded(
+    section: Any, reason: str, store: LocalStore, tmp_path: Path
+) -> None:
+    tensors = PUBLISHED["compressed-tensors"][1]
+    with nvfp4_model(store, tmp_path / "source", section, tensors) as model:
+        layers = [item for item in model.manifest.layers if item.media_type != media_types.SOURCE]
+        store.publish(model.reference, with_layers(store, model.manifest, layers))
+    with blobstore.open("m", store=store) as model:
+        assert reason in why_decoded(model, model.config)
+
+
+def test_weights_that_mlx_or_the_import_quantized_are_decoded(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "source", quantizable_tensors())
+    blobstore.create(source, "m", store=store, quantize="nvfp4")
+    with blobstore.open("m", store=store) as model:
+        reason = why_decoded(model, {"quantization_config": MODELOPT})
+    assert reason == "not all of its quantized weights are fp8, or nvfp4 with global scales"

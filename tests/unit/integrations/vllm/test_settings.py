@@ -18,9 +18,10 @@ from blobstore.errors import (
     UnsupportedDType,
     UsageError,
 )
-from blobstore.integrations.source_names import activation_scales
+from blobstore.integrations.source_names import PublishedTensors
 from blobstore.integrations.vllm import settings
 from blobstore.integrations.vllm.settings import Settings, engine_options
+from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
 
@@ -232,8 +233,9 @@ def test_static_scales_of_activations_are_read_from_the_source_layer(
     with blobstore.open("m", store=store) as model:
         assert set(model) == {"w.weight", "w.weight_scale"}
         spec = TensorSpec("w.input_scale", DType.F32, ())
-        assert activation_scales(model, config) == {spec.name: (spec, scale.tobytes())}
-        assert activation_scales(model, {"quantization_config": {"quant_method": "fp8"}}) == {}
+        assert PublishedTensors.of(model, config) == ({}, {spec.name: (spec, scale.tobytes())})
+        dynamic = {"quantization_config": {"quant_method": "fp8"}}
+        assert PublishedTensors.of(model, dynamic) == ({}, {})
 
 
 def test_weights_of_other_types_are_never_given_as_they_are(
@@ -248,3 +250,34 @@ def test_weights_of_other_types_are_never_given_as_they_are(
         engine_options("m", store=store, dequantize=False),
     ):
         pass
+
+
+@pytest.mark.parametrize("is_in_config", [False, True])
+def test_the_file_of_modelopt_is_given_with_its_weights_only(
+    is_in_config: bool, store: LocalStore, tmp_path: Path
+) -> None:
+    tensors: Any = {
+        "w.weight": np.ones((2, 32), np.uint8),
+        "w.weight_scale": np.ones((2, 4), ml_dtypes.float8_e4m3fn),
+        "w.weight_scale_2": np.array(0.5, np.float32),
+        "w.input_scale": np.array(0.5, np.float32),
+    }
+    described = {"quant_algo": "NVFP4"}
+    section = {"quantization_config": described | {"quant_method": "modelopt"}}
+    config = {"dtype": "bfloat16"} | (section if is_in_config else {})
+    contents = {"config.json": config, "hf_quant_config.json": {"quantization": described}}
+    files = {name: json.dumps(content).encode() for name, content in contents.items()}
+    blobstore.create(write_folder(tmp_path / "m", tensors, files=files), "m", store=store)
+
+    def written(dequantize: bool) -> Any:
+        with engine_options("m", store=store, dequantize=dequantize) as options:
+            return {
+                path.name: json.loads(path.read_text()) for path in Path(options["model"]).iterdir()
+            }
+
+    assert written(False) == contents
+    assert written(True) == {"config.json": {"dtype": "bfloat16"}}
+    export_model("m", tmp_path / "plain", store=store, dequantize=True)
+    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    export_model("m", tmp_path / "original", store=store)
+    assert (tmp_path / "original" / "hf_quant_config.json").exists()
