@@ -112,13 +112,6 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
                 self._settings.verify,
             )
 
-    def _takes_published(self, model_config: Any) -> bool:
-        """Return whether vLLM has read that the weights are quantized, and can take them as they are."""
-        if not getattr(model_config.hf_config, "quantization_config", None):
-            return False
-        with replace(self._settings, verify="none").open(dequantize=False) as stored:
-            return not why_decoded(stored, quant_settings(stored, stored.config))
-
     def _target_device(self, vllm_config: Any, model_config: Any) -> str:
         """Return the device that complete tensors are copied to, or ``cpu`` if that does not pay."""
         wanted = getattr(self.load_config, "device", None)
@@ -128,9 +121,10 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         if vllm_config.parallel_config.tensor_parallel_size == 1:
             return device
         # A rank copies only its parts, but must dequantize complete tensors.
+        if getattr(model_config.hf_config, "quantization_config", None):
+            return "cpu"
         with replace(self._settings, verify="none").open() as stored:
-            must_dequantize = stored.quantized and not self._takes_published(model_config)
-            return device if must_dequantize else "cpu"
+            return device if stored.quantized else "cpu"
 
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:
@@ -138,7 +132,11 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         if self._opened is not None:
             yield self._opened
             return
-        self._is_published = self._takes_published(model_config)
+        self._is_published = False
+        if getattr(model_config.hf_config, "quantization_config", None):
+            with replace(self._settings, verify="none").open(dequantize=False) as opened:
+                reason = why_decoded(opened, quant_settings(opened, opened.config))
+            self._is_published = not reason
         with self._settings.open(dequantize=not self._is_published, device=self._device) as opened:
             check_types(opened)
             self._opened = opened
