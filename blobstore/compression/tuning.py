@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing import Final
 
     from blobstore.compression.level import Level
+    from blobstore.compression.transforms import Transform
     from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -60,33 +61,47 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
     """Return pipelines for the chunks that resemble ``chunk``."""
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
-    groups = transforms_for(dtype)
-    base_sample = None
+    is_typed = dtype is not None
+    sample = _sample(chunk, size, width)
+    tried: list[tuple[float, Pipeline]] = []
+    for group in transforms_for(dtype):
+        for transform in group:
+            found = _try(transform, sample, None, settings, is_typed=is_typed)
+            if found is not None:
+                tried.append(found)
+                break
+    alone = min(ratio for ratio, _ in tried)
     if base is not None:
         size *= _SAMPLE_FACTOR_WITH_BASE
-        base_sample = _sample(base, size, width)
-        groups = (*groups, (delta_transform(dtype, settings.delta),))
-    sample = _sample(chunk, size, width)
-    tried: list[tuple[int, Pipeline]] = []
-    for group in groups:
-        for transform in group:
-            planes = transform.encode(sample, base_sample)
-            if planes is not None:
-                found = [
-                    _choose_coders(plane, settings, is_typed=dtype is not None) for plane in planes
-                ]
-                total = sum(size for _, size in found)
-                tried.append((total, Pipeline(transform, [coders for coders, _ in found])))
-                break
-    least = min(size for size, _ in tried)
+        samples = _sample(chunk, size, width), _sample(base, size, width)
+        found = _try(delta_transform(dtype, settings.delta), *samples, settings, is_typed=is_typed)
+        if found is not None:
+            tried.append(found)
+    least = min(ratio for ratio, _ in tried)
     best = next(
         pipeline
-        for size, pipeline in tried
-        if size <= least + least // max(pipeline.transform.min_gain, settings.transform_gain)
+        for ratio, pipeline in tried
+        if ratio <= least + least / max(pipeline.transform.min_gain, settings.transform_gain)
     )
     others = sorted((item for item in tried if item[1] is not best), key=lambda item: item[0])
-    alone = min(size for size, pipeline in tried if not pipeline.transform.needs_base)
-    return Choice([best, *(pipeline for _, pipeline in others)], alone / max(len(sample), 1))
+    return Choice([best, *(pipeline for _, pipeline in others)], alone)
+
+
+def _try(
+    transform: Transform,
+    sample: Bytes,
+    base: Bytes | None,
+    settings: _Settings,
+    *,
+    is_typed: bool,
+) -> tuple[float, Pipeline] | None:
+    """Return the ratio of the encoded size of a sample to its size, and how it is reached."""
+    planes = transform.encode(sample, base)
+    if planes is None:
+        return None
+    found = [_choose_coders(plane, settings, is_typed=is_typed) for plane in planes]
+    total = sum(size for _, size in found)
+    return total / len(sample), Pipeline(transform, [coders for coders, _ in found])
 
 
 def _choose_coders(

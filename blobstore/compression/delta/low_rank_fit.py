@@ -63,6 +63,9 @@ _LARGE: Final = 1 << 20
 """Elements of a tensor that is worth the time for twice as many rows."""
 _LEAST_RATIO: Final = 10.0
 """How many times smaller the energy of these must be without half of the directions."""
+_MOST_EVEN: Final = 0.61
+"""If half of the directions have at most a tenth of the energy, the square of the sum of all energies is
+at most this part of their number times the sum of their squares, which needs no decomposition."""
 _LIMITS: Final = (15, 31, 63, 127)
 """The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
 
@@ -114,7 +117,10 @@ def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int
     chosen = np.linspace(0, columns - 1, min(columns, _TESTED_COLUMNS)).astype(np.intp)
     begins = np.linspace(0, pair.rows - height, _TESTED_BLOCKS).astype(int).tolist()
     sample = np.concatenate([pair.difference(begin, begin + height)[:, chosen] for begin in begins])
-    energies = np.linalg.eigvalsh(_times(sample, sample.T).astype(np.float64))
+    products = _times(sample, sample.T).astype(np.float64)
+    if np.trace(products) ** 2 > _MOST_EVEN * len(products) * np.square(products).sum():
+        return False
+    energies = np.linalg.eigvalsh(products)
     rest = float(energies[: len(energies) // 2].sum())
     return float(energies.sum()) > _LEAST_RATIO * max(rest, 0.0)
 

@@ -110,7 +110,8 @@ def _costs(stream: Array, sizes: Array) -> Array:
     width, many = stream.itemsize, len(sizes)
     step = max(len(stream) // _SAMPLE, 1)
     sample = stream[::step].astype(np.int64)
-    classes = np.repeat(np.arange(many), sizes)[::step] if many > 1 else np.zeros_like(sample)
+    places = np.arange(0, len(stream), step)
+    classes = sizes.cumsum().searchsorted(places, "right") if many > 1 else np.zeros_like(sample)
     scale = sizes / np.maximum(np.bincount(classes, minlength=many), 1)
     values = _counts(classes, sample.clip(-128, 128) + 128, many, 257) * scale[:, None]
     logs = values * np.log2(np.maximum(values, 1))
