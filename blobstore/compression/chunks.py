@@ -35,7 +35,10 @@ class Pipeline(NamedTuple):
 
 
 def encode_chunk(
-    chunk: Bytes, base: Bytes | None, pipelines: Sequence[Pipeline]
+    chunk: Bytes,
+    base: Bytes | None,
+    pipelines: Sequence[Pipeline],
+    prepared: Sequence[Bytes] | None = None,
 ) -> tuple[Chunk, list[Plane]]:
     """Encode a chunk with the first applicable pipeline, or store it raw if that is not smaller.
 
@@ -45,9 +48,11 @@ def encode_chunk(
         chunk: aligned bytes.
         base: as many bytes of the base.
         pipelines: the best first.
+        prepared: the planes that the first pipeline's transform makes, if they are known.
     """
     for transform, coders in pipelines:
-        split = transform.encode(chunk, base)
+        split = transform.encode(chunk, base) if prepared is None else prepared
+        prepared = None
         if split is None or not _are_possible(split, transform, len(chunk)):
             continue
         planes = [

@@ -172,10 +172,10 @@ class _ChunkEncoder:
                 self.size_alone += self._ratio_alone * len(chunk)
                 return entry, planes
         choice = choose_pipelines(chunk, predicted, self._dtype, self._level)
-        self._pipelines, self._ratio_alone = choice
+        self._pipelines, self._ratio_alone = choice.pipelines, choice.ratio_alone
         self.size_alone += self._ratio_alone * len(chunk)
         self._remaining = _CHUNKS_PER_CHOICE - 1
-        entry, planes = encode_chunk(chunk, predicted, self._pipelines)
+        entry, planes = encode_chunk(chunk, predicted, self._pipelines, choice.planes)
         self._ratio = entry.stored_size / len(chunk)
         return entry, planes
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Final
 
-    from blobstore.compression.delta.low_rank import Factors
     from blobstore.compression.level import Level
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -116,13 +115,10 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
         return span
     if reader.are_equal(elements):
         return span
-    factors = fit(elements, reader, span.dtype, columns)
-    if factors is None:
+    found = fit(elements, reader, span.dtype, columns)
+    if found is None or found.ratio > 1 - _MIN_GAIN[level]:
         return span
-    sample = _Sample.of(data, 0, span, base)
-    packed = pack(factors)
-    if sample.ratio(sample.of_rows(factors), len(packed)) > 1 - _MIN_GAIN[level]:
-        return span
+    packed = pack(found.factors)
     return span._replace(factors=packed) if len(packed) < min(MAX_FACTORS, span.size) else span
 
 
@@ -186,30 +182,16 @@ class _Sample(NamedTuple):
             )
         return cls(span, taken, theirs, np.concatenate(rows))
 
-    def of_rows(self, factors: Factors) -> bytes:
-        """Return the packed factors of the span for the rows of the sample only."""
-        return pack(factors._replace(left=np.ascontiguousarray(factors.left[:, self.rows])))
-
-    def encoded_size(self, level: Level, factors: bytes | None = None) -> float:
-        """Estimate the encoded size of the span, predicted by factors of the sample's rows if given.
-
-        The size of the factors is not included.
-        """
+    def encoded_size(self, level: Level) -> float:
+        """Estimate the encoded size of the span without factors."""
         begin = None if self.base is None else 0
-        span = Span(len(self.data), self.span.dtype, None, begin, factors)
+        span = Span(len(self.data), self.span.dtype, None, begin)
         base = None if self.base is None else BaseBlob.hot(self.base.data, _ANY_DIGEST)
         encoded = encode(
             [self.data.data], [span], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
         )
         stored = sum(chunk.stored_size for chunk in encoded.table.chunks)
         return stored * self.span.size / len(self.data)
-
-    def ratio(self, factors: bytes, size: float) -> float:
-        """Return the ratio of the encoded size with factors of ``size`` bytes to the size without.
-
-        Both are measured at level ``fast``, which is representative.
-        """
-        return (self.encoded_size("fast", factors) + size) / max(self.encoded_size("fast"), 1)
 
     def fit(self, level: Level) -> float:
         """Return the ratio of the size with factors that are fitted to the sample to that without."""
@@ -221,13 +203,8 @@ class _Sample(NamedTuple):
             return 1
         if level == "fast" and not is_promising(mine, theirs, span.dtype, columns):
             return 1
-        factors = fit(mine, theirs, span.dtype, columns)
-        if factors is None:
-            return 1
-        packed = pack(factors)
-        sides = len(self.rows) + columns, span.size // width_of(span.dtype) // columns + columns
-        ratio = self.ratio(packed, len(packed) * sides[1] / sides[0])
-        return ratio if ratio <= 1 - _MIN_GAIN[level] else 1
+        found = fit(mine, theirs, span.dtype, columns)
+        return found.ratio if found and found.ratio <= 1 - _MIN_GAIN[level] else 1
 
 
 def _is_stack(span: Span) -> bool:

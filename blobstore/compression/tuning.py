@@ -12,6 +12,7 @@ from blobstore.compression.entropy import Coder, encode_plane
 from blobstore.compression.transforms import delta_transform, transforms_for, width_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Final
 
     from blobstore.compression.level import Level
@@ -27,7 +28,9 @@ class Choice(NamedTuple):
     pipelines: list[Pipeline]
     """The best first; a chunk uses the first one that is applicable to it."""
     ratio_alone: float
-    """The ratio of the encoded size to the size if the sample is encoded without its base."""
+    """The ratio of the encoded size to the size if a sample is encoded without its base."""
+    planes: Sequence[Bytes] | None = None
+    """The planes of the chunk by the first pipeline, if they were needed for the choice."""
 
 
 class _Settings(NamedTuple):
@@ -53,8 +56,6 @@ _NOISE: Final = 1 << 4
 _FEW_VALUES: Final = 1 << 2
 """A plane that a Huffman code shrinks to this fraction may have only two values."""
 _SLICES: Final = 4
-_SAMPLE_FACTOR_WITH_BASE: Final = 8
-"""Deltas have many small planes, whose overhead only a larger sample shows."""
 
 
 def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level) -> Choice:
@@ -66,17 +67,18 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
     tried: list[tuple[float, Pipeline]] = []
     for group in transforms_for(dtype):
         for transform in group:
-            found = _try(transform, sample, None, settings, is_typed=is_typed)
-            if found is not None:
-                tried.append(found)
+            planes = transform.encode(sample, None)
+            if planes is not None:
+                tried.append(_try(transform, planes, len(sample), settings, is_typed=is_typed))
                 break
     alone = min(ratio for ratio, _ in tried)
+    differences = None
     if base is not None:
-        size *= _SAMPLE_FACTOR_WITH_BASE
-        samples = _sample(chunk, size, width), _sample(base, size, width)
-        found = _try(delta_transform(dtype, settings.delta), *samples, settings, is_typed=is_typed)
-        if found is not None:
-            tried.append(found)
+        # Deltas have many small planes, whose overhead a sample does not show.
+        delta_of_type = delta_transform(dtype, settings.delta)
+        differences = delta_of_type.encode(chunk, base)
+        if differences is not None:
+            tried.append(_try(delta_of_type, differences, len(chunk), settings, is_typed=is_typed))
     least = min(ratio for ratio, _ in tried)
     best = next(
         pipeline
@@ -84,24 +86,18 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
         if ratio <= least + least / max(pipeline.transform.min_gain, settings.transform_gain)
     )
     others = sorted((item for item in tried if item[1] is not best), key=lambda item: item[0])
-    return Choice([best, *(pipeline for _, pipeline in others)], alone)
+    is_delta = best.transform.needs_base
+    pipelines = [best, *(pipeline for _, pipeline in others)]
+    return Choice(pipelines, alone, differences if is_delta else None)
 
 
 def _try(
-    transform: Transform,
-    sample: Bytes,
-    base: Bytes | None,
-    settings: _Settings,
-    *,
-    is_typed: bool,
-) -> tuple[float, Pipeline] | None:
-    """Return the ratio of the encoded size of a sample to its size, and how it is reached."""
-    planes = transform.encode(sample, base)
-    if planes is None:
-        return None
+    transform: Transform, planes: Sequence[Bytes], size: int, settings: _Settings, *, is_typed: bool
+) -> tuple[float, Pipeline]:
+    """Return the ratio of the encoded size of planes to ``size``, and how it is reached."""
     found = [_choose_coders(plane, settings, is_typed=is_typed) for plane in planes]
     total = sum(size for _, size in found)
-    return total / len(sample), Pipeline(transform, [coders for coders, _ in found])
+    return total / max(size, 1), Pipeline(transform, [coders for coders, _ in found])
 
 
 def _choose_coders(

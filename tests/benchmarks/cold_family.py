@@ -111,9 +111,10 @@ class Predicted(Differences):
     """Ours: differences from what a product of narrow matrices predicts, where that is smaller."""
 
     def encode(self, pair: Pair) -> list[bytes]:
-        factors = fit(pair.tensor, pair.base, DType.BF16, pair.columns)
-        if factors is None:
+        found = fit(pair.tensor, pair.base, DType.BF16, pair.columns)
+        if found is None:
             return [b"", *super().encode(pair)]
+        factors = found.factors
         prediction = LowRankPredictor(factors, DType.BF16)
         chunks = []
         for part in _parts(pair):

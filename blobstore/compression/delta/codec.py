@@ -47,6 +47,8 @@ _BLOCK: Final = 64
 _MOST: Final = 0.9
 """Equal blocks are omitted only if at most this fraction of blocks differs."""
 _SAMPLE: Final = 1 << 13
+_ESTIMATED: Final = 1 << 14
+"""Elements of the sample of an estimate."""
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
@@ -89,6 +91,22 @@ def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSe
     coded = encode_plane(np.packbits(changed).data, settings.coders)
     head = _HEAD.pack(0, 0, 0) + _PLANE.pack(coded.method, coded.size)
     return b"".join([head, coded.data, inner])
+
+
+def estimate_bits(chunk: Array, predicted: Array, dtype: DType) -> float:
+    """Return about how many bits :func:`encode_chunk` needs, without encoding.
+
+    Equal blocks are not considered. The arguments are those of :func:`encode_chunk`.
+    """
+    step = max(len(chunk) // _ESTIMATED, 1)
+    predicted = np.ascontiguousarray(predicted[::step])
+    difference = (chunk[::step] - predicted).view(f"<i{chunk.itemsize}")
+    if not has_classes(dtype):
+        return planes.bits_of(difference, [len(difference)]) * step
+    classes = choose_classes(predicted, dtype, SMALL.classes)
+    numbers = classes_of(predicted, dtype, classes)
+    sizes = np.bincount(numbers, minlength=classes.many).tolist()
+    return planes.bits_of(difference[numbers.argsort(kind="stable")], sizes) * step
 
 
 def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta.codec import SMALL, encode_chunk
+from blobstore.compression.delta.codec import SMALL, encode_chunk, estimate_bits
 from blobstore.compression.delta.low_rank import (
     MAX_SIDE,
     Factors,
@@ -70,8 +70,18 @@ _LIMITS: Final = (15, 31, 63, 127)
 """The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
 
 
-def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Factors | None:
+class Fit(NamedTuple):
+    """Factors, and what they save."""
+
+    factors: Factors
+    ratio: float
+    """The ratio of the size with factors, which are included, to the size without."""
+
+
+def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Fit | None:
     """Return factors that save space when ``tensor`` is encoded against ``base``, or None.
+
+    Ranks are tried from the largest one on, as long as they get better.
 
     Args:
         tensor: elements as :func:`~blobstore.compression.delta.codec.as_elements` gives them, by rows.
@@ -89,13 +99,15 @@ def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Fact
         return None
     if found.has_more:
         found, ranks = _found(pair, _MORE_RANKS[-1]) or found, _RANKS + _MORE_RANKS
-    for rank in (rank for rank in ranks if rank <= len(found.directions)):
-        best.judge(found.of(rank, _LIMITS[0]))
+    for rank in reversed([rank for rank in ranks if rank <= len(found.directions)]):
+        if not best.judge(found.of(rank, _LIMITS[0])):
+            break
     if best.factors is not None:
         rank = best.factors.rank
         for limit in _LIMITS[1:]:
-            best.judge(found.of(rank, limit))
-    return best.factors
+            if not best.judge(found.of(rank, limit)):
+                break
+    return best.result()
 
 
 def can_fit(elements: int, dtype: DType, columns: int) -> bool:
@@ -171,31 +183,44 @@ class _Best:
     def __init__(self, pair: _Pair) -> None:
         self.factors: Factors | None = None
         self._pair = pair
-        self._samples = list(_samples(pair))
-        self._least = self._size(None)
+        samples = list(_samples(pair))
+        self._chunk = np.concatenate([tensor for _, tensor, _ in samples])
+        self._bases = [(first, base) for first, _, base in samples]
+        self._scale = len(pair.tensor) / len(self._chunk)
+        self._least = float("inf")
 
-    def judge(self, factors: Factors | None) -> None:
-        """Keep factors if they are better."""
+    def judge(self, factors: Factors | None) -> bool:
+        """Keep factors if they are better; return whether they are."""
         if factors is None:
-            return
-        size = self._size(factors) * (1 + _PER_DOUBLING * factors.rank.bit_length())
-        if size < self._least:
-            self._least, self.factors = size, factors
+            return False
+        bits = estimate_bits(self._chunk, self._predicted(factors), self._pair.dtype)
+        size = bits / 8 * self._scale + len(pack(factors))
+        size *= 1 + _PER_DOUBLING * factors.rank.bit_length()
+        if size >= self._least:
+            return False
+        self._least, self.factors = size, factors
+        return True
 
-    def _size(self, factors: Factors | None) -> float:
-        """Return the bytes of the tensor and its factors, from some blocks of rows."""
-        dtype = self._pair.dtype
-        prediction = None if factors is None else LowRankPredictor(factors, dtype)
-        chunk = np.concatenate([tensor for _, tensor, _ in self._samples])
-        start = np.concatenate(
-            [
-                base if prediction is None else prediction.predict(base, first).copy()
-                for first, _, base in self._samples
-            ]
+    def result(self) -> Fit | None:
+        """Return the best factors if they save space."""
+        if self.factors is None:
+            return None
+        plain, size = (
+            len(encode_chunk(self._chunk, self._predicted(factors), self._pair.dtype, SMALL))
+            for factors in (None, self.factors)
         )
-        size = len(encode_chunk(chunk, start, dtype, SMALL))
-        whole = size * (len(self._pair.tensor) / len(chunk))
-        return whole + (0 if factors is None else len(pack(factors)))
+        size_of_factors = len(pack(self.factors)) / self._scale
+        ratio = (size + size_of_factors) / max(plain, 1)
+        is_better = ratio * (1 + _PER_DOUBLING * self.factors.rank.bit_length()) < 1
+        return Fit(self.factors, ratio) if is_better else None
+
+    def _predicted(self, factors: Factors | None) -> Array:
+        if factors is None:
+            return np.concatenate([base for _, base in self._bases])
+        predictor = LowRankPredictor(factors, self._pair.dtype)
+        return np.concatenate(
+            [predictor.predict(base, first).copy() for first, base in self._bases]
+        )
 
 
 def _samples(pair: _Pair) -> Iterator[tuple[int, Array, Array]]:

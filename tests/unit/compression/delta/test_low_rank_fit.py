@@ -28,9 +28,10 @@ def merged(rank: int, size: float) -> tuple[Array, Array]:
 def stored(tensor: Array, base: Array) -> tuple[int, int, int]:
     """Return the bytes without factors, with them, and the rank."""
     plain = len(encode_chunk(tensor, base, DType.BF16, SMALL))
-    factors = fit(tensor, base, DType.BF16, _COLUMNS)
-    if factors is None:
+    found = fit(tensor, base, DType.BF16, _COLUMNS)
+    if found is None:
         return plain, plain, 0
+    factors = found.factors
     predicted = LowRankPredictor(factors, DType.BF16).predict(base, 0)
     size = len(encode_chunk(tensor, predicted, DType.BF16, SMALL)) + len(pack(factors))
     return plain, size, factors.rank
@@ -57,9 +58,9 @@ def test_an_adapter_of_a_high_rank_is_predicted_by_as_many_factors() -> None:
     base = random.standard_normal((side, side), np.float32) * np.float32(0.02)
     update = random.standard_normal((side, 64)) @ random.standard_normal((64, side)) * 1e-3
     before, after = (side.astype("<f4").view(np.uint32).ravel() for side in (base, base + update))
-    factors = fit(after, before, DType.F32, side)
-    assert factors is not None
-    assert factors.rank == 64
+    found = fit(after, before, DType.F32, side)
+    assert found is not None
+    assert found.factors.rank == 64
 
 
 @pytest.mark.parametrize("rank", [1, 8, 16])
@@ -82,10 +83,10 @@ def test_a_base_may_be_read_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(end - begin)
         return base[begin:end].copy()
 
-    factors = fit(tensor, read, DType.BF16, _COLUMNS)
-    assert factors is not None
+    found = fit(tensor, read, DType.BF16, _COLUMNS)
+    assert found is not None
     assert max(sizes) == 70 * _COLUMNS
-    predicted = LowRankPredictor(factors, DType.BF16).predict(base, 0)
+    predicted = LowRankPredictor(found.factors, DType.BF16).predict(base, 0)
     assert len(encode_chunk(tensor, predicted, DType.BF16, SMALL)) < len(base) / 2
 
 
