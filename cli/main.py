@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COMMANDS = (
     *("create", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
-    *("rm", "cp", "tag", "mv", "du", "diff", "gc", "repair"),
+    *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "completion"),
 )
 _ALIASES = {"ls": "list"}

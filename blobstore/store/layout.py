@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Folder = Literal[
-    "blobs", "manifests", "temporary", "leases", "quarantine", "cold", "bases", "headers"
+    "blobs",
+    "manifests",
+    "temporary",
+    "leases",
+    "quarantine",
+    "cold",
+    "bases",
+    "headers",
+    "history",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -45,6 +53,8 @@ class Layout:
         """Second hard links of hot blobs that are the bases of cold ones."""
         self.headers = root / ".blobstore" / "headers"
         """The header index, a cache."""
+        self.history = root / ".blobstore" / "history"
+        """Former manifests of names; see :mod:`blobstore.store.history`."""
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)

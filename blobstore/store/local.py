@@ -22,6 +22,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.blobs import BlobReader
+from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
@@ -57,6 +58,7 @@ class LocalStore(BlobReader):
         # Absolute, because the program may change its working directory while a model is open.
         super().__init__(Layout(path.absolute()))
         self._locks = Locks(self._layout, lock_timeout)
+        self._history = History(self._layout)
 
     @classmethod
     def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
@@ -297,6 +299,8 @@ class LocalStore(BlobReader):
     def place(self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
         """Publish a manifest while the caller holds one of the store's locks.
 
+        The manifest that it replaces is kept, until gc removes its blobs.
+
         Args:
             reference: the name.
             data: the bytes of the manifest, which are written unchanged.
@@ -311,6 +315,9 @@ class LocalStore(BlobReader):
         self.check_name(reference)
         for folder in (path.parent, self._layout.temporary):
             make_folders(folder, self.root)
+        with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
+            if (former := self.read_manifest(reference)) != data:
+                self._history.keep(Reference.of(reference), former)
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
 
     def is_taken(self, reference: str | Reference, data: bytes) -> bool:
@@ -341,6 +348,31 @@ class LocalStore(BlobReader):
         with contextlib.suppress(OSError):  # the folder has other names
             for folder in path.parents[:3]:  # model, namespace, host
                 folder.rmdir()
+
+    # Former manifests, which may vanish at any time
+
+    def former(self, reference: str | Reference) -> Iterator[FormerManifest]:
+        """Yield the manifests that a name had before, latest first; a damaged one may be among them."""
+        return self._history.of(Reference.of(reference))
+
+    def lost_history(self) -> Iterator[Path]:
+        """Yield the files of former manifests that cannot be restored, since blobs are missing."""
+        for former in self._history.all():
+            try:
+                is_lost = not self.has_blobs(Manifest.from_bytes(former.data).blobs)
+            except InvalidManifest:
+                is_lost = True
+            if is_lost:
+                yield former.path
+
+    def has_blobs(self, blobs: Iterable[Descriptor]) -> bool:
+        """Return whether the store has all of these blobs, judged by their sizes."""
+        try:
+            for blob in blobs:
+                self.check_size(blob.digest, blob.size)
+        except BlobstoreError:
+            return False
+        return True
 
     # The header index, a cache that may vanish at any time
 

@@ -225,6 +225,7 @@ class _Collection:
         ages = [(path, 0.0) for path in leased.dead]
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
             ages += [(Path(entry.path), age) for entry in entries]
+        ages += [(path, 0.0) for path in self._store.lost_history()]
         for path, age in ages:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()

@@ -38,6 +38,8 @@ ARGUMENTS = {
     "cp": ("dense", "new"),
     "tag": ("dense", "new"),
     "mv": ("dense", "new"),
+    "history": ("again",),
+    "restore": ("again",),
     "du": ("dense",),
     "diff": ("dense", "tuned"),
     "gc": ("--older-than=0s",),
@@ -99,6 +101,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("create", folder / "dense", "same"),
             ("create", folder / "tuned", "tuned"),
             ("pack", "tuned", folder / "models.bsar"),
+            ("cp", "dense", "again"),
+            ("cp", "tuned", "again", "--force"),
         ):
             run(*arguments)
         from blobstore.store.local import LocalStore

@@ -1,0 +1,126 @@
+"""The operations ``history`` and ``restore``: the models that a name had, until gc removes their blobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidManifest, ModelNotFound, NotFound, UsageError
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.names import Named
+from blobstore.store.local import LocalStore
+from blobstore.store.name_patterns import id_start
+
+if TYPE_CHECKING:
+    import os
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormerModel:
+    """A model that a name had."""
+
+    digest: Digest
+    """The digest of the manifest's bytes, whose start is the ID."""
+    until: float
+    """When the name was given to another model, in seconds since the epoch."""
+    size: int
+    """Bytes of the blobs."""
+    is_restorable: bool
+    """Whether the store still has all of them."""
+    data: bytes
+    """The bytes of the manifest."""
+
+
+def model_history(
+    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+) -> tuple[FormerModel, ...]:
+    """Return the models that a name had before, each once, latest first.
+
+    Args:
+        reference: the name, which need not exist now.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such name and never had, or has forgotten it.
+        StoreError: the store cannot be read.
+    """
+    store, reference = LocalStore.of(store), Reference.of(reference)
+    current = None
+    missing: ModelNotFound | None = None
+    try:
+        current = Digest.of(store.read_manifest(reference))
+    except ModelNotFound as error:
+        missing = error
+    except InvalidManifest:  # too large; it is being replaced, perhaps
+        current = None
+    found: dict[Digest, FormerModel] = {}
+    for former in store.former(reference):
+        digest = Digest.of(former.data)
+        try:
+            blobs = Manifest.from_bytes(former.data).blobs
+        except InvalidManifest:
+            continue
+        if digest != current and digest not in found:
+            found[digest] = FormerModel(
+                digest=digest,
+                until=former.until,
+                size=sum(blob.size for blob in blobs),
+                is_restorable=store.has_blobs(blobs),
+                data=former.data,
+            )
+    if missing is not None and not found:
+        raise missing
+    return tuple(found.values())
+
+
+def restore_model(
+    reference: str | Reference,
+    ident: str | None = None,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+) -> Named:
+    """Give a name the model that it had before. The model that it has now becomes a former one.
+
+    Args:
+        reference: the name, which need not exist now.
+        ident: the start of the former model's ID; by default the latest former model.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such name and never had, or has forgotten it.
+        NotFound: there is no such former model, or gc has removed its blobs.
+        NameConflict: a name of the store differs only in case.
+        StoreBusy: the store's lock could not be acquired in time.
+        StoreError: the store cannot be written.
+        UsageError: ``ident`` is not the start of one ID.
+    """
+    store, reference = LocalStore.of(store), Reference.of(reference)
+    former = _chosen(model_history(reference, store=store), reference, ident)
+    blobs = Manifest.from_bytes(former.data).blobs
+    with store.writing(), store.exclusive_lock():
+        if not store.has_blobs(blobs):
+            raise NotFound(
+                f"{quote(reference)} cannot be restored to {former.digest.short}: gc has removed "
+                "some of its blobs"
+            )
+        replaced = store.is_taken(reference, former.data)
+        store.place(reference, former.data, blobs)
+    return Named(source=reference, target=reference, digest=former.digest, replaced=replaced)
+
+
+def _chosen(
+    history: tuple[FormerModel, ...], reference: Reference, ident: str | None
+) -> FormerModel:
+    start = id_start(ident) if ident is not None else ""
+    if start is None:
+        raise UsageError(f"{quote(ident)} is not the start of an ID: 4 or more hexadecimal digits")
+    near = [former for former in history if former.digest.hex.startswith(start)]
+    if not near:
+        what = f" with the ID {quote(ident)}" if ident else ""
+        raise NotFound(f"{quote(reference)} has no former model{what}")
+    if ident and len(near) > 1:
+        raise UsageError(f"{quote(ident)} is the start of several IDs")
+    return near[0]

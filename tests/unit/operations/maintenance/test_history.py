@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import ModelNotFound, NotFound, UsageError
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.history import model_history, restore_model
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import put
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store whose name ``model`` was ``first`` and then ``second``, and is ``third`` now."""
+    store = LocalStore(tmp_path / "store")
+    for number, name in enumerate(("first", "second", "third")):
+        put(store, name, {"x": number})
+        copy_model(name, "model", store=store, force=True)
+    return store
+
+
+def ids(store: LocalStore) -> list[Digest]:
+    return [former.digest for former in model_history("model", store=store)]
+
+
+def id_of(store: LocalStore, name: str) -> Digest:
+    return Digest.of(store.read_manifest(name))
+
+
+def files_of(store: LocalStore) -> list[Path]:
+    return list(store.folder("history").iterdir())
+
+
+def test_lists_what_a_name_was_latest_first(store: LocalStore) -> None:
+    assert ids(store) == [id_of(store, "second"), id_of(store, "first")]
+    (latest, _) = model_history("model", store=store)
+    assert latest.is_restorable
+    assert latest.size == sum(blob.size for blob in store.resolve("second").blobs)
+
+
+def test_restores_the_former_model_and_undoes_that(store: LocalStore) -> None:
+    restored = restore_model("model", store=store)
+
+    assert (restored.digest, restored.replaced) == (id_of(store, "second"), True)
+    assert store.read_manifest("model") == store.read_manifest("second")
+    restore_model("model", store=store)
+    assert store.read_manifest("model") == store.read_manifest("third")
+    assert verify_models(store=store).faults == ()
+
+
+def test_restores_by_the_start_of_an_id(store: LocalStore) -> None:
+    restore_model("model", id_of(store, "first").hex[:6], store=store)
+    assert store.read_manifest("model") == store.read_manifest("first")
+
+
+def test_each_former_model_is_listed_once_and_never_the_current_one(store: LocalStore) -> None:
+    for _ in range(3):
+        restore_model("model", store=store)
+    assert ids(store) == [id_of(store, "third"), id_of(store, "first")]
+
+
+def test_giving_a_name_the_same_manifest_again_is_no_history(store: LocalStore) -> None:
+    before = files_of(store)
+    copy_model("third", "model", store=store)
+    assert files_of(store) == before
+
+
+def test_history_keeps_no_blob_alive_and_goes_with_the_blobs(store: LocalStore) -> None:
+    remove_models(["first"], store=store)
+    collected = collect_garbage(store, older_than=0)
+
+    assert len(collected.blobs) == len(collected.leftovers) == 1
+    assert ids(store) == [id_of(store, "second")]
+    with pytest.raises(NotFound, match="has no former model with the ID"):
+        restore_model("model", "0000", store=store)
+
+
+def test_what_gc_has_half_removed_cannot_be_restored(store: LocalStore) -> None:
+    blob = store.resolve("second").layers[0]
+    Path(store.blob_path(blob.digest)).unlink()
+
+    assert not model_history("model", store=store)[0].is_restorable
+    with pytest.raises(NotFound, match="gc has removed some of its blobs"):
+        restore_model("model", store=store)
+    assert store.read_manifest("model") == store.read_manifest("third")
+
+
+def test_a_frozen_former_model_can_be_restored(store: LocalStore) -> None:
+    freeze_models(["first", "second", "third", "model"], store=store)
+    remove_models(["second"], store=store)
+    collect_garbage(store, older_than=3600)
+
+    restore_model("model", store=store)
+
+    assert verify_models(store=store).faults == ()
+
+
+def test_a_removed_name_keeps_its_history(store: LocalStore) -> None:
+    remove_models(["model"], store=store)
+
+    assert not restore_model("model", store=store).replaced
+    assert store.read_manifest("model") == store.read_manifest("second")
+
+
+def test_damaged_files_are_skipped_and_removed(store: LocalStore) -> None:
+    for path in files_of(store):
+        path.write_bytes(b"{")
+
+    assert ids(store) == []
+    collect_garbage(store, older_than=0)
+    assert files_of(store) == []
+
+
+def test_a_name_without_history_has_none(store: LocalStore) -> None:
+    assert model_history("first", store=store) == ()
+    with pytest.raises(NotFound, match="has no former model"):
+        restore_model("first", store=store)
+    with pytest.raises(ModelNotFound):
+        model_history("absent", store=store)
+    with pytest.raises(UsageError, match="not the start of an ID"):
+        restore_model("model", "x", store=store)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.store.history import History
+from blobstore.store.layout import Layout
+
+NAME, OTHER = map(Reference.parse, ("name", "host.example/team/name"))
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    return History(Layout(tmp_path))
+
+
+def kept(history: History, reference: Reference) -> list[bytes]:
+    return [former.data for former in history.of(reference)]
+
+
+def test_keeps_manifests_by_name_latest_first(history: History) -> None:
+    history.keep(NAME, b"1")
+    history.keep(OTHER, b"2")
+    history.keep(NAME, b"3")
+
+    assert kept(history, NAME) == [b"3", b"1"]
+    assert kept(history, OTHER) == [b"2"]
+    assert sorted(former.data for former in history.all()) == [b"1", b"2", b"3"]
+    assert [former.until for former in history.of(NAME)] == sorted(
+        (former.until for former in history.of(NAME)), reverse=True
+    )
+
+
+def test_keeps_the_latest_twenty_of_a_name(history: History) -> None:
+    history.keep(OTHER, b"other")
+    for number in range(23):
+        history.keep(NAME, b"%d" % number)
+
+    assert kept(history, NAME) == [b"%d" % number for number in reversed(range(3, 23))]
+    assert kept(history, OTHER) == [b"other"]
+
+
+def test_the_longest_name_fits_a_file_name(history: History) -> None:
+    name = Reference("h" * 350, "n" * 80, "m" * 80, "t" * 80)
+    history.keep(name, b"x")
+    assert kept(history, name) == [b"x"]
+
+
+def test_a_store_without_history_has_none(history: History, tmp_path: Path) -> None:
+    assert kept(history, NAME) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_others_are_skipped(history: History, tmp_path: Path) -> None:
+    history.keep(NAME, b"x")
+    folder = Layout(tmp_path).history
+    (key,) = (path.name.partition("-")[2] for path in folder.iterdir())
+    (folder / "notes").write_bytes(b"?")
+    (folder / f"x-{key}").write_bytes(b"?")
+    (folder / f"1-{key}").mkdir()
+    (folder / f"2-{key}").symlink_to("nowhere")
+
+    assert kept(history, NAME) == [b"x"]
+    assert [former.data for former in history.all()] == [b"x"]
