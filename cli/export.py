@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option(
     "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
 )
+@click.option("--force", is_flag=True, help="Replace an older folder of this model.")
 @options.jobs_option
 @options.json_option
 def command(
@@ -40,6 +41,7 @@ def command(
     shard_size: int | None,
     single: bool,
     dequantize: bool,
+    force: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -58,6 +60,7 @@ def command(
             shard_size=shard_size,
             single=single,
             dequantize=dequantize,
+            force=force,
             jobs=jobs,
             progress=progress,
         )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     help="Repeat values in config.json under the keys of transformers 4, which mlx-lm needs.",
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
+@click.option("--force", is_flag=True, help="Replace an older folder of this model.")
 @options.jobs_option
 @options.wait_option
 @options.json_option
@@ -41,6 +42,7 @@ def command(
     hard: bool,
     old_keys: bool,
     thaw: bool,
+    force: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -56,7 +58,14 @@ def command(
         if thaw:
             thaw_whole(model, store, progress)
         linked = link_model(
-            model, folder, store=store, hard=hard, old_keys=old_keys, jobs=jobs, progress=progress
+            model,
+            folder,
+            store=store,
+            hard=hard,
+            old_keys=old_keys,
+            force=force,
+            jobs=jobs,
+            progress=progress,
         )
     for notice in linked.notices:
         render.show_note(notice)

@@ -52,6 +52,7 @@ def export_model(
     shard_size: int | None = None,
     single: bool = False,
     dequantize: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Exported:
@@ -77,6 +78,7 @@ def export_model(
         single: write the tensors of each component to one file, instead of the source's files.
         dequantize: write quantized weights as plain values of their original element type if the
             store knows it, otherwise as bfloat16.
+        force: replace an older export or folder of links of this model.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
@@ -97,7 +99,7 @@ def export_model(
         raise UsageError("a single file has no shards; give --single or --shards")
     store = LocalStore.of(store)
     manifest = store.resolve(reference)
-    target = writer.resolve_target(folder)
+    target = writer.resolve_target(folder, force=force)
     try:
         original = None
         is_same = shard_size is None and not single and not dequantize
@@ -105,7 +107,7 @@ def export_model(
             original = plan_original(store, manifest)
         size = MAX_SIZE if single else shard_size or SHARD_SIZE
         plan = original or plan_export(store, manifest, size, dequantize=dequantize)
-        with writer.atomic_folder(target) as new:
+        with writer.atomic_folder(target, force=force) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
             for name, layer in plan.files.items():
                 writer.write_blob(store, layer, new / name)

@@ -66,6 +66,7 @@ def link_model(
     store: LocalStore | str | os.PathLike[str] | None = None,
     hard: bool = False,
     old_keys: bool = False,
+    force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Linked:
@@ -84,6 +85,7 @@ def link_model(
             would then be broken.
         old_keys: repeat in ``config.json``, under the keys of transformers 4, the values of keys
             that only transformers 5 has. mlx-lm needs them. Quantized models always have both.
+        force: replace an older export or folder of links of this model.
         jobs: number of threads that copy; by default one per processor.
         progress: called with the file being copied, bytes done and total bytes.
 
@@ -105,11 +107,11 @@ def link_model(
         raise StoreError(
             f"model {reference} is frozen, but links need uncompressed blobs; run 'blobstore thaw {reference}'"
         )
-    target = writer.resolve_target(folder)
+    target = writer.resolve_target(folder, force=force)
     try:
         with gc_paused():  # a model has thousands of tensors
             plan = plan_links(store, manifest)
-        with writer.atomic_folder(target) as new:
+        with writer.atomic_folder(target, force=force) as new:
             for name, layer in plan.files.items():
                 content = store.read_blob(layer.digest, layer.size)
                 if old_keys and PurePosixPath(name).name == "config.json":

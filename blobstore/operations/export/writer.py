@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _BUFFER_SIZE = 4 << 20
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+"""Endings of files of an older export that another form of export may lack."""
 
 
 def write_weights(
@@ -261,8 +263,8 @@ class _BlobReader:
 # The folder
 
 
-def resolve_target(folder: str | os.PathLike[str]) -> Path:
-    """Return the real path of a folder that does not exist yet or is empty.
+def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+    """Return the real path of a folder that does not exist yet, is empty, or may be replaced.
 
     Raises:
         BlobstoreError: it exists and is not empty, is a mount point, or is the working directory.
@@ -276,8 +278,11 @@ def resolve_target(folder: str | os.PathLike[str]) -> Path:
         is_fixed = target.is_mount() or target == Path.cwd()
     except (OSError, ValueError) as error:
         raise BlobstoreError(f"cannot access {quote(os.fspath(folder))}: {error}") from error
-    if not is_empty:
-        raise BlobstoreError(f"{quote(target)} exists already; choose a new or an empty folder")
+    if not is_empty and not (force and target.is_dir()):
+        raise BlobstoreError(
+            f"{quote(target)} exists already; choose a new or an empty folder, or replace an older "
+            "export with --force"
+        )
     if is_fixed:
         raise BlobstoreError(
             f"{quote(target)} is a mount point or the working directory; choose a new folder "
@@ -287,8 +292,11 @@ def resolve_target(folder: str | os.PathLike[str]) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """Create a temporary folder that becomes ``target`` on success and is removed on an error."""
+def atomic_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
+    """Create a temporary folder that becomes ``target`` on success and is removed on an error.
+
+    With ``force``, it replaces an older export there.
+    """
     folder = target.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -296,12 +304,39 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield folder
         for inner in (*folder.rglob("*/"), folder):
             sync_folder(inner)
-        folder.replace(target)
+        if force and target.is_dir() and any(target.iterdir()):
+            _replace_export(target, folder)
+        else:
+            folder.replace(target)
         sync_folder(target.parent)
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace_export(target: Path, folder: Path) -> None:
+    """Put a complete folder in the place of an older export, and then remove that.
+
+    Raises:
+        BlobstoreError: the older folder has files that are not those of an export of this model.
+    """
+    for path in target.rglob("*"):
+        name = path.relative_to(target)
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not (is_folder or os.path.lexists(folder / name) or path.name.endswith(_WEIGHTS)):
+            raise BlobstoreError(
+                f"{quote(target)} has the file {quote(name)}, which is not one of this model; remove "
+                "it, or choose a new folder"
+            )
+    old = folder.with_suffix(".old")
+    target.replace(old)
+    try:
+        folder.replace(target)
+    except OSError:
+        old.replace(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_blob(store: LocalStore, layer: Descriptor, path: Path) -> None:

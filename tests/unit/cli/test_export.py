@@ -55,3 +55,35 @@ def test_takes_the_number_of_threads(stored: LocalStore, tmp_path: Path, command
     run(command, "dense", tmp_path / "out", "--jobs", "1")
     result = run(command, "dense", tmp_path / "other", "-j", "0", exit_code=2)
     assert "'--jobs' / '-j'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["export", "link"])
+def test_an_older_folder_is_replaced_by_force_only(
+    stored: LocalStore, tmp_path: Path, command: str
+) -> None:
+    out = tmp_path / "out"
+    run("export", "dense", out, "--shards", "1kB")
+    assert "--force" in run(command, "dense", out, exit_code=1).stderr
+    before = (out / "config.json").stat().st_ino
+
+    run(command, "dense", out, "--force")
+
+    assert (out / "config.json").stat().st_ino != before
+    assert {path.name for path in out.parent.iterdir()} == {"dense", "out", "store"}
+
+
+@pytest.mark.parametrize("place", ["mine.txt", "inner/mine.bin"])
+def test_a_folder_with_other_files_is_never_replaced(
+    stored: LocalStore, tmp_path: Path, place: str
+) -> None:
+    out = tmp_path / "out"
+    run("export", "dense", out)
+    (out / place).parent.mkdir(exist_ok=True)
+    (out / place).write_bytes(b"mine")
+    before = sorted(out.rglob("*"))
+
+    error = run("export", "dense", out, "--force", exit_code=1).stderr
+
+    assert f"has the file '{place}', which is not one of this model" in error
+    assert sorted(out.rglob("*")) == before
+    assert {path.name for path in out.parent.iterdir()} == {"dense", "out", "store"}
