@@ -95,6 +95,10 @@ class NameTaken(BlobstoreError):
     """The requested name belongs to another model."""
 
 
+class ImplausibleGarbage(BlobstoreError):
+    """A garbage collection would remove almost every blob, as if manifests were missing."""
+
+
 class UnsupportedDType(BlobstoreError, TypeError):
     """The framework has no type for a tensor's elements, or cannot represent its shape."""
 

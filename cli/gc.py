@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -9,7 +10,9 @@ import click
 from blobstore.cli import options, render
 
 if TYPE_CHECKING:
-    from blobstore.operations.maintenance.gc import Collected
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.operations.maintenance.gc import Collected, KeptBlob
     from blobstore.store.local import LocalStore
 
 
@@ -23,19 +26,26 @@ if TYPE_CHECKING:
     callback=options.parse_duration,
     help="Keep files written within TIME, such as 30m, 1h or 2d.",
 )
+@click.option(
+    "--force", is_flag=True, help="Remove blobs even if these are all or nearly all of the store."
+)
 @options.store_option
 @options.wait_option
 @options.json_option
-def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) -> None:
+def command(
+    store: LocalStore, dry_run: bool, older_than: float, force: bool, as_json: bool
+) -> None:
     """Remove blobs that no model references, files of dead processes, and empty folders.
 
     Other processes may continue to work: blobs that a running create, load or copy uses are kept,
     however old they are. If a manifest cannot be read, gc stops and removes nothing, because it
-    cannot tell which blobs are in use.
+    cannot tell which blobs are in use. It does the same if there are blobs but no manifests, or if
+    it would remove over 90 % of all blobs, unless --force is given. Each file is listed with -v
+    and with --dry-run.
     """
     from blobstore.operations.maintenance.gc import collect_garbage
 
-    collected = collect_garbage(store, older_than=older_than, dry_run=dry_run)
+    collected = collect_garbage(store, older_than=older_than, dry_run=dry_run, force=force)
     if as_json:
         result = {
             "dry_run": dry_run,
@@ -45,35 +55,56 @@ def command(store: LocalStore, dry_run: bool, older_than: float, as_json: bool) 
             "folders": collected.folders,
             "kept": render.record(collected, "blobs=kept bytes=kept_size"),
             "kept_as_bases": render.record(collected, "blobs=bases bytes=bases_size"),
+            "kept_blobs": [
+                record | {"removable": render.timestamp(record["removable"])}
+                for record in render.records(
+                    collected.kept_blobs, "path bytes=size reason processes removable"
+                )
+            ],
+            "refusal": collected.refusal or None,
         }
         render.show_json(result)
     else:
-        render.show(_as_text(collected, dry_run=dry_run))
+        render.show("\n".join(_as_text(collected, dry_run=dry_run)))
+    if collected.refusal:
+        render.show_note(f"gc refuses to do this without --force: {collected.refusal}")
 
 
-def _as_text(collected: Collected, *, dry_run: bool) -> str:
+def _as_text(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     verb = "would remove" if dry_run else "removed"
-    lines = [
-        f"{verb} {render.cell(item.path)} ({render.human_bytes(item.size)})"
-        for item in (*collected.blobs, *collected.leftovers)
-    ]
-    lines += [f"{verb} {render.cell(folder)}" for folder in collected.folders]
-    kept = (
-        f"; kept {render.count_of(collected.kept, 'blob')} in use or too young, "
-        f"{render.human_bytes(collected.kept_size)}"
-    )
+    if dry_run or render.is_verbose():
+        for item in (*collected.blobs, *collected.leftovers):
+            yield f"{verb} {render.cell(item.path)} ({render.human_bytes(item.size)})"
+        for folder in collected.folders:
+            yield f"{verb} {render.cell(folder)}"
+        for kept in collected.kept_blobs:
+            size = render.human_bytes(kept.size)
+            yield f"kept {render.cell(kept.path)} ({size}): {_reason([kept])}"
     if collected.blobs or collected.leftovers:
         blobs = render.count_of(len(collected.blobs), "blob")
-        done = f"{verb} {blobs}, {render.human_bytes(collected.size)} in all"
+        others = render.count_of(len(collected.leftovers), "other file")
+        files = f"{blobs} and {others}" if collected.leftovers else blobs
+        yield f"{verb} {files}, {render.human_bytes(collected.size)} in all"
     elif collected.folders:
-        done = f"{verb} {render.count_of(len(collected.folders), 'empty folder')}"
+        yield f"{verb} {render.count_of(len(collected.folders), 'empty folder')}"
     else:
-        done = "nothing to remove"
-    lines.append(f"{done}{kept if collected.kept else ''}")
-    if collected.bases:
-        blobs = render.count_of(collected.bases, "blob")
-        lines.append(
-            f"kept {blobs} of no model, {render.human_bytes(collected.bases_size)}: bases of frozen "
-            'blobs; run "blobstore thaw" on their models first to free that'
-        )
-    return "\n".join(lines)
+        yield "nothing to remove"
+    groups: dict[tuple[str, tuple[int, ...]], list[KeptBlob]] = {}
+    for kept in collected.kept_blobs:
+        groups.setdefault((kept.reason, kept.processes), []).append(kept)
+    for group in groups.values():
+        size = render.human_bytes(sum(kept.size for kept in group))
+        yield f"kept {render.count_of(len(group), 'blob')}, {size}: {_reason(group)}"
+
+
+def _reason(blobs: Sequence[KeptBlob]) -> str:
+    """Return why blobs were kept that have the same reason."""
+    reason, processes = blobs[0].reason, blobs[0].processes
+    if reason == "young":
+        wait = max(blob.removable for blob in blobs) - time.time()
+        return f"too young, removable in {render.human_wait(wait)}; with --older-than 0s at once"
+    if reason == "in use":
+        return f"in use by PID {', '.join(map(str, processes))}" if processes else "in use"
+    if reason == "base":
+        return 'bases of frozen blobs; run "blobstore thaw" on their models first to free that'
+    return "perhaps configs of damaged manifests; repair these"

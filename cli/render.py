@@ -297,6 +297,14 @@ def human_seconds(seconds: float) -> str:
     return f"{int(minutes)} min {int(rest)} s" if minutes else f"{rest:.2f} s"
 
 
+def human_wait(seconds: float) -> str:
+    """Return how long something takes at most: ``52 minutes``."""
+    for length, unit in _AGES:
+        if seconds > length:
+            return count_of(math.ceil(seconds / length), unit)
+    return count_of(max(math.ceil(seconds), 0), "second")
+
+
 def human_age(moment: float) -> str:
     """Return how long ago a moment was, given in seconds since the epoch."""
     age = time.time() - moment

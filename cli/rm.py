@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -58,9 +59,13 @@ def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
     lines = [f"{verb} {render.cell(entry.reference)}" for entry in removed.names]
     if removed.blobs:
         blobs = render.count_of(removed.blobs, "blob")
+        command = f"blobstore gc{' --force' * removed.is_last}"
+        wait = removed.removable - time.time()
+        when = f" in {render.human_wait(wait)}" if wait > 0 else ""
         lines.append(
-            f'"blobstore gc" {"would then free" if dry_run else "frees"} '
-            f"{render.human_bytes(removed.size)}: {blobs} that no other model needs"
+            f'"{command}" {"would then free" if dry_run else "frees"} '
+            f"{render.human_bytes(removed.size)}{when}: {blobs} that no other model needs"
+            f"{'; with --older-than 0s at once' * bool(when)}"
         )
     else:
         lines.append(f'"blobstore gc" {"would have" if dry_run else "has"} nothing to free')

@@ -158,11 +158,9 @@ class BlobReader:
         """
         return self._bases.known(self.cold_files() if cold is None else cold)
 
-    def base_of(
-        self, digest: Digest, status: os.stat_result, *, must_be_known: bool = True
-    ) -> Digest | None:
+    def base_of(self, digest: Digest, status: os.stat_result) -> Digest | None:
         """Return the base of a cold blob from :meth:`cold_files`; see :meth:`BaseCache.of`."""
-        return self._bases.of(digest, status, must_be_known=must_be_known)
+        return self._bases.of(digest, status)
 
     # Checking
 

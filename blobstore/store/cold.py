@@ -319,13 +319,11 @@ class BaseCache:
         self._shelf = shelf
         self._known: dict[Digest, tuple[FileState, Digest | None]] = {}
 
-    def of(
-        self, digest: Digest, status: os.stat_result, *, must_be_known: bool = True
-    ) -> Digest | None:
+    def of(self, digest: Digest, status: os.stat_result) -> Digest | None:
         """Return the base of a cold blob whose file has that status; None if it has no base.
 
         Raises:
-            BlobDamaged: the file is damaged, and the base ``must_be_known``; otherwise None is returned.
+            BlobDamaged: the file is damaged.
             StoreError: it cannot be read.
         """
         state = FileState.of_status(status)
@@ -335,16 +333,15 @@ class BaseCache:
                 known = (state, self._shelf.open(digest).base)
             except BlobMissing:  # thawed since it was listed
                 return None
-            except BlobDamaged:
-                if must_be_known:
-                    raise
-                return None
             self._known[digest] = known
         return known[1]
 
     def known(self, cold: Mapping[Digest, os.stat_result]) -> dict[Digest, Digest]:
         """Return the bases of the cold blobs that have one and can be read."""
-        bases = {
-            digest: self.of(digest, status, must_be_known=False) for digest, status in cold.items()
-        }
-        return {digest: base for digest, base in bases.items() if base is not None}
+        bases = {}
+        for digest, status in cold.items():
+            with contextlib.suppress(BlobDamaged):
+                base = self.of(digest, status)
+                if base is not None:
+                    bases[digest] = base
+        return bases

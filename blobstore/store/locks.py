@@ -235,17 +235,20 @@ class JoinedLease(Lease):
 class Leases(NamedTuple):
     """The leases of a store."""
 
-    digests: set[Digest]
-    """Blobs that living processes hold."""
-    names: set[str]
-    """The names of their leases."""
+    held: dict[str, set[Digest]]
+    """The blobs that living processes hold, by the names of their leases, which begin with their IDs."""
     dead: list[Path]
     """Leases whose processes have died."""
+
+    @property
+    def digests(self) -> set[Digest]:
+        """All blobs that living processes hold."""
+        return set().union(*self.held.values())
 
 
 def read_leases(layout: Layout, without: str = "") -> Leases:
     """Return the leases of a store; see :meth:`LocalStore.read_leases`."""
-    leases = Leases(set(), set(), [])
+    leases = Leases({}, [])
     paths: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         paths.extend(sorted(layout.leases.iterdir()))
@@ -263,8 +266,7 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
                 os.close(descriptor)
             lines = data.splitlines(keepends=True)
             whole = (line[:-1] for line in lines if len(line) == _LINE)
-            leases.names.add(path.name)
-            leases.digests.update(Digest(line.decode("ascii", "replace")) for line in whole)
+            leases.held[path.name] = {Digest(line.decode("ascii", "replace")) for line in whole}
     return leases
 
 

@@ -55,6 +55,8 @@ class ReachableBlobs:
         found = {}
         for entry in walk_files(self._store.folder("manifests")):
             path = entry.path
+            if entry.name.startswith("."):  # no name of a model, but .DS_Store, for example
+                continue
             try:
                 status = os.stat(path)  # noqa: PTH116 - there are thousands of strings
                 version = FileVersion.of_status(status)

@@ -39,7 +39,7 @@ class _Case:
     def forget_guest(self) -> None:
         """Remove the guest model, so that the next create starts from nothing."""
         forget(self.scene.store, self.scene.guest)
-        self.scene.must("gc", "--older-than", "0s")
+        self.scene.must("gc", "--force", "--older-than", "0s")
 
     def create(self, **how: object) -> Ended:
         """Create the guest in a child."""
@@ -88,7 +88,7 @@ def _free_space(case: _Case, outcome: Outcome, how: str) -> None:
     """Check that garbage is collected, and names are removed, where nothing can be written."""
     scene = case.scene
     where = ("--store", scene.store)
-    commands: list[tuple[object, ...]] = [("gc", "--older-than", "0s")]
+    commands: list[tuple[object, ...]] = [("gc", "--force", "--older-than", "0s")]
     if (
         has_command("rm")
         and scene.store.joinpath("manifests", *scene.guest.reference.parts).exists()
@@ -173,7 +173,7 @@ def _refused(case: _Case, folder: Path, outcome: Outcome, **how: bool) -> None:
     target = folder / f"exported-{outcome.injected}"
     writes: list[tuple[object, ...]] = [
         ("create", guest.folder, guest.name),
-        ("gc", "--older-than", "0s"),
+        ("gc", "--force", "--older-than", "0s"),
         ("rm", first),
         ("cp", first, "copy"),
         ("mv", first, "moved"),
@@ -213,7 +213,8 @@ def _clock(folder: Path, effort: Effort, outcome: Outcome) -> None:
         how = f"create, stopped after {delay:.4f} s, gc in {years} years"
         for age in ("0s", "1h"):
             ended = nursery().run(
-                *("blobstore", "gc", "--older-than", age, "--wait", "0.1", "--store", scene.store),
+                *("blobstore", "gc", "--force", "--older-than", age),
+                *("--wait", "0.1", "--store", scene.store),
                 hooks={"clock": years * _YEAR},
             )
             if ended.complaint or (ended.code and _BUSY not in ended.stderr):

@@ -175,7 +175,7 @@ def _check_collection(root: Path, found: Findings) -> None:
     before, names = _blobs(root), _names(root)
     reached = _reached(root, names)
     reached |= bases_of(root, reached)
-    code, output, errors = command("gc", "--older-than", "0s", "--json", "--store", root)
+    code, output, errors = command("gc", "--force", "--older-than", "0s", "--json", "--store", root)
     if code or errors:
         found.others.append(f"gc exits with {code}: {output[-500:]} {errors[-500:]}")
         return

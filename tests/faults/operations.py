@@ -75,7 +75,7 @@ def _before_create(scene: Scene) -> list[object]:
     # The blobs of the last attempt are there or not: it writes them, or finds them and holds them.
     forget(scene.store, scene.guest)
     if scene.chance.random() < 0.5:
-        scene.must("gc", "--older-than", "0s")
+        scene.must("gc", "--force", "--older-than", "0s")
     return ["create", scene.guest.folder, scene.guest.name, *_store_of(scene)]
 
 
@@ -98,7 +98,7 @@ def _before_gc(scene: Scene) -> list[object]:
     for model in (scene.guest, scene.gone):
         scene.must("create", model.folder, model.name)
     forget(scene.store, scene.guest, scene.gone)
-    return ["gc", "--older-than", "0s", *_store_of(scene)]
+    return ["gc", "--force", "--older-than", "0s", *_store_of(scene)]
 
 
 # rm

@@ -134,7 +134,7 @@ class StoreProtocol(RuleBasedStateMachine):
         needed |= bases_of(self.root, needed)
         dry = ["--dry-run"] if is_dry else []
         # What a damaged cold blob needs, nobody knows.
-        if not self._is_done("gc", "--older-than", older_than, *dry):
+        if not self._is_done("gc", "--force", "--older-than", older_than, *dry):
             return
         left = self._blobs()
         assert left >= before & needed

@@ -117,7 +117,7 @@ class _Crowd:
         self._command("create", self._chance.choice(self._models).folder, SWAPPED)
 
     def _collect(self) -> None:
-        self._command("gc", "--older-than", "0s")
+        self._command("gc", "--force", "--older-than", "0s")
 
     def _look_for_garbage(self) -> None:
         self._command("gc", "--dry-run", "--older-than", "0s")

@@ -27,6 +27,7 @@ _VARIES = (
     (re.compile(r"\d+(?:\.\d+)? (?:ms|s)\b"), "TIME"),
     (re.compile(r"\d+(?:\.\d+)? [kMGT]?B/s"), "RATE"),
     (re.compile(r"just now|\d+ (?:second|minute)s? ago"), "AGE"),
+    (re.compile(r"in \d+ (?:second|minute)s?"), "WAIT"),
     (re.compile(r" {2,}"), "  "),
 )
 

@@ -18,8 +18,8 @@ CLASSES: list[type[BlobstoreError]] = [
 ]
 EXIT_CODES = {
     1: (
-        "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken "
-        "UnsupportedDType StoreError StoreBusy MissingLibrary"
+        "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken ImplausibleGarbage "
+        "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary"
     ),
     2: "UsageError InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",

@@ -3,7 +3,8 @@
 First, all manifests are read without a lock. Then blobs are removed in batches, each under the store's
 exclusive lock: leases are read, manifests that have changed are read again, and blobs that are still
 garbage are removed. Leases are read before manifests: a process that has released its lease has already
-published the manifest that references its blobs. The work is linear in blobs and layers.
+published the manifest that references its blobs. A batch ends after a fraction of a second, so that no
+other process waits longer. The work is linear in blobs and layers.
 
 The base of a delta-encoded blob is kept as long as that blob, even if no manifest references the base.
 Delta-encoded blobs are removed before their bases, so that no delta ever lacks its base.
@@ -16,26 +17,33 @@ import os
 import stat
 import time
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import read_regular, sync_folder
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.core.escape import quote
+from blobstore.core.files import FileVersion, read_regular, sync_folder
+from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.local import LocalStore
+from blobstore.store.locks import Leases
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names, scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 GRACE: Final = 3600.0
 """The default age in seconds from which blobs are removed; other programs hold no leases."""
-_BATCH = 1000
-"""Files that are removed before the lock is released for other processes."""
+_HOLD = 0.2
+"""Seconds after which the lock is released for other processes."""
+_PAUSE = 0.02
+"""Seconds until it is taken again: longer than waiting processes sleep between two tries."""
+_IMPLAUSIBLE = 0.9
+"""The share of all blobs from which on so much garbage is more likely a mistake."""
 _PREFIX = Digest("").file_name
+
+Reason = Literal["young", "in use", "base", "damaged manifest"]
 
 
 class Removed(NamedTuple):
@@ -47,29 +55,60 @@ class Removed(NamedTuple):
     """Bytes."""
 
 
+class KeptBlob(NamedTuple):
+    """A blob that no manifest references, but that was kept."""
+
+    path: Path
+    """Below the root of the store."""
+    size: int
+    """Bytes."""
+    reason: Reason
+    """Too young; leased; the base of a delta-encoded blob; or perhaps the config of a damaged manifest."""
+    processes: tuple[int, ...]
+    """The IDs of the processes that have leased it."""
+    removable: float
+    """When it is old enough, in seconds since the epoch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """The result of :func:`collect_garbage`."""
 
-    blobs: tuple[Removed, ...] = field(repr=False)
+    blobs: tuple[Removed, ...] = field(default=(), repr=False)
     """Blobs that no manifest references, hot and cold."""
-    leftovers: tuple[Removed, ...] = field(repr=False)
+    leftovers: tuple[Removed, ...] = field(default=(), repr=False)
     """Temporary files and leases of dead processes, and caches of removed models."""
-    folders: tuple[Path, ...]
+    folders: tuple[Path, ...] = ()
     """Empty folders of manifests, below the root."""
-    kept: int
-    """Blobs that no manifest references, but that are leased or too young."""
-    kept_size: int
-    """Bytes of these."""
-    bases: int = 0
-    """Blobs that no manifest references, but that are bases of delta-encoded blobs."""
-    bases_size: int = 0
-    """Bytes of these."""
+    kept_blobs: tuple[KeptBlob, ...] = field(default=(), repr=False)
+    """Blobs that no manifest references, but that were kept."""
+    refusal: str = ""
+    """Why the same collection fails without ``force``; only a dry run returns this."""
 
     @property
     def size(self) -> int:
         """Bytes that were freed, or would be."""
         return sum(item.size for item in (*self.blobs, *self.leftovers))
+
+    @property
+    def kept(self) -> int:
+        """The number of kept blobs that are not bases."""
+        return sum(item.reason != "base" for item in self.kept_blobs)
+
+    @property
+    def kept_size(self) -> int:
+        """Bytes of these."""
+        return sum(item.size for item in self.kept_blobs if item.reason != "base")
+
+    @property
+    def bases(self) -> int:
+        """The number of kept blobs that are bases of delta-encoded blobs."""
+        return len(self.kept_blobs) - self.kept
+
+    @property
+    def bases_size(self) -> int:
+        """Bytes of these."""
+        return sum(item.size for item in self.kept_blobs) - self.kept_size
 
 
 def collect_garbage(
@@ -77,6 +116,7 @@ def collect_garbage(
     *,
     older_than: float = GRACE,
     dry_run: bool = False,
+    force: bool = False,
 ) -> Collected:
     """Remove blobs that no manifest references, files of dead processes, and empty folders.
 
@@ -86,8 +126,10 @@ def collect_garbage(
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         older_than: keep blobs that were written within this many seconds.
         dry_run: remove nothing; report what would be removed.
+        force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
     Raises:
+        ImplausibleGarbage: so much would be removed that manifests may be missing. Nothing is removed.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown. Nothing is
             removed.
         StoreBusy: the store's lock could not be acquired in time.
@@ -99,10 +141,15 @@ def collect_garbage(
     store = LocalStore.of(store)
     store.check_root()
     if not store.root.exists():
-        return Collected(blobs=(), leftovers=(), folders=(), kept=0, kept_size=0)
+        return Collected()
     with store.writing():
         collection = _Collection(store, older_than, dry_run=dry_run)
         deltas, others = collection.candidates()
+        refusal = "" if force else collection.refusal([*deltas, *others])
+        if refusal and not dry_run:
+            raise ImplausibleGarbage(
+                refusal, advice="if the models were removed on purpose, run gc with --force"
+            )
         blobs = [*collection.sweep(deltas), *collection.sweep(others)]
         with collection.lock():
             leftovers = tuple(collection.remove_leftovers())
@@ -111,28 +158,17 @@ def collect_garbage(
         blobs=tuple(blobs),
         leftovers=leftovers,
         folders=folders,
-        kept=len(collection.kept),
-        kept_size=sum(collection.kept),
-        bases=len(collection.kept_bases),
-        bases_size=sum(collection.kept_bases),
+        kept_blobs=tuple(collection.kept),
+        refusal=refusal,
     )
 
 
-class _Needed(NamedTuple):
-    """The hex digests of needed blobs, in separate sets: a union would be copied for each batch."""
+class _Candidate(NamedTuple):
+    """The file of an unreferenced blob."""
 
-    reached: set[str]
-    leased: set[str]
-    bases: set[str]
-    """Bases of delta-encoded blobs that are needed or too young."""
-
-    def has(self, hex_digest: str) -> bool:
-        """Return whether a blob is needed."""
-        return self.has_itself(hex_digest) or hex_digest in self.bases
-
-    def has_itself(self, hex_digest: str) -> bool:
-        """Return whether a blob is needed for itself, and not only as a base."""
-        return hex_digest in self.reached or hex_digest in self.leased
+    folder: Path
+    name: str
+    digest: Digest
 
 
 class _Collection:
@@ -143,64 +179,171 @@ class _Collection:
         self._older_than = older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
-        self.kept: list[int] = []
-        """The sizes of unreferenced blobs that are leased or too young."""
-        self.kept_bases: list[int] = []
-        self._gone: set[str] = set()
+        self._leases = Leases({}, [])
+        self.kept: list[KeptBlob] = []
+        self._blob_count = 0
+        """Files of blobs, hot and cold."""
+        self._gone: set[Digest] = set()
         """Cold blobs that a dry run would have removed."""
-        self._keeps_bases = False
-        """Whether a needed blob is missing. Any base may be its base, so all bases are kept."""
+        self._deltas: dict[Digest, list[Digest]] = {}
+        """The delta-encoded blobs by their bases."""
+        self._unreadable: dict[Digest, BlobDamaged] = {}
+        """Cold blobs whose base is unknown, and why."""
+        self._cold_version: FileVersion | None = None
+        """Identifies the content of the folder of cold blobs."""
+        self._possible_bases: set[Digest] = set()
+        """All bases, if a needed blob is missing: any of them may be its base."""
 
-    def candidates(self) -> tuple[list[Path], list[Path]]:
+    def candidates(self) -> tuple[list[_Candidate], list[_Candidate]]:
         """Return the files of unreferenced blobs: first delta-encoded blobs, then all others."""
         self._marks.update()
+        self._find_deltas()
         reached = self._marks.reached()
         cold, hot = self._store.folder("cold"), self._store.folder("blobs")
         names = {folder: list_names(folder) for folder in (cold, hot)}
-        if list_names(self._store.folder("bases")):
+        self._blob_count = sum(map(len, names.values()))
+        links = set(map(digest_of, list_names(self._store.folder("bases"))))
+        if links:
             # A referenced blob is missing, for example, if a disk is not mounted.
             there = {name.removeprefix(_PREFIX) for found in names.values() for name in found}
-            self._keeps_bases = not reached <= there
-        coded = self._store.cold_bases()
-        deltas: list[Path] = []
-        others: list[Path] = []
+            if not reached <= there:
+                self._possible_bases = {link for link in links if link is not None}
+        coded = {delta for deltas in self._deltas.values() for delta in deltas}
+        deltas: list[_Candidate] = []
+        others: list[_Candidate] = []
         for folder, found in names.items():
             for name in found:
                 if name.removeprefix(_PREFIX) not in reached:
                     digest = digest_of(name)
                     if digest is not None:
                         is_delta = folder == cold and digest in coded
-                        (deltas if is_delta else others).append(folder / name)
+                        item = _Candidate(folder, name, digest)
+                        (deltas if is_delta else others).append(item)
         return deltas, others
 
-    def sweep(self, candidates: Iterable[Path]) -> Iterator[Removed]:
-        """Remove those candidates that are garbage still, in batches."""
-        rest = iter(candidates)
-        while batch := list(islice(rest, _BATCH)):
+    def refusal(self, candidates: list[_Candidate]) -> str:
+        """Return why removing so many blobs is implausible; empty if it is not.
+
+        A folder of manifests that is empty because its disk is not mounted looks like one without models.
+        """
+        folder = quote(self._store.folder("manifests"))
+        count = len(candidates)
+        if self._marks.by_path() and count <= _IMPLAUSIBLE * self._blob_count:
+            return ""
+        self._leases = self._store.read_leases()
+        for item in candidates:
+            path = item.folder / item.name
+            with contextlib.suppress(FileNotFoundError):
+                is_young = _age(path.lstat()) < self._older_than
+                count -= is_young or bool(self._leases_of(item.digest))
+        if not count:
+            return ""
+        if not self._marks.by_path():
+            return f"there are no manifests in {folder}, but {count:,} blobs"
+        if count <= _IMPLAUSIBLE * self._blob_count:
+            return ""
+        return (
+            f"the manifests in {folder} do not reference {count:,} of {self._blob_count:,} blobs, "
+            "so some manifests may be missing"
+        )
+
+    def sweep(self, candidates: list[_Candidate]) -> list[Removed]:
+        """Remove those candidates that are garbage still, in batches, durably."""
+        removed: list[Removed] = []
+        remaining = candidates[::-1]
+        while remaining:
             with self.lock():
-                leased = self._store.read_leases().digests
-                self._marks.update()
-                needed = self._needed(leased)
-                lost = self._marks.lost()
-                for path in batch:
-                    try:
-                        status = path.lstat()
-                    except FileNotFoundError:
-                        continue
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    hex_digest = path.name.removeprefix(_PREFIX)
-                    is_needed = needed.has(hex_digest) or bool(lost and _promise_of(path) in lost)
-                    if is_needed or _age(status) < self._older_than:
-                        is_base = hex_digest in needed.bases
-                        (self.kept_bases if is_base else self.kept).append(status.st_size)
-                        continue
-                    if self._is_dry and path.parent == self._store.folder("cold"):
-                        self._gone.add(path.name)
-                    yield self._remove(path, status.st_size)
-                if not self._is_dry:
-                    for folder in dict.fromkeys(path.parent for path in batch):
-                        sync_folder(folder)
+                self._update()
+                end = time.monotonic() + _HOLD
+                while remaining:
+                    removed += self._visit(remaining.pop())
+                    if time.monotonic() >= end:
+                        break
+                self._cold_version = self._version_of_cold()
+            if remaining and not self._is_dry:
+                time.sleep(_PAUSE)
+        if not self._is_dry:
+            for folder in dict.fromkeys(item.folder for item in candidates):
+                sync_folder(folder)
+        return removed
+
+    def _visit(self, item: _Candidate) -> list[Removed]:
+        """Remove the file of a blob if it is garbage; return it."""
+        path = f"{item.folder}/{item.name}"
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return []
+        if not stat.S_ISREG(status.st_mode) or item.digest.hex in self._marks.reached():
+            return []
+        below = Path(item.folder.relative_to(self._store.root), item.name)
+        leases = self._leases_of(item.digest)
+        reason = "in use" if leases else self._reason(item, status)
+        if reason is not None:
+            starts = [name.partition("-")[0] for name in leases]
+            processes = tuple(int(start) for start in starts if start.isdecimal())
+            removable = status.st_mtime + self._older_than
+            self.kept.append(KeptBlob(below, status.st_size, reason, processes, removable))
+            return []
+        if not self._is_dry:
+            os.unlink(path)  # noqa: PTH108 - there are many
+        elif item.folder == self._store.folder("cold"):
+            self._gone.add(item.digest)
+        return [Removed(below, status.st_size)]
+
+    def _reason(self, item: _Candidate, status: os.stat_result) -> Reason | None:
+        """Return why a blob that is not in use must stay; None if it is garbage."""
+        if self._is_base(item.digest):
+            return "base"
+        lost = self._marks.lost()
+        if lost and _promise_of(item.folder / item.name) in lost:
+            return "damaged manifest"
+        return "young" if _age(status) < self._older_than else None
+
+    def _leases_of(self, digest: Digest) -> list[str]:
+        """Return the names of the leases that hold a blob."""
+        return [name for name, digests in self._leases.held.items() if digest in digests]
+
+    def _is_base(self, digest: Digest) -> bool:
+        """Return whether a blob is the base of a cold blob that still exists."""
+        return digest in self._possible_bases or any(
+            delta not in self._gone and self._store.has_cold(delta)
+            for delta in self._deltas.get(digest, ())
+        )
+
+    def _update(self) -> None:
+        """Read what other processes may have changed: leases, then manifests, and the cold blobs.
+
+        Raises:
+            BlobDamaged: a cold blob that is needed cannot be read, so that its base is unknown.
+        """
+        self._leases = self._store.read_leases()
+        self._marks.update()
+        if self._version_of_cold() != self._cold_version:
+            self._find_deltas()
+        for digest, error in self._unreadable.items():
+            is_needed = digest.hex in self._marks.reached() or self._leases_of(digest)
+            if is_needed and not self._store.has_hot(digest) and self._store.has_cold(digest):
+                raise error
+
+    def _find_deltas(self) -> None:
+        """Find out which blobs are bases of cold blobs."""
+        self._cold_version = self._version_of_cold()
+        self._deltas, self._unreadable = {}, {}
+        for digest, status in self._store.cold_files().items():
+            try:
+                base = self._store.base_of(digest, status)
+            except BlobDamaged as error:
+                self._unreadable[digest] = error
+            else:
+                if base is not None:
+                    self._deltas.setdefault(base, []).append(digest)
+
+    def _version_of_cold(self) -> FileVersion | None:
+        try:
+            return FileVersion.of_status(self._store.folder("cold").stat())
+        except FileNotFoundError:
+            return None
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return the lock under which files are removed."""
@@ -209,18 +352,21 @@ class _Collection:
     def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         folder = self._store.folder
-        leased = self._store.read_leases()
-        self._marks.update()
+        self._update()
+        leased = self._leases
         temporary = [
             entry
             for entry in scan_folder(folder("temporary"))
-            if entry.name.rpartition("-")[0] not in leased.names
+            if entry.name.rpartition("-")[0] not in leased.held
         ]
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
         caches += [entry for entry in scan_folder(folder("headers").parent) if entry.name[0] == "."]
-        bases = {f"{_PREFIX}{base}" for base in self._needed(leased.digests).bases}
-        links = [entry for entry in scan_folder(folder("bases")) if entry.name not in bases]
+        links = [
+            entry
+            for entry in scan_folder(folder("bases"))
+            if (digest := digest_of(entry.name)) is None or not self._is_base(digest)
+        ]
         # Caches are written without the lock, so young ones are kept.
         ages = [(path, 0.0) for path in leased.dead]
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
@@ -244,20 +390,6 @@ class _Collection:
                 if not self._is_dry:
                     Path(folder).rmdir()
                 yield Path(folder).relative_to(self._store.root)
-
-    def _needed(self, leased: Iterable[Digest]) -> _Needed:
-        """Return the needed blobs, including the bases of all delta-encoded blobs that stay."""
-        needed = _Needed(self._marks.reached(), {digest.hex for digest in leased}, set())
-        for digest, status in self._store.cold_files().items():
-            if digest.file_name not in self._gone:
-                # An unreadable base matters only if the blob is needed and has no hot form.
-                must_be_known = needed.has_itself(digest.hex) and not self._store.has_hot(digest)
-                base = self._store.base_of(digest, status, must_be_known=must_be_known)
-                needed.bases.update([base.hex] if base is not None else [])
-        if self._keeps_bases:
-            links = map(digest_of, list_names(self._store.folder("bases")))
-            needed.bases.update(link.hex for link in links if link is not None)
-        return needed
 
     def _remove(self, path: Path, size: int) -> Removed:
         if not self._is_dry:

@@ -18,6 +18,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.gc import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
 
@@ -49,6 +50,10 @@ class RemovedModels:
     """Blobs in the store that no other name needs."""
     size: int
     """Bytes of these blobs, which a garbage collection frees."""
+    removable: float
+    """When the youngest of these is old enough for that by default, in seconds since the epoch."""
+    is_last: bool
+    """Whether no other name is left, so that a garbage collection needs ``force``."""
     bases: int
     """Blobs that no other name references, but that are bases of other names' blobs: they stay."""
     bases_size: int
@@ -186,13 +191,15 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
     coded = store.cold_bases(left) if garbage else {}
     coded = {digest: base for digest, base in coded.items() if base in garbage}
     bases = set(coded.values())
-    sizes = [size for digest in garbage - bases if (size := _size(store, digest)) is not None]
-    kept = [size for digest in bases if (size := _size(store, digest)) is not None]
+    files = [found for digest in garbage - bases if (found := _files(store, digest))]
+    kept = [sum(item.st_size for item in _files(store, digest)) for digest in bases]
     return RemovedModels(
         names=tuple(entries),
-        blobs=len(sizes),
-        size=sum(sizes),
-        bases=len(kept),
+        blobs=len(files),
+        size=sum(item.st_size for found in files for item in found),
+        removable=max((item.st_mtime + GRACE for found in files for item in found), default=0),
+        is_last=not others,
+        bases=sum(size > 0 for size in kept),
         bases_size=sum(kept),
         coded=tuple(
             other.reference for other in others if not coded.keys().isdisjoint(other.blobs)
@@ -201,10 +208,10 @@ def _left_behind(store: LocalStore, entries: Sequence[CatalogEntry]) -> RemovedM
     )
 
 
-def _size(store: LocalStore, digest: Digest) -> int | None:
-    """Return the size of a blob's hot and cold files; None if both are missing."""
-    sizes = []
+def _files(store: LocalStore, digest: Digest) -> list[os.stat_result]:
+    """Return the status of a blob's hot and cold files, of those that exist."""
+    found = []
     for path in (store.blob_path(digest), store.cold_path(digest)):
         with contextlib.suppress(OSError):
-            sizes.append(os.lstat(path).st_size)
-    return sum(sizes) if sizes else None
+            found.append(os.lstat(path))
+    return found

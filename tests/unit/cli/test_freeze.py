@@ -117,7 +117,7 @@ def test_reports_the_base_model_and_what_keeps_it(store: LocalStore) -> None:
     assert found["kept"] == {"blobs": 0, "bytes": 0}
     result = run("gc")
     assert result.stdout.splitlines()[-1] == (
-        "kept 1 blob of no model, 80.1 kB: bases of frozen blobs; "
+        "kept 1 blob, 80.1 kB: bases of frozen blobs; "
         'run "blobstore thaw" on their models first to free that'
     )
     run("verify")

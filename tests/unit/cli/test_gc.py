@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.scan import digest_of
 from tests.support.damage import write_manifest
 from tests.unit.cli.running import command_line, environment, run, run_json
 
@@ -20,18 +22,21 @@ def emptied(stored: LocalStore) -> LocalStore:
 
 def test_removes_and_lists_unreferenced_blobs(emptied: LocalStore) -> None:
     blobs = {path.name: path.stat().st_size for path in emptied.folder("blobs").iterdir()}
-    result = run("gc", "--older-than", "0s")
+    result = run("gc", "--older-than", "0s", "--force", "-v")
     lines = result.stdout.splitlines()
     assert {line.split()[1] for line in lines if "blobs/" in line} == {
         f"blobs/{name}" for name in blobs
     }
-    assert lines[-1].startswith(f"removed {len(blobs)} blobs, ")
+    assert lines[-1].startswith(f"removed {len(blobs)} blobs and 1 other file, ")
     assert list(emptied.folder("blobs").iterdir()) == []
 
 
 def test_young_blobs_are_kept_by_default(emptied: LocalStore) -> None:
     count = len(list(emptied.folder("blobs").iterdir()))
-    assert f"\nremoved 3 empty folders; kept {count} blobs in use or too young" in run("gc").stdout
+    first, second = run("gc").stdout.splitlines()
+    assert first == "removed 3 empty folders"
+    assert second.startswith(f"kept {count} blobs, ")
+    assert second.endswith(": too young, removable in 60 minutes; with --older-than 0s at once")
     assert len(list(emptied.folder("blobs").iterdir())) == count
 
 
@@ -42,9 +47,33 @@ def test_a_dry_run_says_what_would_be_removed(emptied: LocalStore) -> None:
         path.name for path in emptied.folder("blobs").iterdir()
     }
     assert found["bytes"] == sum(item["bytes"] for item in [*found["blobs"], *found["leftovers"]])
-    again = run_json("gc", "--older-than=0s")
-    assert again == found | {"dry_run": False}
+    assert "there are no manifests in" in found["refusal"]
+    again = run_json("gc", "--older-than=0s", "--force")
+    assert again == found | {"dry_run": False, "refusal": None}
     assert list(emptied.folder("blobs").iterdir()) == []
+
+
+def test_a_store_without_manifests_is_emptied_only_by_force(emptied: LocalStore) -> None:
+    count = len(list(emptied.folder("blobs").iterdir()))
+    error = run("gc", "--older-than=0s", exit_code=1).stderr
+    assert f"but {count} blobs; if the models were removed on purpose, run gc with --force" in error
+    assert (
+        "gc refuses to do this without --force" in run("gc", "--older-than=0s", "--dry-run").stderr
+    )
+    assert len(list(emptied.folder("blobs").iterdir())) == count
+    lines = run("gc", "--older-than=0s", "--force").stdout.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f"removed {count} blobs and 1 other file"]
+
+
+def test_names_the_processes_that_use_a_blob(emptied: LocalStore) -> None:
+    digests = [digest_of(path.name) for path in emptied.folder("blobs").iterdir()]
+    with emptied.lease() as lease:
+        lease.hold(digest for digest in digests if digest is not None)
+        *_, last = run("gc", "--older-than=0s").stdout.splitlines()
+        (first, *_) = run_json("gc", "--older-than=0s")["kept_blobs"]
+    assert last.startswith(f"kept {len(digests)} blobs, ")
+    assert last.endswith(f": in use by PID {os.getpid()}")
+    assert (first["reason"], first["processes"]) == ("in use", [os.getpid()])
 
 
 def test_reports_that_there_is_nothing_to_remove(stored: LocalStore) -> None:

@@ -26,7 +26,10 @@ def test_removes_names_and_reports_what_gc_frees(stored: LocalStore) -> None:
     result = run("rm", "copy")
     assert result.stdout.splitlines() == [
         "removed copy:latest",
-        f'"blobstore gc" frees 2.1 kB: {len(blobs)} blobs that no other model needs',
+        (
+            f'"blobstore gc --force" frees 2.1 kB in 60 minutes: {len(blobs)} blobs that no other '
+            "model needs; with --older-than 0s at once"
+        ),
     ]
     assert listed(stored) == []
     assert len(list(stored.folder("blobs").iterdir())) == len(blobs)
@@ -35,7 +38,9 @@ def test_removes_names_and_reports_what_gc_frees(stored: LocalStore) -> None:
 def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
     blobs = [path.stat().st_size for path in stored.folder("blobs").iterdir()]
     result = run("rm", "dense", "--dry-run")
-    assert result.stdout.startswith('would remove dense:latest\n"blobstore gc" would then free')
+    assert result.stdout.startswith(
+        'would remove dense:latest\n"blobstore gc --force" would then free'
+    )
     found = run_json("rm", "dense", "--dry-run")
     digest = run_json("list")["models"][0]["digest"]
     assert found == {

@@ -200,7 +200,7 @@ def test_bases_are_read_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch)
 def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -> None:
     flip(store.cold_path(digest), -1)
     bases, status = BaseCache(store._cold), store.cold_files()[digest]
-    assert bases.of(digest, status, must_be_known=False) is None
+    assert bases.known({digest: status}) == {}
     with pytest.raises(BlobDamaged):
         bases.of(digest, status)
 

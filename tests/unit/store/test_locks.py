@@ -122,9 +122,9 @@ def test_a_lease_lists_the_blobs_that_it_holds(store: LocalStore) -> None:
         lease.hold([A])
         lease.hold([A, B])
         found = store.read_leases()
-        assert found == ({A, B}, {lease.name}, [])
+        assert found == ({lease.name: {A, B}}, [])
         assert (store.folder("leases") / lease.name).stat().st_size == 2 * 65
-    assert store.read_leases() == (set(), set(), [])
+    assert store.read_leases() == ({}, [])
     assert list(store.folder("leases").iterdir()) == []
 
 
@@ -136,7 +136,7 @@ def test_leases_of_dead_processes_are_distinguished_from_living_ones(
     dead.wait()
     found = store.read_leases()
     assert found.digests == {A, B}
-    assert [name.partition("-")[0] for name in found.names] == [str(living.pid)]
+    assert [name.partition("-")[0] for name in found.held] == [str(living.pid)]
     assert [path.name.partition("-")[0] for path in found.dead] == [str(dead.pid)]
 
 

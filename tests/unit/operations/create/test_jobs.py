@@ -191,7 +191,7 @@ def test_garbage_collection_keeps_what_workers_write_and_find(
     store.manifest_path(NAME).unlink()
 
     def collect(*_: object) -> None:
-        collect_garbage(store=store, older_than=0)
+        collect_garbage(store=store, older_than=0, force=True)
 
     blobstore.create(folder, "m", store=store, executor=executor, progress=collect)
     blobstore.open("m", store=store, verify="digest").close()

@@ -157,7 +157,7 @@ def test_every_file_comes_back(
     shutil.rmtree(source)
     if is_frozen:
         freeze_models([NAME], store=store)
-    collect_garbage(store, older_than=0)
+    collect_garbage(store, older_than=0, force=True)
     exported = export_model(NAME, tmp_path / "out", store=store)
     assert exported.is_original
     assert contents(tmp_path / "out") == expected

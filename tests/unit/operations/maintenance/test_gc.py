@@ -11,7 +11,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.files import read_regular
-from blobstore.errors import InvalidManifest, StoreBusy, StoreError, UsageError
+from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy, StoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance import gc as collect
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -50,12 +50,12 @@ def test_removes_unreferenced_blobs(store: LocalStore) -> None:
     add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
     kept = {path.name for path in store.folder("blobs").iterdir()}
     garbage = {put(store, data).file_name for data in (b"", b"one", b"two" * 1000)}
-    found = collect_garbage(store, older_than=0)
+    found = collect_garbage(store, older_than=0, force=True)
     assert names(found.blobs) == garbage
     assert sorted(item.size for item in found.blobs) == [0, 3, 3000]
     assert (found.size, found.kept, found.kept_size) == (3003, 0, 0)
     assert {path.name for path in store.folder("blobs").iterdir()} == kept
-    assert collect_garbage(store, older_than=0).size == 0
+    assert collect_garbage(store, older_than=0, force=True).size == 0
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:
@@ -67,7 +67,7 @@ def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
     old = put(store, b"old", age=3700)
     put(store, b"young!", age=3500)
     put(store, b"of the future", age=-100_000)
-    found = collect_garbage(store)
+    found = collect_garbage(store, force=True)
     assert names(found.blobs) == {old.file_name}
     assert (found.kept, found.kept_size) == (2, 6 + 13)
 
@@ -84,9 +84,9 @@ def test_a_dry_run_reports_the_same_and_removes_nothing(store: LocalStore) -> No
     (store.folder("leases") / "1-a").write_bytes(b"")
     (store.folder("manifests") / "host" / "empty").mkdir(parents=True)
     before = everything(store)
-    dry = collect_garbage(store, older_than=0, dry_run=True)
+    dry = collect_garbage(store, older_than=0, dry_run=True, force=True)
     assert everything(store) == before
-    assert dry == collect_garbage(store, older_than=0)
+    assert dry == collect_garbage(store, older_than=0, force=True)
     assert dry.size == 11
     assert everything(store) == before - {
         *(f"blobs/{Digest.of(b'garbage').file_name}", ".blobstore/tmp/1-a-0"),
@@ -101,11 +101,13 @@ def test_a_dry_run_needs_no_permission_to_write() -> None:
         (folder / "store").chmod(0o755)
 
         def dry() -> object:
-            return names(collect_garbage(store, older_than=0, dry_run=True).blobs)
+            return names(collect_garbage(store, older_than=0, dry_run=True, force=True).blobs)
 
         garbage = Digest.of(b"garbage").file_name
         assert sandbox.call(dry, unprivileged=True) == str({garbage})
-        outcome = sandbox.call(lambda: collect_garbage(store, older_than=0), unprivileged=True)
+        outcome = sandbox.call(
+            lambda: collect_garbage(store, older_than=0, force=True), unprivileged=True
+        )
         assert outcome.startswith("StoreError: no permission to write to the store")
 
 
@@ -113,9 +115,9 @@ def test_keeps_leased_blobs_of_any_age(store: LocalStore) -> None:
     digest = put(store, b"leased", age=10_000)
     with store.lease() as lease:
         lease.hold([digest])
-        found = collect_garbage(store, older_than=0)
+        found = collect_garbage(store, older_than=0, force=True)
         assert (found.blobs, found.kept, found.kept_size) == ((), 1, 6)
-    assert names(collect_garbage(store, older_than=0).blobs) == {digest.file_name}
+    assert names(collect_garbage(store, older_than=0, force=True).blobs) == {digest.file_name}
 
 
 def test_a_running_import_keeps_the_blobs_it_found_and_wrote(store: LocalStore) -> None:
@@ -123,9 +125,9 @@ def test_a_running_import_keeps_the_blobs_it_found_and_wrote(store: LocalStore) 
     with store.ingest() as ingest:
         assert not ingest.add(5, lambda: [b"found"]).written
         ingest.add(5, lambda: [b"wrote"])
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
         ingest.publish()
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
         present = {path.name for path in store.folder("blobs").iterdir()}
         assert present == {found.file_name, Digest.of(b"wrote").file_name}
 
@@ -140,12 +142,12 @@ def test_a_collection_during_an_import_harms_no_model(
     publish = LocalStore.publish
 
     def collected(self: LocalStore, *arguments: object) -> None:
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
         publish(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(LocalStore, "publish", collected)
     blobstore.create(folder, "new", store=store)
-    collect_garbage(store, older_than=0)
+    collect_garbage(store, older_than=0, force=True)
     with blobstore.open("new", store=store, verify="digest") as model:
         assert len(model) == len(dense_tensors())
 
@@ -179,7 +181,7 @@ def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_pat
     removed = Digest.of(store.read_manifest(A))
     store.manifest_path(A).unlink()
     assert len(list(store.folder("headers").iterdir())) == 2
-    found = collect_garbage(store, older_than=0)
+    found = collect_garbage(store, older_than=0, force=True)
     assert names(found.leftovers) == {removed.hex}
     assert len(list(store.folder("headers").iterdir())) == 1
 
@@ -188,7 +190,9 @@ def test_keeps_blobs_of_models_of_ollama(store: LocalStore) -> None:
     put(store, b"")
     add_gguf_model(store, "gguf")
     before = everything(store)
-    assert names(collect_garbage(store, older_than=0).blobs) == {Digest.of(b"").file_name}
+    assert names(collect_garbage(store, older_than=0, force=True).blobs) == {
+        Digest.of(b"").file_name
+    }
     assert before - everything(store) == {f"blobs/{Digest.of(b'').file_name}"}
 
 
@@ -201,7 +205,7 @@ def test_foreign_files_among_the_blobs_stay(store: LocalStore) -> None:
     for name in foreign:
         (store.folder("blobs") / name).write_bytes(b"x")
     (store.folder("blobs") / f"sha256-{'b' * 64}").mkdir()
-    collect_garbage(store, older_than=0)
+    collect_garbage(store, older_than=0, force=True)
     present = {path.name for path in store.folder("blobs").iterdir()}
     assert present == {*foreign, f"sha256-{'b' * 64}"}
 
@@ -213,9 +217,9 @@ def test_removes_a_link_and_not_its_target(store: LocalStore, tmp_path: Path) ->
     (store.folder("temporary") / "1-a-9").symlink_to(outside)
     (store.folder("manifests") / "linked").symlink_to(tmp_path)
     with pytest.raises(InvalidManifest, match="linked"):
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
     (store.folder("manifests") / "linked").unlink()
-    collect_garbage(store, older_than=0)
+    collect_garbage(store, older_than=0, force=True)
     assert outside.read_bytes() == b"precious"
     assert not (store.folder("temporary") / "1-a-9").is_symlink()
 
@@ -267,7 +271,7 @@ def test_a_changed_digest_of_a_config_does_not_cost_the_config(
     named = bytes(str(config.digest), "ascii")
     garbage = put(store, b"garbage", age=1)
     path.write_bytes(whole.replace(named, named[:-1] + (b"1" if named.endswith(b"0") else b"0")))
-    removed = collect_garbage(store, older_than=0).blobs
+    removed = collect_garbage(store, older_than=0, force=True).blobs
     assert [item.path.name for item in removed] == [garbage.file_name]
     path.write_bytes(whole)
     assert store.read_blob(config.digest, config.size)
@@ -282,10 +286,10 @@ def test_a_changed_digest_in_a_manifest_costs_no_blob(store: LocalStore, tmp_pat
     path.write_bytes(whole.replace(digest, other))
     before = everything(store)
     with pytest.raises(InvalidManifest, match="the manifest was changed since it was written"):
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
     assert everything(store) == before
     path.write_bytes(whole)
-    assert not collect_garbage(store, older_than=0).blobs
+    assert not collect_garbage(store, older_than=0, force=True).blobs
 
 
 @pytest.mark.parametrize(
@@ -300,7 +304,7 @@ def test_a_link_to_nothing_in_the_place_of_manifests_costs_no_blob(
     path.symlink_to(tmp_path / "absent")
     before = everything(store)
     with pytest.raises((InvalidManifest, StoreError), match=f"'{path}'"):
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
     assert everything(store) == before
 
 
@@ -325,7 +329,7 @@ def test_stops_at_a_manifest_without_read_permission(is_folder: bool) -> None:
             closed.chmod(0)
             try:
                 with pytest.raises(StoreError, match=f"'{closed}'.*: Permission denied"):
-                    collect_garbage(store, older_than=0)
+                    collect_garbage(store, older_than=0, force=True)
                 return len(list(store.folder("blobs").iterdir()))
             finally:
                 closed.chmod(0o700)
@@ -350,7 +354,7 @@ def test_a_manifest_published_during_the_run_is_respected(
         return read_leases(store)
 
     monkeypatch.setattr(LocalStore, "read_leases", late)
-    found = collect_garbage(store, older_than=0)
+    found = collect_garbage(store, older_than=0, force=True)
     assert names(found.blobs) == {Digest.of(b"garbage").file_name}
     assert Path(store.blob_path(Digest.of(data))).read_bytes() == data
 
@@ -367,16 +371,16 @@ def test_releases_the_lock_between_batches(
         times.append(None)
         return alone()
 
-    monkeypatch.setattr(collect, "_BATCH", 3)
+    monkeypatch.setattr(collect, "_HOLD", 0)
     monkeypatch.setattr(store, "exclusive_lock", counted)
-    assert len(collect_garbage(store, older_than=0).blobs) == 7
-    assert len(times) == 4
+    assert len(collect_garbage(store, older_than=0, force=True).blobs) == 7
+    assert len(times) == 7 + 1
 
 
 def test_reports_a_busy_store(store: LocalStore) -> None:
     put(store, b"x")
     with store.shared_lock(), pytest.raises(StoreBusy):
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
     assert Path(store.blob_path(Digest.of(b"x"))).exists()
 
 
@@ -395,10 +399,82 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
             reads.append(path)
             return read_regular(path, limit)
 
-        patch.setattr(collect, "_BATCH", 2)
+        patch.setattr(collect, "_HOLD", 0)
         patch.setattr(marks, "read_regular", noted)
-        assert len(collect_garbage(store, older_than=0).blobs) == 20
+        assert len(collect_garbage(store, older_than=0, force=True).blobs) == 20
     assert len(reads) == len(set(reads)) == 31
+
+
+def model_and_garbage(store: LocalStore, tmp_path: Path, garbage: int) -> None:
+    """Add a model of a few blobs, and old blobs that nothing references."""
+    write_folder(tmp_path / "model", dense_tensors())
+    blobstore.create(tmp_path / "model", "a", store=store)
+    for number in range(garbage):
+        put(store, b"garbage %d" % number, age=10_000)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["absent", "empty"])
+def test_refuses_to_empty_a_store_whose_manifests_are_gone(
+    store: LocalStore, tmp_path: Path, is_there: bool
+) -> None:
+    model_and_garbage(store, tmp_path, 1)
+    for path in store.folder("blobs").iterdir():
+        os.utime(path, (1, 1))
+    store.folder("manifests").rename(tmp_path / "on a disk that is not mounted")
+    if is_there:
+        store.folder("manifests").mkdir()
+    before = everything(store)
+    with pytest.raises(ImplausibleGarbage, match=r"no manifests in '.*', but \d+ blobs; .*--force"):
+        collect_garbage(store)
+    assert "no manifests" in collect_garbage(store, dry_run=True).refusal
+    assert everything(store) == before
+    assert collect_garbage(store, force=True).blobs
+    assert not list(store.folder("blobs").iterdir())
+
+
+def test_refuses_to_remove_over_nine_tenths_of_the_blobs(store: LocalStore, tmp_path: Path) -> None:
+    model_and_garbage(store, tmp_path, 0)
+    model = len(list(store.folder("blobs").iterdir()))
+    for number in range(9 * model):
+        put(store, b"%d" % number, age=10_000)
+    extra = put(store, b"one too many", age=10_000)
+    before = everything(store)
+    with pytest.raises(
+        ImplausibleGarbage, match=f"do not reference {9 * model + 1} of {10 * model + 1}"
+    ):
+        collect_garbage(store)
+    assert everything(store) == before
+    Path(store.blob_path(extra)).unlink()
+    assert len(collect_garbage(store).blobs) == 9 * model
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_needs_no_force_where_no_blob_would_be_removed(store: LocalStore, is_leased: bool) -> None:
+    digest = put(store, b"of a running import", age=10_000 * is_leased)
+    with store.lease() as lease:
+        lease.hold([digest] if is_leased else [])
+        (kept,) = collect_garbage(store).kept_blobs
+    assert kept.reason == ("in use" if is_leased else "young")
+
+
+def test_says_why_each_blob_is_kept(store: LocalStore, tmp_path: Path) -> None:
+    model_and_garbage(store, tmp_path, 0)
+    young, leased = put(store, b"young", age=600), put(store, b"leased", age=600)
+    with store.lease() as lease:
+        lease.hold([leased])
+        kept = {item.path.name: item for item in collect_garbage(store).kept_blobs}
+    assert set(kept) == {young.file_name, leased.file_name}
+    assert kept[young.file_name].reason == "young"
+    assert kept[young.file_name].removable == pytest.approx(time.time() + 3000, abs=300)
+    assert kept[leased.file_name][2:4] == ("in use", (os.getpid(),))
+
+
+def test_files_that_a_file_manager_leaves_among_manifests_are_no_manifests(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    model_and_garbage(store, tmp_path, 1)
+    (store.folder("manifests") / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    assert len(collect_garbage(store).blobs) == 1
 
 
 READING: list[dict[str, Any]] = [
@@ -421,11 +497,11 @@ def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
     blobstore.create(tmp_path / "model", "a", store=store)
     with blobstore.open("a", store=store, **options) as model:
         store.manifest_path(A).unlink()
-        collect_garbage(store, older_than=0)
+        collect_garbage(store, older_than=0, force=True)
         for name, array in model.state_dict().items():
             assert array.tobytes() == expected[name].tobytes()
         del array
-    collect_garbage(store, older_than=0)
+    collect_garbage(store, older_than=0, force=True)
     assert list(store.folder("blobs").iterdir()) == []
     assert list(store.folder("leases").iterdir()) == []
 
