@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from blobstore.cli.render import VOLUME_KEYS
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import BlobstoreError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -327,8 +327,7 @@ def models(
 ) -> Iterator[tuple[Reference, ...]]:
     """Yield the models that the user named: by name, by glob, or by the start of the ID.
 
-    Names that belong to other users are noted first. If a model does not exist, here or in the block, the
-    error has similar names of the store.
+    Names that belong to other users are noted first.
 
     Args:
         store: the store of the models.
@@ -339,22 +338,10 @@ def models(
     from blobstore.store.name_patterns import select_references
     from blobstore.store.permissions import name_concerns
 
-    try:
-        references = tuple(select_references(store, texts, needs_name=needs_name))
-        for concern in name_concerns(store, references):
-            show_note(concern)
-        yield references
-    except ModelNotFound as error:
-        from difflib import get_close_matches
-
-        names: list[str] = []
-        with contextlib.suppress(BlobstoreError):
-            names.extend(map(_short, store.references()))
-        asked = [name for name in map(_short, texts) if name not in names]
-        near = dict.fromkeys(match for name in asked for match in get_close_matches(name, names))
-        if not near or "; did you mean" in str(error):
-            raise
-        raise ModelNotFound(f"{error}; did you mean {', '.join(map(quote, near))}?") from None
+    references = tuple(select_references(store, texts, needs_name=needs_name))
+    for concern in name_concerns(store, references):
+        show_note(concern)
+    yield references
 
 
 @contextlib.contextmanager
@@ -365,8 +352,3 @@ def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Iterator
             listed = join_some([quote(name) for name in found], _MAX_LISTED)
             raise UsageError(f"{quote(text)} matches {len(found)} models: {listed}; name one")
         yield found[0]
-
-
-def _short(name: object) -> str:
-    # The default tag would make all names alike.
-    return str(name).removesuffix(":latest")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import did_you_mean, quote
 from blobstore.errors import InvalidReference
 
 DEFAULT_HOST = "registry.ollama.ai"
@@ -109,3 +109,10 @@ class Reference:
 
 Names = str | Reference | Iterable[str | Reference]
 """One model or several."""
+
+
+def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
+    """Return a question about the names that are most like a reference, or nothing."""
+    # The default tag would make all names alike.
+    name, *names = (str(one).removesuffix(":latest") for one in (reference, *others))
+    return did_you_mean(name, names, cutoff=0.6)

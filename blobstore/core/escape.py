@@ -6,14 +6,15 @@ overrides, or megabytes of text. All such text passes through this module before
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Sequence
 
 MAX_SHOWN = 200
 """Characters of a text that :func:`quote` shows before it shortens the text."""
-_MAX_COMPARED = 5000
+_MAX_COMPARED = 2000
 
 
 def escape(text: str, limit: int | None = None) -> str:
@@ -48,13 +49,17 @@ def join_some(parts: Sequence[str], limit: int) -> str:
     return f"{shown} and {len(parts) - limit} more" if len(parts) > limit else shown
 
 
-def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return a question about the names that are most like a text, or nothing."""
+def did_you_mean(text: str, names: Collection[str], *, cutoff: float = 0.8) -> str:
+    """Return a question about the names that are most like a text, or nothing.
+
+    ``cutoff`` is how much of a name and the text must be equal.
+    """
     from difflib import get_close_matches
 
     text = text[:MAX_SHOWN]
-    start, end = text[: len(text) // 2 or 1], text[len(text) // 2 :]
-    # To compare texts takes long, and a model may have a hundred thousand names.
-    similar = [name for name in names if name.startswith(start) or name.endswith(end)]
-    near = get_close_matches(text, similar[:_MAX_COMPARED], n=2, cutoff=0.8)
+    if len(names) > _MAX_COMPARED:  # to compare texts takes long
+        start, end = text[: len(text) // 2 or 1], text[len(text) // 2 :]
+        similar = (name for name in names if name.startswith(start) or name.endswith(end))
+        names = list(islice(similar, _MAX_COMPARED))
+    near = get_close_matches(text, names, n=2, cutoff=cutoff)
     return f"did you mean {' or '.join(map(quote, near))}?" if near else ""

@@ -27,7 +27,7 @@ from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.slices import Array, SliceReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
     from typing import Self
 
     from blobstore.core.progress import Progress
@@ -142,6 +142,10 @@ class Model(ModelFiles, Mapping[str, Array]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # A mapping would be compared by its items, for which all tensors would be read.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -150,6 +154,10 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
+
+    def keys(self) -> KeysView[str]:
+        """Return the names of the tensors that look-ups return."""
+        return self._entries.keys()
 
     def __getitem__(self, name: str) -> Array:
         """Return a tensor by its runtime name.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, similar_names
 from blobstore.store.blobs import BlobReader
 from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
@@ -243,7 +244,16 @@ class LocalStore(BlobReader):
             raise InvalidManifest(str(error)) from None
 
     def _not_found(self, reference: Reference) -> ModelNotFound:
-        return ModelNotFound(f"no model {quote(reference)} in the store {quote(self.root)}")
+        return ModelNotFound(
+            f"no model {quote(reference)} in the store {quote(self.root)}",
+            advice=partial(self._similar_names, reference),
+        )
+
+    def _similar_names(self, reference: Reference) -> str:
+        try:
+            return similar_names(reference, self.references())
+        except BlobstoreError:
+            return ""
 
     def references(self) -> Iterator[Reference]:
         """Yield the name of every model in the store, sorted. Files with other names are skipped.

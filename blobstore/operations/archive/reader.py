@@ -33,7 +33,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import Manifest
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, similar_names
 from blobstore.operations.archive.format import ArchivedModel, ArchiveTable, Kind
 
 if TYPE_CHECKING:
@@ -227,7 +227,10 @@ class ArchiveReader:
         """Return the number of a model's manifest."""
         number = self._manifests.get(reference)
         if number is None:
-            raise ModelNotFound(f"no model {quote(reference)} in the archive {quote(self._path)}")
+            raise ModelNotFound(
+                f"no model {quote(reference)} in the archive {quote(self._path)}",
+                advice=similar_names(reference, self._manifests),
+            )
         return number
 
     def _blob_of(self, digest: Digest, size: int) -> int:

@@ -168,7 +168,7 @@ def repair_models(
         try:
             verified = verify_models(chosen, store=store, jobs=jobs, progress=progress)
         except ModelNotFound as error:
-            raise ModelNotFound(f"{error}; {_NO_MANIFEST}") from None
+            raise ModelNotFound(f"{error.message}; {_NO_MANIFEST}", advice=error.advice) from None
         provider: BlobProvider | None = None
         if other is not None:
             provider = OtherStore(other)

@@ -32,6 +32,7 @@ from blobstore.errors import (
     BlobstoreError,
     FileNotFound,
     InvalidManifest,
+    ModelNotFound,
     TensorNotFound,
     UnsupportedDType,
     UsageError,
@@ -351,7 +352,30 @@ def test_describes_itself(store: LocalStore) -> None:
         assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors>"
         assert not model.is_closed
     assert repr(model) == f"<Model m:latest: {len(TENSORS)} tensors, closed>"
-    assert model.is_closed
+    assert model.keys() == TENSORS.keys()
+    assert str(min(TENSORS)) in repr(model.keys())
+
+
+def test_models_are_compared_without_their_tensors(store: LocalStore) -> None:
+    with blobstore.open("m", store=store) as model, blobstore.open("m", store=store) as other:
+        blob_path(store, "scalar").unlink()
+        assert len({model, other, model}) == 2
+        assert model != other
+
+
+def test_a_mistyped_model_gets_a_suggestion(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.copy("m", "team/tiny-llama:v1", store=store)
+    for name in ("tiny-lama", "team/tiny-llama", "team/tinyllama:v1"):
+        with pytest.raises(
+            ModelNotFound, match="; did you mean 'team/tiny-llama:v1'\\?$"
+        ) as caught:
+            blobstore.show(name, store=store)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    with pytest.raises(ModelNotFound, match="no model 'other:latest' in the store '[^']*'$"):
+        blobstore.show("other", store=store)
+    blobstore.pack("team/tiny-llama:v1", tmp_path / "x.bsar", store=store)
+    with pytest.raises(ModelNotFound, match="in the archive .*; did you mean 'team/tiny-llama:v1'"):
+        blobstore.unpack(tmp_path / "x.bsar", "tiny-lama", store=store)
 
 
 def test_is_a_small_table_in_a_notebook(tmp_path: Path) -> None:
