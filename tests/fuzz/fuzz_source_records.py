@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -36,10 +37,17 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.models.source_layers import read_source_record
     from blobstore.operations.create.create import create
     from blobstore.operations.export import original
+    from blobstore.operations.maintenance.show import check_options
     from blobstore.store.local import LocalStore
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
-MODELS = ("dense", "moe", "ct-nvfp4")
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"exclude": ["x*"]},
+    "moe": {"experts": "stacked", "keep": ["*.txt"]},
+    "ct-nvfp4": {},
+    "mlx-mode": {},
+}
+"""Folders to import, with options of ``create``."""
 
 
 def compose(data: bytes) -> bytes:
@@ -65,6 +73,7 @@ def read_one(data: bytes, models: list[tuple[LocalStore, Manifest]]) -> None:
     """Plan the export of each model as if it had the layer."""
     try:
         record = SourceRecord.from_bytes(compose(data))
+        check_options(record)
     except Damaged as error:
         assert str(error).isprintable(), str(error)
         return
@@ -80,6 +89,16 @@ def read_one(data: bytes, models: list[tuple[LocalStore, Manifest]]) -> None:
         for name in (*plan.written, *plan.files, *(file.name for file in plan.weights)):
             assert not PurePosixPath(name).is_absolute(), name
             assert ".." not in PurePosixPath(name).parts, name
+        names = [tensor.spec.name for tensor in plan.tensors]
+        assert len(set(names)) == len(names), names
+        for tensor in plan.tensors:
+            found = {
+                (entry.spec.name, entry.spec.dtype): entry.end - entry.begin
+                for entry in tensor.header.tensors.values()
+            }
+            own = found.get((tensor.spec.name, tensor.spec.dtype))
+            assert own in (None, tensor.spec.nbytes), tensor.spec  # None if renamed or in a stack
+            assert tensor.begin + tensor.spec.nbytes <= tensor.layer.size, tensor.spec
         sizes = {file.name: file.size for file in record.files}
         for file in plan.weights:
             assert all(offset <= sizes[file.name] for offset in file.offsets.values()), file.name
@@ -94,8 +113,9 @@ def main() -> None:
         new.mkdir()
         store = LocalStore(folder / "store")
         models = []
-        for model in MODELS:
-            create(ROOT / "tests" / "data" / "ollama" / "hf" / model, model, store=store)
+        for model, options in MODELS.items():
+            source = ROOT / "tests" / "data" / "ollama" / "hf" / model
+            create(source, model, store=store, **options)
             manifest = store.resolve(model)
             models.append((store, manifest))
             record = read_source_record(store, manifest)
@@ -106,8 +126,8 @@ def main() -> None:
         if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
             read_one(Path(paths[0]).read_bytes(), models)
             return
-        options = [*DEFAULTS, *(set(given) - set(paths))]
-        arguments = [sys.argv[0], *options, *(paths or [str(new)]), str(seeds)]
+        flags = [*DEFAULTS, *(set(given) - set(paths))]
+        arguments = [sys.argv[0], *flags, *(paths or [str(new)]), str(seeds)]
         atheris.Setup(arguments, lambda data: read_one(data, models))
         atheris.Fuzz()
 

@@ -204,9 +204,10 @@ def _is_reciprocal(store: LocalStore, found: _Place, data: bytes) -> bool:
     """Return whether the blob has a global scale that is the reciprocal of ``data``."""
     import numpy as np
 
-    if not found.spec.name.endswith(GLOBAL_SCALE) or found.spec.dtype is not DType.F32:
+    stored = bytearray(DType.F32.bits // 8)
+    is_scale = found.spec.name.endswith(GLOBAL_SCALE) and found.spec.dtype is DType.F32
+    if not is_scale or len(data) != len(stored) or found.spec.elements != 1:
         return False
-    stored = bytearray(len(data))
     store.read_into(found.layer.digest, found.layer.size, found.begin, memoryview(stored))
     with np.errstate(all="ignore"):
         return (np.float32(1) / np.frombuffer(data, "<f4")).tobytes() == stored

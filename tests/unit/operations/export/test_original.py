@@ -19,11 +19,14 @@ from blobstore.errors import BlobDamaged, Damaged, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.models.source_layers import read_source_record, read_stacks
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.create import record as record_module
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
@@ -163,6 +166,36 @@ def test_every_file_comes_back(
     assert contents(tmp_path / "out") == expected
     assert exported.bytes_written == sum(map(len, expected.values()))
     assert verify_models(store=store).faults == ()
+
+
+def altered(data: bytes) -> bytes:
+    """Return a safetensors file with the same header and slightly different tensors."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return data[:end] + bytes(byte ^ (place % 9 == 0) for place, byte in enumerate(data[end:]))
+
+
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+@pytest.mark.parametrize("model", ["moe", "ct-nvfp4"])
+def test_files_come_back_from_deltas_in_another_store(
+    model: str, experts: Any, store: LocalStore, tmp_path: Path
+) -> None:
+    create(DATA / model, "base", store=store, experts=experts)
+    source = shutil.copytree(DATA / model, tmp_path / "source")
+    for path in source.glob("*.safetensors"):
+        path.write_bytes(altered(path.read_bytes()))
+    create(source, NAME, store=store, experts=experts)
+    frozen = freeze_models(["base", NAME], store=store, level="small")
+    assert frozen.bases
+    pack_models(["base", NAME], tmp_path / "both.bsar", store=store)
+    second = LocalStore(tmp_path / "second")
+    unpack_archive(tmp_path / "both.bsar", store=second)
+    remove_models(["base"], store=second)
+    collect_garbage(second, older_than=0)
+    for number, it in enumerate((store, second)):
+        out = tmp_path / f"out{number}"
+        assert export_model(NAME, out, store=it).is_original
+        assert contents(out) == contents(source)
+    assert verify_models(store=second).faults == ()
 
 
 @pytest.mark.parametrize("model", ["dense", "moe", "odd", "mlx-mode", "ct-nvfp4"])
@@ -487,6 +520,7 @@ def test_a_record_cannot_change_types_and_shapes(
     ("left_out", "message"),
     [
         ({"q.weight_global_scale": b"\0\0\x80?"}, "'q.weight_global_scale', which a blob has too"),
+        ({"q.weight_global_scale": b"\0"}, "'q.weight_global_scale', which a blob has too"),
         ({"norm": bytes(64)}, "'norm', which a blob has too"),
         ({"q.input_global_scale": b""}, "'q.input_global_scale', which imports store"),
     ],
