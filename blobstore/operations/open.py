@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from blobstore.errors import StoreError
+from blobstore.errors import Damaged
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
 from blobstore.models.frameworks import Framework
@@ -119,29 +119,33 @@ def open_model(
     if thaw:
         for fault in thaw_models([reference], store=store, progress=progress).faults:
             raise fault.at(str(reference))
-    with contextlib.ExitStack() as lock:
-        lock.enter_context(store.reading_lock())
-        model = Model(
-            reference,
-            store.read_manifest(reference),
-            store,
-            framework=framework,
-            device=device,
-            dequantize=dequantize,
-            use_index=not reads_headers(verify),
-            read=read,
-            prefetch=prefetch,
-            progress=progress,
-        )
-        if verify == "size" and read == "mmap" and prefetch is None and model.map_hot():
-            return model
-        # The rest takes longer than other processes wait for the lock, so a lease replaces it.
-        with contextlib.ExitStack() as lease:
-            with contextlib.suppress(StoreError):  # reading needs no lease
-                digests = (blob.digest for blob in model.manifest.blobs)
-                lease.enter_context(store.lease_if_writable(digests))
-            lock.close()
-            model.check(verify)
-            if not model.is_resident:
-                model.at_end(lease.pop_all().close)
-        return model
+    while True:
+        version = store.manifest_version(reference)
+        try:
+            with contextlib.ExitStack() as lease:
+                model = Model(
+                    reference,
+                    store.read_manifest(reference),
+                    store,
+                    framework=framework,
+                    device=device,
+                    dequantize=dequantize,
+                    use_index=not reads_headers(verify),
+                    read=read,
+                    prefetch=prefetch,
+                    progress=progress,
+                )
+                if not (verify == "size" and read == "mmap" and model.map_hot()):
+                    # Blobs are opened later than the manifest was read. A lease keeps them.
+                    digests = (blob.digest for blob in model.manifest.blobs)
+                    lease.enter_context(store.lease_if_writable(digests))
+                    if store.manifest_version(reference) != version:
+                        continue  # they may have been removed before they were leased
+                model.check(verify)
+                if not model.is_resident:
+                    model.at_end(lease.pop_all().close)
+                return model
+        except Damaged:
+            # No lock keeps others from removing the name and its blobs in the meantime.
+            if store.manifest_version(reference) == version:
+                raise

@@ -30,6 +30,7 @@ from blobstore.store.quarantine import replace_damaged
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Self
 
@@ -163,12 +164,20 @@ class Ingest:
                 continue
             blob = BlobId(item.digest, item.size)
             is_replaced, quarantined = replace_damaged(
-                self._store, blob, path, self._lease.exclusive_lock, lambda _: self._check_open()
+                self._store, blob, path, self.exclusive_lock, lambda _: self._check_open()
             )
             if is_replaced:
                 self.repaired[item.digest] = quarantined
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
+
+    def shared_lock(self) -> AbstractContextManager[None]:
+        """Take the store's shared lock, and wait longer for it than a command would."""
+        return self._lease.shared_lock()
+
+    def exclusive_lock(self) -> AbstractContextManager[None]:
+        """Take the store's exclusive lock, and wait longer for it than a command would."""
+        return self._lease.exclusive_lock()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
-from blobstore.core.files import make_folders, read_regular, sync_folder, write_file
+from blobstore.core.files import (
+    FileVersion,
+    make_folders,
+    read_regular,
+    sync_folder,
+    write_file,
+)
 from blobstore.errors import (
     BlobstoreError,
     InvalidManifest,
@@ -34,8 +40,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
-
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def default_root() -> Path:
@@ -90,15 +94,8 @@ class LocalStore(BlobReader):
         """
         return self._locks.shared()
 
-    def reading_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Take the shared lock, or no lock if this process may not write to the store.
-
-        Raises as :meth:`shared_lock`.
-        """
-        return self._locks.reading()
-
     def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Keep other processes from writing and from looking for blobs to use.
+        """Keep other processes from writing and from leasing blobs.
 
         Raises as :meth:`shared_lock`.
         """
@@ -113,19 +110,14 @@ class LocalStore(BlobReader):
 
     @contextlib.contextmanager
     def lease_if_writable(self, digests: Iterable[Digest]) -> Iterator[None]:
-        """Lease blobs while the block runs, or run it without a lease if the store is read-only.
+        """Lease blobs while the block runs, or run it without a lease if that is impossible.
 
-        Raises:
-            StoreBusy: as :meth:`shared_lock`.
-            StoreError: the lease cannot be written for another reason.
+        Reading must not depend on it: the store may be read-only, full, or without locks. Nothing
+        else is created: a folder of root would lock the owner of the store out.
         """
         with contextlib.ExitStack() as stack:
-            with self.writing():
-                try:
-                    stack.enter_context(self.lease()).hold(digests)
-                except OSError as error:
-                    if error.errno not in _READ_ONLY:
-                        raise
+            with contextlib.suppress(OSError, StoreError):
+                stack.enter_context(self._locks.reading_lease()).hold(digests)
             yield
 
     def read_leases(self, *, without: str = "") -> Leases:
@@ -151,8 +143,9 @@ class LocalStore(BlobReader):
         with self.writing():
             for name in ("blobs", "manifests", "temporary"):
                 make_folders(self.folder(name), self.root)
+            self._layout.headers.mkdir(exist_ok=True)  # readers write caches, but create no folder
             with (
-                self._locks.lease(is_inherited=False) as lease,
+                self._locks.lease(is_import=True) as lease,
                 Ingest(self, lease, paranoid=paranoid) as ingest,
             ):
                 yield ingest
@@ -174,6 +167,16 @@ class LocalStore(BlobReader):
     def reference_of(self, path: Path) -> Reference | None:
         """Return the reference that a manifest's path spells, or None."""
         return self._layout.reference(path)
+
+    def manifest_version(self, reference: str | Reference) -> FileVersion | None:
+        """Return the version of a manifest's file; None if there is none or it cannot be read.
+
+        A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
+        """
+        try:
+            return FileVersion.of_status(self.manifest_path(reference).stat())
+        except OSError:
+            return None
 
     def resolve(self, reference: str | Reference) -> Manifest:
         """Return the manifest of a model, checked against its config if that can be read.
@@ -295,15 +298,19 @@ class LocalStore(BlobReader):
                         )
             folder /= part
 
-    def publish(self, reference: str | Reference, manifest: Manifest) -> None:
+    def publish(
+        self, reference: str | Reference, manifest: Manifest, ingest: Ingest | None = None
+    ) -> None:
         """Make ``manifest`` the one of that name, atomically and durably; it replaces an older one.
+
+        Within :meth:`ingest`, pass the import, which waits longer for the lock.
 
         Raises:
             BlobMissing, BlobDamaged: a blob is missing or has another size; nothing changes.
             NameConflict: as :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        with self.writing(), self.shared_lock():
+        with self.writing(), self.shared_lock() if ingest is None else ingest.shared_lock():
             self.place(reference, manifest.to_bytes(), manifest.blobs)
 
     def place(self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
@@ -394,12 +401,12 @@ class LocalStore(BlobReader):
             return None
 
     def write_index(self, key: Digest, data: bytes) -> None:
-        """Store ``data`` under ``key``, or do nothing if the store cannot be written."""
-        folder = self._layout.headers
+        """Store ``data`` under ``key``, or do nothing if the store cannot be written.
+
+        Readers call this, so it creates no folder: one of root would lock the owner out.
+        """
         with contextlib.suppress(OSError):
-            for missing in (folder.parent, folder):  # never the store itself, which may be gone
-                missing.mkdir(exist_ok=True)
-            write_file(folder / key.hex, [data], durable=False)
+            write_file(self._layout.headers / key.hex, [data], durable=False)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

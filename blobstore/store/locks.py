@@ -6,7 +6,8 @@ lives. The system releases a lock when a process ends, however it ends, so an un
 dead process.
 
 The store's lock is held only for moments: shared while a lease is written or a manifest is published,
-exclusive while unreferenced blobs or names are removed. The holder of the exclusive lock has read all
+exclusive while unreferenced blobs or names are removed. Readers do not take it: a reader that misses a
+blob reads the manifest again. The holder of the exclusive lock has read all
 leases since taking it. A digest that is added to a lease later is looked for later, so its owner sees
 whether the blob was removed.
 """
@@ -38,9 +39,10 @@ if TYPE_CHECKING:
 
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for a lock by default."""
+_IMPORT_TIMEOUT = 3600.0
+"""Seconds that a running import waits at least: it may lose the work of hours."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
 _NUMBERS = itertools.count()
 """The last parts of the names of temporary files."""
 _LINE = len(Digest("0" * 64).hex) + 1
@@ -53,44 +55,39 @@ class Locks:
         self._layout = layout
         self.timeout = timeout
 
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self, importer: Lease | None = None) -> contextlib.AbstractContextManager[None]:
         """Keep blobs and names from being removed.
+
+        If ``importer`` is the lease of a running import, wait longer, but only until that ends.
 
         Raises:
             StoreBusy: another process held the exclusive lock all the time.
             StoreError: the file system has no locks.
+            Cancelled: the import has ended.
         """
-        self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
-        with self._held(fcntl.LOCK_SH):
-            yield
+        return self._held(fcntl.LOCK_SH, importer)
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Keep other processes from writing and from looking for blobs. Raises as :meth:`shared`."""
-        self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
-        with self._held(fcntl.LOCK_EX):
-            yield
+    def exclusive(self, importer: Lease | None = None) -> contextlib.AbstractContextManager[None]:
+        """Keep other processes from writing and from leasing blobs. Raises as :meth:`shared`."""
+        return self._held(fcntl.LOCK_EX, importer)
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Take the shared lock, or none if this process may not: a store can be read-only."""
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._held(fcntl.LOCK_SH))
-            except OSError as error:
-                if error.errno not in _READ_ONLY:
-                    raise
-            yield
-
-    def lease(self, *, is_inherited: bool = True) -> Lease:
+    def lease(self, *, is_import: bool = False) -> Lease:
         """Return a new lease, which the caller closes. Raises as :meth:`shared`.
 
-        A forked process keeps the lease alive too, unless ``is_inherited`` is false.
+        A forked process keeps the lease alive too, unless it is that of an import.
         """
         self._layout.leases.mkdir(parents=True, exist_ok=True)
         with self.shared():  # a holder of the exclusive lock would think an unlocked lease dead
-            return Lease(self._layout, self, is_inherited=is_inherited)
+            return Lease(self._layout, self, is_import=is_import)
+
+    def reading_lease(self) -> Lease:
+        """Return a new lease as :meth:`lease` does, but create no folder and no lock file.
+
+        Raises:
+            OSError: they do not exist, or this process may not write to the store.
+        """
+        with self._held(fcntl.LOCK_SH, is_created=False):
+            return Lease(self._layout, self)
 
     def join_lease(self, name: str) -> JoinedLease:
         """Return another process's lease, to add digests to it.
@@ -101,41 +98,61 @@ class Locks:
         return JoinedLease(self._layout, self, name)
 
     @contextlib.contextmanager
-    def _held(self, kind: int) -> Iterator[None]:
+    def _held(
+        self, kind: int, importer: Lease | None = None, *, is_created: bool = True
+    ) -> Iterator[None]:
         # NFS requires a file to be open for writing for an exclusive lock.
-        mode = os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY
-        descriptor = os.open(self._layout.lock, mode | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_CLOEXEC | (os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY)
+        if is_created:
+            self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
+            flags |= os.O_CREAT
+        descriptor = os.open(self._layout.lock, flags, 0o666)
+        process = os.getpid()
         try:
-            deadline = time.monotonic() + self.timeout
-            pause = _FIRST_PAUSE
-            while not _try_lock(descriptor, kind, self._layout.root):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise StoreBusy(
-                        f"timed out after {self.timeout:g} s waiting for the lock of the store "
-                        f"{quote(self._layout.root)}, which another process holds; try again, or "
-                        "wait longer"
-                    )
-                time.sleep(min(pause, left))
-                pause = min(2 * pause, _LAST_PAUSE)
+            self._wait(descriptor, kind, importer)
             yield
         finally:
+            # Closing is not enough: a process that another thread has forked has a copy of the
+            # descriptor. That process must not unlock it, either.
+            if os.getpid() == process:
+                with contextlib.suppress(OSError):  # there may be no locks
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+    def _wait(self, descriptor: int, kind: int, importer: Lease | None) -> None:
+        """Lock the file of an open descriptor, as soon as other processes let go of it."""
+        timeout = self.timeout if importer is None else max(self.timeout, _IMPORT_TIMEOUT)
+        deadline = time.monotonic() + timeout
+        pause = _FIRST_PAUSE
+        while not _try_lock(descriptor, kind, self._layout.root):
+            if importer is not None and importer.has_ended:
+                raise Cancelled("the import was stopped")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StoreBusy(
+                    f"timed out after {timeout:g} s waiting for the lock of the store "
+                    f"{quote(self._layout.root)}, which another process holds; try again, or "
+                    "wait longer"
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LAST_PAUSE)
 
 
 class Lease:
     """The blobs that a process needs and no manifest references yet. Threads may share a lease."""
 
-    def __init__(self, layout: Layout, locks: Locks, *, is_inherited: bool = True) -> None:
+    def __init__(self, layout: Layout, locks: Locks, *, is_import: bool = False) -> None:
+        self._process = os.getpid()
         self.name = f"{os.getpid()}-{secrets.token_hex(8)}"
         """Unique; temporary files whose names begin with it belong to this lease."""
         self._files = layout.temporary, f"{self.name}-"
         self._locks = locks
+        self._importer = self if is_import else None
         self._held: set[Digest] = set()
         self._path = layout.leases / self.name
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
-        if not is_inherited:
+        if is_import:
             _OWN_LEASES.add(self)
         try:
             while not _try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
@@ -159,13 +176,22 @@ class Lease:
         """
         fresh = set(digests) - self._held
         if fresh:
-            with self._locks.shared():
+            with self.shared_lock():
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
             self._held |= fresh
 
+    def shared_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Take the store's shared lock; see :meth:`Locks.shared`."""
+        return self._locks.shared(self._importer)
+
     def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
         """Take the store's exclusive lock; see :meth:`Locks.exclusive`."""
-        return self._locks.exclusive()
+        return self._locks.exclusive(self._importer)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended the lease, or died and its lease was collected."""
+        return os.fstat(self._descriptor).st_nlink == 0
 
     def create_file(self) -> tuple[Path, int]:
         """Return the path and the descriptor of a new temporary file, which belongs to this lease."""
@@ -181,8 +207,12 @@ class Lease:
             path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """End the lease: its blobs are garbage now, or referenced by a manifest."""
-        self._path.unlink(missing_ok=True)
+        """End the lease: its blobs are garbage now, or referenced by a manifest.
+
+        In a forked process, do nothing: the lease belongs to the process that created it.
+        """
+        if os.getpid() == self._process:
+            self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the lease and close its file."""
@@ -216,17 +246,13 @@ class JoinedLease(Lease):
         # The name of the lease is all up to the last dash: so gc finds it.
         self._files = layout.temporary, f"{name}-{secrets.token_hex(8)}."
         self._locks = locks
+        self._importer = self
         self._held = set()
         try:
             path = layout.leases / name
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         except FileNotFoundError:
             raise Cancelled("the import was stopped") from None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process has ended the lease, or died and its lease was collected."""
-        return os.fstat(self._descriptor).st_nlink == 0
 
     def end(self) -> None:
         """Do nothing: the lease belongs to the other process."""

@@ -94,8 +94,6 @@ class VerifiedBlobs:
         folder = self._path.parent
         path = folder / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
         try:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()  # never the store itself, which may be gone
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 # On a network, the time of a new file is that of the server's clock.

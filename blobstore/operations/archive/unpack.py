@@ -104,7 +104,7 @@ def unpack_archive(
         with store.ingest() as ingest:
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
-            with store.exclusive_lock(), contextlib.ExitStack() as undo:
+            with ingest.exclusive_lock(), contextlib.ExitStack() as undo:
                 _check_names(store, models, force=force)
                 for model in models:  # all of them get their names, or none if one fails
                     before = None

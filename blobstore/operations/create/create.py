@@ -185,7 +185,7 @@ def create(
             if not index.is_cached:
                 write_index(store, data, index)
             opened.check_unchanged()
-            store.publish(reference, manifest)
+            store.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
         tensors=len(opened.specs),

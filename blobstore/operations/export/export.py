@@ -107,7 +107,8 @@ def export_model(
             original = plan_original(store, manifest)
         size = MAX_SIZE if single else shard_size or SHARD_SIZE
         plan = original or plan_export(store, manifest, size, dequantize=dequantize)
-        with writer.atomic_folder(target, force=force) as new:
+        blobs = (blob.digest for blob in manifest.blobs)
+        with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
             for name, layer in plan.files.items():
                 writer.write_blob(store, layer, new / name)

@@ -111,7 +111,8 @@ def link_model(
     try:
         with gc_paused():  # a model has thousands of tensors
             plan = plan_links(store, manifest)
-        with writer.atomic_folder(target, force=force) as new:
+        blobs = (blob.digest for blob in manifest.blobs)
+        with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             for name, layer in plan.files.items():
                 content = store.read_blob(layer.digest, layer.size)
                 if old_keys and PurePosixPath(name).name == "config.json":

@@ -181,8 +181,7 @@ class _Run:
 
     def estimate(self, pool: WorkerPool) -> None:
         """Estimate the compressed sizes from samples."""
-        with self._store.reading_lock():
-            leased = self._store.read_leases().digests
+        leased = self._store.read_leases().digests
         needs = self._plan.must_stay_hot(leased)
         for blob in self._plan.blobs.values():
             if self._is_to_encode(blob, needs):

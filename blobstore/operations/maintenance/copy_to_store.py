@@ -87,7 +87,7 @@ def copy_to_store(
         _check_name(other, target, data, force=force)
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
         ingest.publish()
-        with other.writing(), other.exclusive_lock():
+        with other.writing(), ingest.exclusive_lock():
             replaced = _check_name(other, target, data, force=force)
             other.place(target, data, manifest.blobs)
     return CopiedModel(

@@ -347,7 +347,7 @@ class _Collection:
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return the lock under which files are removed."""
-        return self._store.reading_lock() if self._is_dry else self._store.exclusive_lock()
+        return contextlib.nullcontext() if self._is_dry else self._store.exclusive_lock()
 
     def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import json
 import os
@@ -41,6 +43,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.open import Verify
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
@@ -1006,3 +1011,132 @@ def test_a_model_opens_in_a_process_that_may_map_few_files(
     assert sandbox.call(load) == str(values)
     blobstore.open("many", store=store).close()  # writes a header index
     assert sandbox.call(load) == str(values)
+
+
+# Stores that others change or lock
+
+
+LAZY: list[dict[str, Any]] = [
+    {"verify": "none"},
+    {"read": "pread", "verify": "digest"},
+    {"read": "pread", "verify": "none"},
+]
+WAYS = [{}, {"prefetch": "read"}, {"read": "pread"}, {"verify": "header"}, *LAZY]
+
+OTHERS = {f"other.{number}": np.arange(number) for number in range(30)}
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def check_tensors(model: Any, expected: dict[str, Any] = TENSORS) -> None:
+    for name, array in expected.items():
+        np.testing.assert_array_equal(model[name], array, strict=True)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_readers_create_no_folder_and_no_lock(store: LocalStore, options: dict[str, Any]) -> None:
+    shutil.rmtree(store.root / ".blobstore")
+    before = files_below(store.root)
+    with blobstore.open("m", store=store, **options) as model:
+        check_tensors(model)
+    assert files_below(store.root) == before
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_readers_need_no_locks_of_the_file_system(
+    either: LocalStore, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with blobstore.open("m", store=either, **options) as model:
+        check_tensors(model)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_readers_do_not_wait_for_other_processes(
+    either: LocalStore, options: dict[str, Any]
+) -> None:
+    either.lock_timeout = 0
+    with either.exclusive_lock(), blobstore.open("m", store=either, **options) as model:
+        check_tensors(model)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_readers_need_only_read_permission(options: dict[str, Any]) -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        blobstore.create(write_folder(folder / "model", TENSORS), "m", store=store)
+        before = files_below(folder)
+
+        def read() -> None:
+            with blobstore.open("m", store=store, **options) as model:
+                check_tensors(model)
+
+        assert sandbox.call(read, unprivileged=True) == "None"
+        assert files_below(folder) == before
+
+
+def replace_after_reading(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]
+) -> None:
+    """Change a name and collect its blobs after the next reader has read the manifest."""
+    really_read = store.read_manifest
+
+    def read(reference: str | Reference) -> bytes:
+        data = really_read(reference)
+        monkeypatch.undo()
+        change()
+        collect_garbage(store, older_than=0)
+        return data
+
+    monkeypatch.setattr(store, "read_manifest", read)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("options", WAYS)
+def test_a_model_that_is_replaced_while_it_is_opened_is_read_again(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    is_frozen: bool,
+) -> None:
+    blobstore.create(write_folder(tmp_path / "new", OTHERS), "new", store=store)
+    if is_frozen:
+        freeze_models(["m"], store=store)
+    replace_after_reading(
+        store, monkeypatch, lambda: copy_model("new", "m", store=store, force=True)
+    )
+    with blobstore.open("m", store=store, **options) as model:
+        assert set(model) == set(OTHERS)
+        check_tensors(model, OTHERS)
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_model_that_is_removed_while_it_is_opened_is_not_found(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    blobstore.create(write_folder(tmp_path / "new", OTHERS), "new", store=store)
+    replace_after_reading(store, monkeypatch, lambda: remove_models(["m"], store=store))
+    with pytest.raises(ModelNotFound, match="no model 'm:latest'"):
+        blobstore.open("m", store=store, **options)
+
+
+@pytest.mark.parametrize("options", LAZY)
+def test_blobs_that_are_opened_later_are_kept(store: LocalStore, options: dict[str, Any]) -> None:
+    with blobstore.open("m", store=store, **options) as model:
+        assert store.read_leases().digests
+        child = os.fork()
+        if child == 0:  # a worker process that exits normally
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+            model.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        remove_models(["m"], store=store)
+        collect_garbage(store, older_than=0)
+        check_tensors(model)
+    assert not store.read_leases().digests

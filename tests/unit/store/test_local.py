@@ -383,7 +383,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 def test_the_index_is_a_cache(store: LocalStore) -> None:
     key = Digest.of(b"key")
     store.root.mkdir()
+    store.write_index(key, b"value")  # readers write it, and create no folders
     assert store.read_index(key) is None
+    assert not any(store.root.iterdir())
+    store.folder("headers").mkdir(parents=True)
     store.write_index(key, b"value")
     assert store.read_index(key) == b"value"
     store.write_index(key, b"other")
@@ -441,7 +444,6 @@ def test_a_full_disk_keeps_the_old_manifest(tmp_path: Path) -> None:
         store = LocalStore(disk / "store")
         old = publish(store)
         new = Manifest(config=put(store, b"other"), layers=())
-        store.folder("headers").mkdir()
         filler = sandbox.fill(disk)
         for name in (NAME, Reference.parse("new")):
             with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -10,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -72,9 +75,7 @@ def other(
         ("shared", "shared", True),
         ("shared", "exclusive", False),
         ("exclusive", "shared", False),
-        ("exclusive", "reading", False),
         ("exclusive", "exclusive", False),
-        ("reading", "shared", True),
         ("lease", "exclusive", True),
     ],
 )
@@ -171,28 +172,78 @@ def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> No
         store.read_leases()
 
 
-def test_readers_need_no_lock_if_there_is_no_store(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "absent")
-    with store.reading_lock():
-        pass
-    assert not store.root.exists()
-
-
-def test_readers_without_permission_need_no_lock() -> None:
+def test_readers_without_folders_or_permission_get_no_lease() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
-        (folder / ".blobstore").mkdir(mode=0o755)
 
         def read() -> str:
-            with store.reading_lock():
+            with store.lease_if_writable([A]):
                 return "read"
 
+        assert read() == sandbox.call(read, unprivileged=True) == "read"
+        assert not any(folder.iterdir())
+        store.lease().close()
         assert sandbox.call(read, unprivileged=True) == "read"
-        with store.exclusive_lock():
-            pass
-        store.lock_timeout = 0
-        with store.exclusive_lock():
-            assert "StoreBusy" in sandbox.call(read, unprivileged=True)
+
+
+def test_readers_get_no_lease_while_the_store_is_busy(store: LocalStore) -> None:
+    store.lease().close()
+    with store.exclusive_lock(), store.lease_if_writable([A]):
+        assert store.read_leases().digests == set()
+    with store.lease_if_writable([A]):
+        assert store.read_leases().digests == {A}
+
+
+def test_a_forked_process_does_not_keep_the_lock(store: LocalStore) -> None:
+    reader, writer = os.pipe()
+    with store.exclusive_lock():
+        child = os.fork()
+        if child == 0:  # as if another thread had forked it
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    with store.exclusive_lock():
+        pass
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+
+
+def test_a_forked_process_does_not_end_what_its_parent_holds(store: LocalStore) -> None:
+    def leave() -> None:
+        lock.close()
+        leases.close()
+
+    with contextlib.ExitStack() as leases, contextlib.ExitStack() as lock:
+        leases.enter_context(store.lease()).hold([A])
+        lock.enter_context(store.exclusive_lock())
+        assert sandbox.call(leave) == "None"
+        assert store.read_leases().digests == {A}
+        with pytest.raises(StoreBusy):
+            store.shared_lock().__enter__()
+
+
+def test_a_running_import_waits_longer_for_the_lock(store: LocalStore) -> None:
+    with store.ingest() as ingest, store.lease() as lease:
+        holding = contextlib.ExitStack()
+        holding.enter_context(store.exclusive_lock())
+        with pytest.raises(StoreBusy):  # after which an import would have failed
+            lease.hold([A])
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ingest.find, A, 1)
+            with pytest.raises(StoreBusy):
+                lease.hold([A])
+            assert not found.done()
+            holding.close()
+            assert found.result(60) is None
+
+
+def test_an_import_that_is_stopped_waits_no_longer_for_the_lock(store: LocalStore) -> None:
+    with store.ingest() as ingest, store.exclusive_lock(), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(ingest.find, A, 1)
+        ingest.stop()
+        with pytest.raises(Cancelled):
+            found.result(60)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
@@ -207,13 +258,11 @@ def test_a_file_system_without_locks_is_an_error(
         store._locks.shared,
         store._locks.exclusive,
         store._locks.lease,
-        store._locks.reading,
     ):
-        if way == store._locks.reading:
-            store.root.mkdir(exist_ok=True)
         with pytest.raises(StoreError, match=r"has no locks \(flock\)"):
             way().__enter__()
-    assert not any(store.folder("leases").iterdir())
+    with store.lease_if_writable([A]):  # readers need none
+        assert not any(store.folder("leases").iterdir())
 
 
 def test_a_pickled_store_has_the_same_locks(store: LocalStore) -> None:
@@ -259,7 +308,7 @@ def test_a_lease_waits_for_a_process_that_tests_its_lock(
 
 
 def test_a_forked_process_does_not_keep_the_lease_of_an_import_alive(store: LocalStore) -> None:
-    lease = store._locks.lease(is_inherited=False)
+    lease = store._locks.lease(is_import=True)
     lease.hold([A])
     reader, writer = os.pipe()
     started, starting = os.pipe()

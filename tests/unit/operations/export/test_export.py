@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -22,10 +23,13 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.export import writer
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.export.writer import _BlobReader
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.header import encode_header
@@ -700,3 +704,26 @@ def test_uses_at_most_as_many_threads_as_jobs(
     )
     assert 1 <= len(threads) <= jobs
     assert raw_tensors(out / "model.safetensors") == raw_tensors(dense / "model.safetensors")
+
+
+@pytest.mark.parametrize("write", [export_model, link_model])
+def test_a_model_that_is_removed_during_its_export_is_exported_completely(
+    dense: Path,
+    store: LocalStore,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[..., object],
+) -> None:
+    create(dense, NAME, store=store)
+    before = {blob.name for blob in store.folder("blobs").iterdir()}
+    really_open = writer.atomic_folder
+
+    def late(target: Path, **options: Any) -> contextlib.AbstractContextManager[Path]:
+        remove_models([NAME], store=store)
+        collect_garbage(store, older_than=0)
+        return really_open(target, **options)
+
+    monkeypatch.setattr(writer, "atomic_folder", late)
+    write(NAME, out, store=store)
+    assert {blob.name for blob in store.folder("blobs").iterdir()} == before
+    assert not store.read_leases().digests
