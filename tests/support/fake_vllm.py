@@ -28,17 +28,17 @@ class FusedModel(torch.nn.Module):
 
     packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj"]}
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, padding: int = 0) -> None:
         super().__init__()
-        empty = torch.empty(2 * rows, columns, dtype=dtype)
+        self.rows = rows
+        empty = torch.empty(2 * rows + padding, columns, dtype=dtype)
         self.qkv_proj = torch.nn.Linear(columns, 2 * rows, bias=False)
         self.qkv_proj.weight = torch.nn.Parameter(empty, requires_grad=False)
 
     def load_weights(self, weights: Any) -> set[str]:
-        rows = len(self.qkv_proj.weight) // 2
         for name, tensor in weights:
-            start = {"q_proj.weight": 0, "k_proj.weight": rows}[name]
-            self.qkv_proj.weight.data[start : start + rows].copy_(tensor)
+            start = {"q_proj.weight": 0, "k_proj.weight": self.rows}[name]
+            self.qkv_proj.weight.data[start : start + self.rows].copy_(tensor)
         return {"qkv_proj.weight"}
 
 

@@ -16,6 +16,13 @@ from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fused_moe.experts import nvfp4_emulation_moe
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
 from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import PlatformEnum
 
@@ -28,6 +35,7 @@ from blobstore.store.local import LocalStore
 from tests.real.tiny import with_nvfp4
 from tests.vllm.models import FAST, answer, changed, digests, saved
 
+METHODS = [ModelOptNvFp4FusedMoE, CompressedTensorsW4A4Nvfp4MoEMethod, UnquantizedFusedMoEMethod]
 MAKERS = ["compressed-tensors", "modelopt"]
 SCALES = {"compressed-tensors": "input_global_scale", "modelopt": "input_scale"}
 
@@ -137,5 +145,32 @@ def test_a_missing_scale_of_activations_is_reported(
     with (
         engine_options("m", store=store, dequantize=False) as engine,
         pytest.raises(BlobstoreError, match=f": 1 tensor missing: '{name}'"),
+    ):
+        LLM(**FAST, **engine)
+
+
+@pytest.mark.parametrize("maker", ["", *MAKERS])
+def test_experts_may_be_larger_than_those_of_the_checkpoint(
+    maker: str, store: LocalStore, tmp_path: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rounded_up(_: object, hidden: int, intermediate: int, *__: object) -> tuple[int, int]:
+        return hidden + 32, intermediate + 32
+
+    for method in METHODS:
+        monkeypatch.setattr(method, "maybe_roundup_sizes", rounded_up)
+    source = saved("qwen3-moe", tmp_path / "source")
+    if maker:
+        with_nvfp4(source, maker)
+    blobstore.create(source, "m", store=store)
+    with engine_options("m", store=store, dequantize=not maker) as engine:
+        assert any(".experts." in name for name in loaded(**engine))
+    last = [f"model.layers.1.mlp.experts.11.{name}_proj." for name in ("down", "gate", "up")]
+    changed(
+        source, lambda own: [own.pop(name) for name in list(own) if name.startswith(tuple(last))]
+    )
+    blobstore.create(source, "m", store=store)
+    with (
+        engine_options("m", store=store, dequantize=not maker) as engine,
+        pytest.raises(BlobstoreError, match=r"missing: 'model\.layers\.1\.mlp\.experts\."),
     ):
         LLM(**FAST, **engine)

@@ -215,6 +215,7 @@ def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> li
         for name, _ in module.named_parameters()
     }
     found: dict[str, None] = {}
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         if name in exempt or not parameter.numel():
             continue
@@ -222,9 +223,28 @@ def _missing(model: Any, watch: Watch, loaded: set[str], given: list[str]) -> li
         if not count and name not in loaded:
             found[name] = None
         elif count and count < parameter.numel():
-            whole = f"{name} ({count} of {parameter.numel()} elements)"
-            found |= dict.fromkeys(_absent_parts(model, name, given) or [whole])
+            absent = _absent_parts(model, name, given)
+            if absent or count < _least_written(modules[name.rpartition(".")[0]], parameter):
+                whole = f"{name} ({count} of {parameter.numel()} elements)"
+                found |= dict.fromkeys(absent or [whole])
     return list(found)
+
+
+def _least_written(module: Any, parameter: torch.Tensor) -> int:
+    """Return how many elements of a parameter a checkpoint fills at least.
+
+    Experts may have more, because vLLM rounds their sizes up for a kernel.
+    """
+    if (stated := getattr(parameter, "weight_loader_numel", None)) is not None:
+        return int(stated)
+    config, least = getattr(module, "moe_config", None), parameter.numel()
+    if getattr(config, "tp_shard_with_padding", False):
+        return 0  # of the last rank, all may be padding
+    for size in ("hidden_dim", "intermediate_size_per_partition"):
+        padded, plain = (getattr(config, size + end, None) for end in ("", "_unpadded"))
+        if padded and plain:
+            least = least * min(plain, padded) // padded
+    return least
 
 
 def _absent_parts(model: Any, name: str, given: list[str]) -> list[str]:

@@ -51,10 +51,10 @@ def loader_of(store: LocalStore) -> Any:
     return BlobstoreLoader(SimpleNamespace(model_loader_extra_config=settings, device=None))
 
 
-def load(store: LocalStore, config: Any) -> fake_vllm.FusedModel:
+def load(store: LocalStore, config: Any, build: Any = None) -> fake_vllm.FusedModel:
     loader = loader_of(store)
     hf_config = SimpleNamespace(architectures=[], get_text_config=lambda: None)
-    config.build = partial(fake_vllm.FusedModel, ROWS, COLUMNS, torch.bfloat16)
+    config.build = build or partial(fake_vllm.FusedModel, ROWS, COLUMNS, torch.bfloat16)
     model: fake_vllm.FusedModel = loader.load_model(config, SimpleNamespace(hf_config=hf_config))
     return model
 
@@ -108,3 +108,36 @@ def test_ranks_copy_parts_of_weights_that_vllm_takes_as_they_are_stored(
     hf_config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
     found = loader_of(store)._target_device(config, SimpleNamespace(hf_config=hf_config))
     assert found == device
+
+
+@pytest.mark.parametrize("place", ["parameter", "layer", "layer of ranks", ""])
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_parameters_may_be_larger_than_a_checkpoint_fills_if_vllm_says_so(
+    place: str,
+    is_missing: bool,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = fake_vllm.install(monkeypatch)
+    tensors = weights()
+    if is_missing:
+        del tensors["k_proj.weight"]
+    blobstore.create(write_folder(tmp_path / "source", tensors), "m", store=store)
+    model = fake_vllm.FusedModel(ROWS, COLUMNS, torch.bfloat16, padding=8)
+    layer: Any = model.qkv_proj
+    if place == "parameter":
+        layer.weight.weight_loader_numel = 2 * ROWS * COLUMNS
+    elif place:
+        layer.moe_config = SimpleNamespace(
+            hidden_dim=2 * ROWS + 8,
+            hidden_dim_unpadded=2 * ROWS,
+            intermediate_size_per_partition=COLUMNS,
+            intermediate_size_per_partition_unpadded=None,
+            tp_shard_with_padding="ranks" in place,
+        )
+    if not place or (is_missing and "ranks" not in place):
+        with pytest.raises(BlobstoreError, match=r"1 tensor missing: 'qkv_proj.weight \("):
+            load(store, config, lambda: model)
+    else:
+        load(store, config, lambda: model)
