@@ -399,4 +399,8 @@ def _no_weights(tree: FileTree, weights: str | None) -> SourceError:
             "version of the model in safetensors files"
         )
     what = "has no weight files" if tree.entries() else "is empty"
-    return SourceError(f"{tree.label()} {what}; expected a Hugging Face model folder")
+    deeper = next((name for name in names if name.endswith(".safetensors")), None)
+    return SourceError(
+        f"{tree.label()} {what}; expected a Hugging Face model folder",
+        advice=f"{tree.label(str(PurePath(deeper).parent))} has some" if deeper else "",
+    )

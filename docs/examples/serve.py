@@ -190,9 +190,10 @@ class Server:
         return JSONResponse({"model": name, "load_seconds": serving.load_seconds})
 
     async def models(self, _: Request) -> Response:
-        """Answer ``GET /v1/models``."""
-        model = {"id": self.serving.name, "object": "model", "owned_by": "blobstore"}
-        return JSONResponse({"object": "list", "data": [model]})
+        """Answer ``GET /v1/models``: the model that is served, then those that can be put."""
+        names = dict.fromkeys((self.serving.name, *self.names))
+        models = [{"id": name, "object": "model", "owned_by": "blobstore"} for name in names]
+        return JSONResponse({"object": "list", "data": models})
 
     async def health(self, _: Request) -> Response:
         """Answer ``GET /health``."""

@@ -206,7 +206,9 @@ def test_generates_the_same_as_transformers_from_the_folder(
     assert answer["choices"] == [choice]
     assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 16}
     assert server.complete(model=name, max_tokens=16) == answer
-    assert server.ask("GET", "/v1/models")[1]["data"][0]["id"] == full
+    listed = [item["id"] for item in server.ask("GET", "/v1/models")[1]["data"]]
+    assert listed[0] == full
+    assert sorted(listed) == [f"{item}:latest" for item in ("a", "b", "damaged", "missing")]
     assert server.ask("GET", "/health") == (200, {"status": "ok", "model": full})
 
 

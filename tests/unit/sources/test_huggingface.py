@@ -872,3 +872,9 @@ def test_a_checkpoint_and_a_safetensors_file_of_a_model_give_the_same_blobs(
     assert found["plain"] == found["safe"]
     assert sum(layer.size for layer in found["plain"]) <= created.bytes_present
     assert created.tensors == 12
+
+
+def test_says_where_weights_lie_deeper(tmp_path: Path) -> None:
+    write_folder(tmp_path / "model" / "weights", dense_tensors())
+    with pytest.raises(SourceError, match="has no weight files; .*model/weights' has some"):
+        HuggingFaceFolder(tmp_path / "model")
