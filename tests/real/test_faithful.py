@@ -136,6 +136,20 @@ def test_each_set_of_weights_of_a_package_comes_back(name: str, tmp_path: Path) 
     assert digests(folder).items() <= digests(source).items()
 
 
+def test_padded_headers_and_indexes_that_nobody_follows_come_back(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDEN / "moe", tmp_path / "source")
+    for number, path in enumerate(source.glob("*.safetensors")):
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        padding = 1 + number * 100_000
+        size = (end - 8 + padding).to_bytes(8, "little")
+        path.write_bytes(size + data[8:end] + b" " * padding + data[end:])
+    (index,) = source.glob("*.index.json")
+    shutil.copy(index, source / "copy.safetensors.index.json")
+    (source / "empty.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert_comes_back(source, tmp_path)
+
+
 def test_a_file_without_metadata_comes_back(tmp_path: Path) -> None:
     source = package("silero-vad==6.2.3") / "silero_vad/data/silero_vad_16k.safetensors"
     folder, result = exported(source, tmp_path)

@@ -49,7 +49,8 @@ class ImportOptions(NamedTuple):
         quantize = self.quantize
         if quantize.quant_type is not None:
             item = parse_format(quantize.quant_type)
-            size = None if quantize.group_size == item.group_size else quantize.group_size
+            size = quantize.group_size
+            size = None if size is None or size == item.group_size else int(size)
             quantize = replace(quantize, quant_type=item.name, group_size=size)
         changed: dict[str, Any] = {} if self.experts == "packed" else {"experts": self.experts}
         if self.decode:
@@ -57,6 +58,7 @@ class ImportOptions(NamedTuple):
         for options in (self.source, quantize):
             for field in fields(options):
                 value = getattr(options, field.name)
+                value = bool(value) if isinstance(field.default, bool) else value
                 if value != field.default:
                     name = _PUBLIC_NAMES.get(field.name, field.name)
                     changed[name] = list(value) if isinstance(value, tuple) else value

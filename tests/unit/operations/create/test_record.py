@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blobstore.errors import BlobDamaged, UsageError
@@ -105,6 +107,18 @@ def test_no_options_are_the_defaults() -> None:
 def test_options_are_recorded_in_one_spelling() -> None:
     options = ImportOptions(quantize=QuantizeOptions(quant_type="Q4", group_size=32))
     assert options.to_json() == {"quantize": "int4"}
+
+
+def test_truth_values_and_numbers_of_other_types_have_the_same_spelling() -> None:
+    options = ImportOptions(
+        SourceOptions(ignore_unindexed=1, keep_names=None),  # type: ignore[arg-type]
+        QuantizeOptions(quant_type="int4", group_size=np.int64(64)),  # type: ignore[arg-type]
+    )
+    recorded = options.to_json()
+    assert json.dumps(recorded, sort_keys=True) == (
+        '{"group_size": 64, "ignore_unindexed": true, "quantize": "int4"}'
+    )
+    assert ImportOptions.from_json(recorded).to_json() == recorded
 
 
 @pytest.mark.parametrize("options", FORGED, ids=str)
