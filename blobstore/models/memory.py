@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.escape import quote
+from blobstore.core.fork import renew_lock_in_children
 from blobstore.core.mmap import MappedRegion, map_counts
 from blobstore.core.progress import Meter
 from blobstore.core.workers import WorkerPool
@@ -128,6 +129,7 @@ class ModelMemory:
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
         self._lock = threading.Lock()
+        renew_lock_in_children(self)
         self._is_closed = False
 
     @property

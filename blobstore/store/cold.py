@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState
+from blobstore.core.fork import renew_lock_in_children
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 from blobstore.store.cold_file import ColdFile
@@ -100,6 +101,7 @@ class ColdBlob:
         self._forms: Iterator[BaseBlob] | None = None if self.base else iter(())
         """The other forms of the base; None before the first is asked for."""
         self._lock = Lock()
+        renew_lock_in_children(self)
 
     def fetch(self, chunks: ChunkRange, memory: memoryview) -> FileBytes:
         """Read the stored bytes that some chunks are decoded from; see :meth:`ColdFile.read`.

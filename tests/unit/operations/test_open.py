@@ -253,6 +253,17 @@ def test_writes_by_torch_never_reach_the_store(either: LocalStore) -> None:
         assert model["position_ids"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_forked_process_reads_a_model_although_a_thread_of_its_parent_was_reading(
+    store: LocalStore,
+) -> None:
+    with blobstore.open("m", store=store, verify="none") as model:
+        (name,) = (name for name in model if name.endswith("embed_tokens.weight"))
+        with model._memory._lock:  # held by a thread that the child does not have
+            thread = ThreadPoolExecutor(1)
+            outcome = thread.submit(sandbox.call, lambda: model[name].tobytes().hex())
+            assert outcome.result() == TENSORS[name].tobytes().hex()
+
+
 def test_a_closed_model_returns_no_tensors(store: LocalStore) -> None:
     model = blobstore.open("m", store=store)
     model.close()
