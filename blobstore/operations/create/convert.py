@@ -34,6 +34,13 @@ _PIECE_SIZE = 1 << 22
 """Bytes to quantize at once: enough to outweigh the call, and few enough for the CPU cache."""
 
 
+class UnreadableGroups(DamagedSource):
+    """A tensor cannot be quantized: some of its values would be read back as others, or infinite."""
+
+    tensor: str = ""
+    """Its name, as policies know it."""
+
+
 class Converter:
     """Converts source tensors to stored ones, on any number of threads.
 
@@ -48,6 +55,7 @@ class Converter:
         """Yield the bytes of a tensor and its companions; each buffer is valid until the next one.
 
         Raises:
+            UnreadableGroups: values of the tensor cannot be quantized.
             DamagedSource: the source cannot be read, or has values that cannot be converted.
         """
         if isinstance(recipe, Copied):
@@ -103,10 +111,12 @@ class Converter:
             done += rows.size
             weight, scale, bias = quantize(rows, recipe.item, recipe.group_size)
             if not _is_readable(scale, recipe.item):
-                raise DamagedSource(
+                error = UnreadableGroups(
                     f"the values of a group are too small, too large or too far apart for "
                     f"{recipe.item.name}; keep the tensor with an override to none"
                 )
+                error.tensor = recipe.spec.name
+                raise error
             yield as_bytes(weight)
             scales.append(scale)
             if bias is not None:

@@ -23,7 +23,7 @@ from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, rewrite_indexes, write_index
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.convert import Converter
+from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
 from blobstore.operations.create.jobs import (
     SharedImport,
@@ -174,7 +174,23 @@ def create(
         pool = WorkerPool(jobs, progress, total, executor=executor)
         with store.ingest(paranoid=paranoid) as ingest:
             in_workers = executor is not None
-            added = _add_tensors(opened, plan.blobs, store, ingest, pool, in_workers=in_workers)
+            done: dict[str, tuple[BlobPlan, Ingested]] = {}
+            kept: list[str] = []
+            while failed := _add_tensors(
+                opened, plan.blobs, done, store, ingest, pool, in_workers=in_workers
+            ):
+                # Plan again, so that the record has what it takes to import the same blobs.
+                kept += (error.tensor for error in failed)
+                options = options.keeping(error.tensor for error in failed)
+                plan = plan_source(
+                    opened, experts=experts, quantize=options.quantize, decode=decode
+                )
+            if kept:
+                record, unkept = source_record(opened, plan.blobs, options)
+                notices = [*plan.notices, *unkept, *_same_imports(store, record), *_kept(kept)]
+                source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+                files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
+            added = [done[blob.name][1] for blob in plan.blobs]
             manifest = _add_files(opened, plan, files, ingest, added, pool)
             opened.check_unchanged()
             ingest.publish()
@@ -203,13 +219,14 @@ def create(
 def _add_tensors(
     source: TensorSource,
     blobs: Sequence[BlobPlan],
+    done: dict[str, tuple[BlobPlan, Ingested]],
     store: LocalStore,
     ingest: Ingest,
     pool: WorkerPool,
     *,
     in_workers: bool,
-) -> list[Ingested]:
-    """Add the blobs of the tensors; the results have the order of ``blobs``."""
+) -> list[UnreadableGroups]:
+    """Add the blobs of the tensors that are not done; return why some cannot be added as planned."""
     if in_workers:
         shared = SharedImport(
             open_source=source.reopen,
@@ -225,18 +242,22 @@ def _add_tensors(
         job = functools.partial(add_blob, ingest=ingest, converter=converter, report=pool.report)
     # In the order of the source's bytes, so that a cold disk is read sequentially.
     position = {name: index for index, name in enumerate(source.specs)}
-    in_order = sorted(blobs, key=lambda blob: position[blob.tensors[0].sources[0]])
-    added: dict[str, Ingested] = {}
+    missing = [blob for blob in blobs if blob.name not in done or done[blob.name][0] != blob]
+    in_order = sorted(missing, key=lambda blob: position[blob.tensors[0].sources[0]])
+    failed: list[UnreadableGroups] = []
     try:
         with contextlib.closing(pool.completed(in_order, job, ingest.stop)) as results:
             for blob, item in results:
-                added[blob.name] = item
+                if isinstance(item, UnreadableGroups):
+                    failed.append(item)
+                    continue
+                done[blob.name] = blob, item
                 if in_workers:
                     ingest.adopt(item)
                     pool.report(blob.size, blob.name)
     finally:
         close_joined(ingest.name)  # the workers may be threads of this process
-    return [added[blob.name] for blob in blobs]
+    return failed
 
 
 def _add_files(
@@ -283,6 +304,15 @@ def _same_imports(store: LocalStore, record: SourceRecord) -> Iterator[str]:
             keys = ("repository", "commit", "options")
             if all(getattr(other, key, None) == getattr(record, key) for key in keys):
                 yield f"{reference} was imported from the same commit of {record.repository}"
+
+
+def _kept(names: Sequence[str]) -> Iterator[str]:
+    """Yield a notice of the tensors that could not be quantized."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    yield (
+        f"kept {quote(names[0])}{more} unquantized: groups of values are too small, too large or "
+        "too far apart for the type"
+    )
 
 
 def _repairs(repaired: Mapping[Digest, Path | None]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.operations.create.convert import Converter
+from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.store.local import LocalStore
 
@@ -32,8 +32,10 @@ def add_blob(
     ingest: Ingest,
     converter: Converter,
     report: Callable[[int, str], object] = lambda *_: None,
-) -> Ingested:
+) -> Ingested | UnreadableGroups:
     """Convert the tensors of a blob and add it to an import.
+
+    Returns the added blob, or why a tensor cannot be quantized.
 
     Args:
         blob: the plan of the blob.
@@ -47,7 +49,10 @@ def add_blob(
     """
     is_copied = all(isinstance(recipe, Copied | Prequantized) for recipe in blob.tensors)
     buffers = reporting(lambda: blob.buffers(converter.convert), report, blob.name)
-    return ingest.add(blob.size, buffers, once=not is_copied)
+    try:
+        return ingest.add(blob.size, buffers, once=not is_copied)
+    except UnreadableGroups as error:
+        return error
 
 
 def reporting(buffers: Buffers, report: Callable[[int, str], object], name: str) -> Buffers:
@@ -110,7 +115,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def add_in_worker(shared: SharedImport, blob: BlobPlan) -> Ingested:
+def add_in_worker(shared: SharedImport, blob: BlobPlan) -> Ingested | UnreadableGroups:
     """Do as :func:`add_blob`, in a process that does not have the import's objects."""
     close_joined()
     with _LOCK:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -39,6 +40,12 @@ class ImportOptions(NamedTuple):
     quantize: QuantizeOptions = QuantizeOptions()
     experts: ExpertForm = "packed"
     decode: bool = False
+
+    def keeping(self, names: Iterable[str]) -> ImportOptions:
+        """Return the options with some tensors kept as they are."""
+        overrides = (f"{glob.escape(name)}=none" for name in names)
+        quantize = replace(self.quantize, overrides=(*self.quantize.overrides, *overrides))
+        return self._replace(quantize=quantize)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, each in one spelling.

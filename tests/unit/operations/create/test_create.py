@@ -479,3 +479,39 @@ def test_a_paranoid_import_accepts_intact_blobs(folder: Path, store: LocalStore)
     before = blobstore.create(folder, "m", store=store)
     again = blobstore.create(folder, "m", store=store, paranoid=True)
     assert (again.bytes_written, again.bytes_present) == (0, before.bytes_written)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "value"), [("mxfp4", 1e-38), ("mxfp8", 1e-38), ("int4", 60_000)]
+)
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
+    tmp_path: Path, store: LocalStore, quantize: str, value: float, experts: ExpertForm
+) -> None:
+    random = np.random.default_rng(0)
+    names = [
+        "model.layers.0.self_attn.q[0]_proj.weight",
+        "model.layers.0.self_attn.q0_proj.weight",
+        *(f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(2)),
+    ]
+    dtype = np.float16 if quantize == "int4" else np.float32
+    tensors = {name: random.standard_normal((64, 64)).astype(dtype) for name in names}
+    for name in (names[0], names[2]):
+        tensors[name][7] = value * np.resize([1, -1], 64)
+    folder = write_folder(tmp_path / "model", tensors)
+    created = blobstore.create(folder, "m", store=store, quantize=quantize, experts=experts)
+    (notice,) = (notice for notice in created.notices if "unquantized" in notice)
+    assert "and 1 more" in notice
+    with blobstore.open("m", store=store, dequantize=False) as model:
+        assert names[1] in model.quantized
+        assert np.array_equal(model[names[0]], tensors[names[0]])
+        if experts == "packed":
+            assert names[3] in model.quantized
+            assert np.array_equal(model[names[2]], tensors[names[2]])
+    assert blobstore.verify("m", store=store).faults == ()
+    # The record has what it takes to import the same blobs again.
+    again = blobstore.create(folder, "again", store=store, quantize=quantize, experts=experts)
+    assert again.bytes_written < 2000
+    path = next(path for path in store.folder("blobs").iterdir() if path.stat().st_size > 8000)
+    flip(path)
+    assert blobstore.repair(source=folder, store=store).faults == ()
