@@ -55,7 +55,7 @@ SHORT: dict[str, str] = {
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}
-STORE_CLASSES = {"Layout", "HotShelf", "ColdShelf", "BaseCache", "Locks"}
+STORE_CLASSES = {"Layout", "HotShelf", "ColdShelf", "ColdIndex", "Locks"}
 needs_links = pytest.mark.skipif(
     (ROOT / "PKG-INFO").exists(), reason="a source distribution holds the folders and no links"
 )

@@ -17,7 +17,8 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
-from blobstore.store.cold import LOOKS, BaseCache, ColdShelf
+from blobstore.store.cold import LOOKS, ColdShelf
+from blobstore.store.cold_index import ColdIndex
 from blobstore.store.hot import ADVICE, HotShelf
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class BlobReader:
         """Second hard links of hot blobs that serve as bases."""
         self._cold = ColdShelf(layout, self._hot, self._pinned)
         """Compressed blobs."""
-        self._bases = BaseCache(self._cold)
+        self.cold_index = ColdIndex(layout, self._cold)
+        """The bases of cold blobs."""
 
     # Paths
 
@@ -151,16 +153,16 @@ class BlobReader:
     ) -> dict[Digest, Digest]:
         """Return the bases of the deltas among the ``cold`` blobs, by default among all.
 
-        Cold blobs that cannot be read are skipped. A file is read again only when it has changed.
+        Cold blobs without an entry in the index are opened; damaged ones among them are skipped.
 
         Raises:
             StoreError: they cannot be listed.
         """
-        return self._bases.known(self.cold_files() if cold is None else cold)
+        return self.cold_index.known(self.cold_files() if cold is None else cold)
 
     def base_of(self, digest: Digest, status: os.stat_result) -> Digest | None:
-        """Return the base of a cold blob from :meth:`cold_files`; see :meth:`BaseCache.of`."""
-        return self._bases.of(digest, status)
+        """Return the base of a cold blob from :meth:`cold_files`; see :meth:`ColdIndex.of`."""
+        return self.cold_index.of(digest, status)
 
     # Checking
 

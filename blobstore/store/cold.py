@@ -27,7 +27,7 @@ from blobstore.store.hot import ADVICE
 from blobstore.store.scan import digest_of, scan_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Iterator
 
     from typing_extensions import Buffer
 
@@ -312,38 +312,3 @@ class ColdShelf:
         if state is not None and state == FileState.of(self._layout.base_blob(digest)):
             raise BlobMissing(f"blob {digest} has no second file")  # it is the hot form
         return BaseBlob.hot(self._pinned.mmap(digest, size), digest)
-
-
-class BaseCache:
-    """The bases of a store's cold blobs; a file is read again only when it has changed."""
-
-    def __init__(self, shelf: ColdShelf) -> None:
-        self._shelf = shelf
-        self._known: dict[Digest, tuple[FileState, Digest | None]] = {}
-
-    def of(self, digest: Digest, status: os.stat_result) -> Digest | None:
-        """Return the base of a cold blob whose file has that status; None if it has no base.
-
-        Raises:
-            BlobDamaged: the file is damaged.
-            StoreError: it cannot be read.
-        """
-        state = FileState.of_status(status)
-        known = self._known.get(digest)
-        if known is None or known[0] != state:
-            try:
-                known = (state, self._shelf.open(digest).base)
-            except BlobMissing:  # thawed since it was listed
-                return None
-            self._known[digest] = known
-        return known[1]
-
-    def known(self, cold: Mapping[Digest, os.stat_result]) -> dict[Digest, Digest]:
-        """Return the bases of the cold blobs that have one and can be read."""
-        bases = {}
-        for digest, status in cold.items():
-            with contextlib.suppress(BlobDamaged):
-                base = self.of(digest, status)
-                if base is not None:
-                    bases[digest] = base
-        return bases

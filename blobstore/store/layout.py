@@ -49,6 +49,8 @@ class Layout:
         """Damaged files that repair has replaced."""
         self.cold = root / ".blobstore" / "cold"
         """Cold blobs, which models need as much as hot ones."""
+        self.cold_index = root / ".blobstore" / "cold-index"
+        """Which base each cold blob needs; see :mod:`blobstore.store.cold_index`."""
         self.bases = root / ".blobstore" / "bases"
         """Second hard links of hot blobs that are the bases of cold ones."""
         self.headers = root / ".blobstore" / "headers"

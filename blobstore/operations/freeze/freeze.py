@@ -241,6 +241,11 @@ class _Run:
             self._plan.reachable.update()
             needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
             ready, again = self._select(batch, needs)
+            self._store.cold_index.append(
+                (item.blob.digest, item.state, item.base)
+                for item in ready
+                if item.path is not None and item.state is not None
+            )
             for item in ready:
                 if item.path is not None:
                     item.path.replace(self._store.cold_path(item.blob.digest))

@@ -185,6 +185,7 @@ class _Collection:
         """Files of blobs, hot and cold."""
         self._gone: set[Digest] = set()
         """Cold blobs that a dry run would have removed."""
+        self._cold: dict[Digest, os.stat_result] = {}
         self._deltas: dict[Digest, list[Digest]] = {}
         """The delta-encoded blobs by their bases."""
         self._unreadable: dict[Digest, BlobDamaged] = {}
@@ -315,7 +316,7 @@ class _Collection:
         """Read what other processes may have changed: leases, then manifests, and the cold blobs.
 
         Raises:
-            BlobDamaged: a cold blob that is needed cannot be read, so that its base is unknown.
+            BlobDamaged: a cold blob that is needed is not in the index and cannot be read, so its base is unknown.
         """
         self._leases = self._store.read_leases()
         self._marks.update()
@@ -330,7 +331,8 @@ class _Collection:
         """Find out which blobs are bases of cold blobs."""
         self._cold_version = self._version_of_cold()
         self._deltas, self._unreadable = {}, {}
-        for digest, status in self._store.cold_files().items():
+        self._cold = self._store.cold_files()
+        for digest, status in self._cold.items():
             try:
                 base = self._store.base_of(digest, status)
             except BlobDamaged as error:
@@ -353,6 +355,8 @@ class _Collection:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         folder = self._store.folder
         self._update()
+        if self._cold and not self._is_dry:
+            self._store.cold_index.rewrite(self._cold)
         leased = self._leases
         temporary = [
             entry

@@ -16,7 +16,6 @@ from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import cold
-from blobstore.store.cold import BaseCache
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, layer, layers, put, weights
@@ -188,21 +187,6 @@ def test_a_broken_link_to_the_cold_folder_is_an_error(store: LocalStore) -> None
     store.folder("cold").symlink_to("nothing")
     with pytest.raises(StoreError, match="cannot list"):
         store.cold_files()
-
-
-def test_bases_are_read_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    bases, files = BaseCache(store._cold), store.cold_files()
-    assert bases.known(files) == {}
-    monkeypatch.setattr(store._cold, "open", None)
-    assert bases.known(files) == {}
-
-
-def test_bases_of_damaged_blobs_are_unknown(store: LocalStore, digest: Digest) -> None:
-    flip(store.cold_path(digest), -1)
-    bases, status = BaseCache(store._cold), store.cold_files()[digest]
-    assert bases.known({digest: status}) == {}
-    with pytest.raises(BlobDamaged):
-        bases.of(digest, status)
 
 
 def test_the_state_of_a_file_distinguishes_it_from_others(tmp_path: Path) -> None:

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.core.files import FileState
+from blobstore.errors import BlobDamaged
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import flip, layer, put, tuned
+from tests.support.models import add_blobs
+
+BASE = {"x": 1, "y": 2}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store with a frozen child, whose one blob is a delta against its base."""
+    store = LocalStore(tmp_path / "store", lock_timeout=0.05)
+    put(store, "base", BASE)
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
+    freeze_models(["child"], store=store, base="base")
+    return store
+
+
+@pytest.fixture
+def delta(store: LocalStore) -> Digest:
+    (delta,) = store.cold_bases()
+    return delta
+
+
+def fresh(store: LocalStore) -> LocalStore:
+    return LocalStore(store.root)
+
+
+def flip_silently(store: LocalStore, digest: Digest) -> None:
+    """Damage a cold file as a failing disk does, which leaves its times."""
+    path = store.cold_path(digest)
+    status = os.stat(path)
+    flip(path, -1)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def without_opening(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
+    store = fresh(store)
+    monkeypatch.setattr(store._cold, "open", None)
+    return store
+
+
+def test_bases_are_known_without_opening_cold_blobs(
+    store: LocalStore, delta: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = fresh(store).open_cold(delta).base
+    assert expected is not None
+    assert without_opening(store, monkeypatch).cold_bases() == {delta: expected}
+
+
+def test_gc_keeps_the_base_of_a_cold_blob_that_cannot_be_read(
+    store: LocalStore, delta: Digest
+) -> None:
+    flip_silently(store, delta)
+    remove_models(["base"], store=store)
+    found = collect_garbage(fresh(store), older_than=0)
+    assert found.bases == 1
+    assert found.blobs
+
+
+def test_a_store_of_an_earlier_version_gets_an_index_by_gc(
+    store: LocalStore, delta: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = store.cold_bases()
+    store.cold_index.path.unlink()
+    assert fresh(store).cold_bases() == expected
+    collect_garbage(fresh(store), dry_run=True)
+    assert not store.cold_index.path.exists()
+    collect_garbage(fresh(store))
+    assert without_opening(store, monkeypatch).cold_bases() == expected
+
+
+@pytest.mark.parametrize("position", range(0, 150, 7))
+def test_a_damaged_entry_never_hides_a_base(store: LocalStore, position: int) -> None:
+    expected = store.cold_bases()
+    path = store.cold_index.path
+    data = bytearray(path.read_bytes())
+    data[position % len(data)] ^= 4
+    path.write_bytes(data)
+    assert fresh(store).cold_bases() == expected
+
+
+def test_an_entry_after_a_torn_line_is_read(
+    store: LocalStore, delta: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.cold_index.path
+    expected = store.cold_bases()
+    path.write_bytes(b"0123 torn")
+    status = os.lstat(store.cold_path(delta))
+    store.cold_index.append([(delta, FileState.of_status(status), expected[delta])])
+    assert without_opening(store, monkeypatch).cold_bases() == expected
+
+
+def test_a_cold_file_that_was_replaced_has_no_entry(store: LocalStore, delta: Digest) -> None:
+    status = os.stat(store.cold_path(delta))
+    os.utime(store.cold_path(delta), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    flip_silently(store, delta)
+    assert fresh(store).cold_bases() == {}
+    with pytest.raises(BlobDamaged):
+        fresh(store).base_of(delta, store.cold_files()[delta])
+
+
+def test_contradicting_entries_are_not_believed(store: LocalStore, delta: Digest) -> None:
+    expected = store.cold_bases()
+    status = os.lstat(store.cold_path(delta))
+    store.cold_index.append([(delta, FileState.of_status(status), None)])
+    assert fresh(store).cold_bases() == expected
+
+
+def test_gc_removes_the_entries_of_blobs_that_are_gone(store: LocalStore, delta: Digest) -> None:
+    freeze_models(["base"], store=store)
+    thaw_models(["child"], store=store)
+    assert delta.hex in store.cold_index.path.read_text()
+    collect_garbage(store)
+    assert delta.hex not in store.cold_index.path.read_text()
+
+
+def test_entries_are_durable_before_cold_blobs_get_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "other")
+    put(store, "a", {"x": 1})
+    index, sync = store.cold_index.path, os.fsync
+    seen: list[bool] = []
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        if index.exists() and os.path.samestat(os.fstat(descriptor), index.stat()):
+            seen.append(not store.cold_files())
+
+    monkeypatch.setattr(os, "fsync", noted)
+    freeze_models(["a"], store=store)
+    assert seen == [True]
+    assert store.cold_files()
