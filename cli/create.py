@@ -110,6 +110,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 )
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.jobs_option
+@options.wait_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
 @options.json_option
 @click.pass_context

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import resource
 import signal
 import sys
 from importlib import import_module
@@ -56,6 +57,8 @@ _INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stop_requests = count()
+_MAX_DESCRIPTORS = 10240
+"""As many as macOS allows if it says that there is no limit."""
 _DID_YOU_MEAN = re.compile(
     r"\.? \(?(?:Did you mean|Possible options:)(?: one of:)? ([^?)]+)[?.)]*$"
 )
@@ -67,7 +70,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data,
 \b
 With --json, a failed command also prints on standard output
 {"error": {"kind": …, "message": …, "exit_code": …}}; kind is the name of
-the Python exception in blobstore.errors.
+the Python exception in blobstore.errors, or Interrupted.
 
 \b
 Completion in bash, zsh or fish, for example:
@@ -134,10 +137,18 @@ class _Program(click.Group):
             ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
-        except (BlobstoreError, OSError) as error:
-            if isinstance(error, OSError):  # for example, a file that cannot be closed
-                where = f" ({quote(error.filename)})" if error.filename else ""
-                error = BlobstoreError(f"the system failed: {error.strerror or error}{where}")
+        except Stopped as stopped:
+            _report_json(ctx, "Interrupted", "interrupted", stopped.exit_code)
+            raise
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        # A RuntimeError is that of a thread that cannot be started.
+        except (BlobstoreError, OSError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, BlobstoreError):
+                reason = getattr(error, "strerror", None) or str(error) or "out of memory"
+                name = getattr(error, "filename", None)
+                where = f" ({quote(name)})" if name else ""
+                error = BlobstoreError(f"the system failed: {reason}{where}")
             _report_json(ctx, type(error).__name__, str(error), error.exit_code)
             if is_verbose():
                 import traceback
@@ -179,11 +190,21 @@ def main() -> None:
         # Characters that the terminal cannot encode are escaped; they must not be an error.
         if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
             stream.reconfigure(errors="backslashreplace")
+    _raise_descriptor_limit()
     try:
         program(prog_name="blobstore")
     except Stopped as stopped:
         click.echo("blobstore: interrupted", err=True)
         sys.exit(stopped.exit_code)
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many open files as the system does: each shard of a source is one, and macOS starts with 256."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

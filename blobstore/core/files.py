@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+_CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY}
+"""Errors of file systems that do not support a sync, such as some of FUSE and SMB for folders."""
 
 
 class FileState(NamedTuple):
@@ -157,21 +160,41 @@ def write_all(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def flush(descriptor: int) -> None:
+    """Make the bytes of a file durable, and on macOS all that was synced before."""
+    if _FULL_SYNC is not None:  # there, fsync leaves the bytes in the cache of the disk
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+        except OSError as error:
+            if error.errno not in _CANNOT_SYNC:
+                raise
+        else:
+            return
+    os.fsync(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Make the names in ``folder`` durable, if the file system can sync folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        flush(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
 
 def make_folders(folder: Path, top: Path) -> None:
-    """Create ``folder`` and its missing parents below ``top``, durably."""
+    """Create ``folder`` and its missing parents durably.
+
+    ``top`` and the folders below it are synced even if they exist: another process may have just
+    created them.
+    """
+    parents = [folder, *folder.parents]
+    existing = next(index for index, parent in enumerate(parents) if parent.is_dir())
     folder.mkdir(parents=True, exist_ok=True)
-    for parent in (folder, *folder.parents):
-        if parent == top.parent:
-            break
+    for parent in parents[: max(existing, parents.index(top)) + 1]:
         sync_folder(parent)
 
 
@@ -201,7 +224,7 @@ def replacing(
         try:
             yield descriptor
             if durable:
-                os.fsync(descriptor)
+                flush(descriptor)
         finally:
             os.close(descriptor)
         path.replace(target)

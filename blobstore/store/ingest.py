@@ -171,10 +171,6 @@ class Ingest:
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
 
-    def shared_lock(self) -> AbstractContextManager[None]:
-        """Take the store's shared lock, and wait longer for it than a command would."""
-        return self._lease.shared_lock()
-
     def exclusive_lock(self) -> AbstractContextManager[None]:
         """Take the store's exclusive lock, and wait longer for it than a command would."""
         return self._lease.exclusive_lock()

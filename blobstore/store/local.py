@@ -43,9 +43,17 @@ if TYPE_CHECKING:
 
 
 def default_root() -> Path:
-    """Return ``$BLOBSTORE_HOME``, or ``~/.blobstore`` if that is not set."""
-    home = os.environ.get("BLOBSTORE_HOME")
-    return Path(home) if home else Path.home() / ".blobstore"
+    """Return ``$BLOBSTORE_HOME``, or ``~/.blobstore`` if that is not set.
+
+    Raises:
+        StoreError: this user has no home folder.
+    """
+    if home := os.environ.get("BLOBSTORE_HOME"):
+        return Path(home)
+    try:
+        return Path.home() / ".blobstore"
+    except RuntimeError:
+        raise StoreError("there is no home folder; set BLOBSTORE_HOME or give a store") from None
 
 
 class LocalStore(BlobReader):
@@ -310,11 +318,13 @@ class LocalStore(BlobReader):
             NameConflict: as :meth:`check_name`.
             StoreError: the store cannot be written.
         """
-        with self.writing(), self.shared_lock() if ingest is None else ingest.shared_lock():
+        lock = self.exclusive_lock if ingest is None else ingest.exclusive_lock
+        # Exclusive: of two names that differ only in case, the second one must see the first.
+        with self.writing(), lock():
             self.place(reference, manifest.to_bytes(), manifest.blobs)
 
     def place(self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
-        """Publish a manifest while the caller holds one of the store's locks.
+        """Publish a manifest while the caller holds the exclusive lock.
 
         The manifest that it replaces is kept, until gc removes its blobs.
 

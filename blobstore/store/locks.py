@@ -5,8 +5,8 @@ manifest references yet, are held by its lease: a file that lists digests and st
 lives. The system releases a lock when a process ends, however it ends, so an unlocked lease belongs to a
 dead process.
 
-The store's lock is held only for moments: shared while a lease is written or a manifest is published,
-exclusive while unreferenced blobs or names are removed. Readers do not take it: a reader that misses a
+The store's lock is held only for moments: shared while a lease is written,
+exclusive while names change or unreferenced blobs are removed. Readers do not take it: a reader that misses a
 blob reads the manifest again. The holder of the exclusive lock has read all
 leases since taking it. A digest that is added to a lease later is looked for later, so its owner sees
 whether the blob was removed.
@@ -176,13 +176,9 @@ class Lease:
         """
         fresh = set(digests) - self._held
         if fresh:
-            with self.shared_lock():
+            with self._locks.shared(self._importer):
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
             self._held |= fresh
-
-    def shared_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Take the store's shared lock; see :meth:`Locks.shared`."""
-        return self._locks.shared(self._importer)
 
     def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
         """Take the store's exclusive lock; see :meth:`Locks.exclusive`."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
-from blobstore.core.files import sync_folder, write_all
+from blobstore.core.files import make_folders, sync_folder, write_all
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobstoreError
@@ -299,7 +299,7 @@ def atomic_folder(target: Path, *, force: bool = False) -> Iterator[Path]:
     """
     folder = target.parent / f".{os.getpid()}-{secrets.token_hex(8)}.tmp"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(target.parent, target.parent)
         folder.mkdir()
         yield folder
         for inner in (*folder.rglob("*/"), folder):

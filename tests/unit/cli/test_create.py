@@ -340,3 +340,10 @@ def test_decodes_8_bit_floats_on_request(store: LocalStore, tmp_path: Path) -> N
         "1 weight of 8-bit floats decoded to BF16"
         in run("create", folder, "again", "--decode").stderr
     )
+
+
+def test_waits_as_long_as_the_option_says(stored: LocalStore, moe: Path) -> None:
+    with stored.exclusive_lock():
+        found = run_json("create", moe, "moe", "--wait", "0", exit_code=1)
+    assert found["error"]["kind"] == "StoreBusy"
+    assert list(map(str, stored.references())) == ["dense:latest"]

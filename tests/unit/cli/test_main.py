@@ -352,7 +352,8 @@ def test_an_interrupted_create_leaves_nothing(
     output, errors = process.communicate(timeout=60)
 
     assert process.returncode == exit_code
-    assert output == b""
+    error = {"kind": "Interrupted", "message": "interrupted", "exit_code": exit_code}
+    assert json.loads(output) == {"error": error}
     assert errors == b"blobstore: interrupted\n"
     assert list(store.folder("temporary").iterdir()) == []
     assert list(store.folder("blobs").iterdir()) == []
@@ -376,3 +377,36 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
     )
     assert done.returncode == exit_code
     assert done.stderr == b"blobstore: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (MemoryError(), "out of memory"),
+    ],
+)
+def test_a_failure_of_the_system_is_one_line(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, error: Exception, what: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(LocalStore, "references", fail)
+    message = f"the system failed: {what}"
+    assert run("list", exit_code=1).stderr == f"blobstore: error: {message}\n"
+    assert run_json("list", exit_code=1)["error"]["message"] == message
+
+
+def test_opens_as_many_files_as_the_system_allows() -> None:
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 300))\n"
+        "import blobstore.cli.main as m\n"
+        "m.program = lambda **_: print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "m.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
+    )
+    assert done.stdout == b"(300, 300)\n"

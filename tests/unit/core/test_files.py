@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import resource
 import signal
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from blobstore.core import files
 from blobstore.core.files import (
     make_folders,
     open_regular,
@@ -160,6 +165,86 @@ def test_creates_missing_folders(tmp_path: Path) -> None:
     make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
     make_folders(tmp_path / "a" / "b" / "c", tmp_path / "a")
     assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the paths of the files and folders that are synced from now on."""
+    paths: list[str] = []
+    really_sync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        paths.append(str(Path(f"/dev/fd/{descriptor}").readlink()))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    return paths
+
+
+def test_new_folders_are_durable_in_their_parents(tmp_path: Path, synced: list[str]) -> None:
+    top = tmp_path / "a" / "b" / "top"
+    make_folders(top / "c", top)
+    below = [top / "c", top, tmp_path / "a" / "b", tmp_path / "a", tmp_path]
+    assert synced == list(map(str, below))
+    synced.clear()
+    make_folders(top / "c", top)
+    assert synced == [str(top / "c"), str(top)]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_file_systems_that_cannot_sync_folders_are_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    really_sync = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_file(tmp_path / "file", [b"x"])
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize("kind", [stat.S_ISDIR, stat.S_ISREG])
+def test_a_sync_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], bool]
+) -> None:
+    def sync(descriptor: int) -> None:
+        if kind(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match="Input/output"):
+        write_file(tmp_path / "file", [b"x"])
+
+
+@pytest.mark.parametrize("number", [0, errno.ENOTSUP, errno.EIO])
+def test_on_macos_the_cache_of_the_disk_is_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str], number: int
+) -> None:
+    flushed: list[str] = []
+
+    def control(descriptor: int, command: int) -> None:
+        assert command == 51
+        flushed.append(str(Path(f"/dev/fd/{descriptor}").readlink()))
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, "_FULL_SYNC", 51)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    with contextlib.ExitStack() as stack:
+        if number == errno.EIO:
+            stack.enter_context(pytest.raises(OSError, match="Input/output"))
+        write_file(tmp_path / "file", [b"x"])
+    if number == errno.EIO:
+        assert len(flushed) == 1
+        assert not synced
+    else:
+        assert flushed[-1] == str(tmp_path)
+        assert len(flushed) == 2
+        assert synced == (flushed if number else [])
 
 
 def test_creates_folders_by_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -522,3 +525,30 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
         assert outcome.startswith("StoreError: ")
         assert f"'{folder}/closed/store" in outcome
         assert outcome.endswith(": Permission denied")
+
+
+def test_of_two_names_that_differ_only_in_case_one_is_published(store: LocalStore) -> None:
+    manifest = publish(store, "other")
+    store.lock_timeout = 60
+    check, both = store.check_name, threading.Barrier(2)
+
+    def late(reference: str | Reference) -> None:
+        check(reference)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+
+    store.check_name = late  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(store.publish, name, manifest) for name in ("model", "MODEL")]
+        errors = [type(item.exception()) for item in done]
+    assert sorted(errors, key=str) == [type(None), NameConflict]
+
+
+def test_a_user_without_home_folder_must_name_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("BLOBSTORE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    with pytest.raises(StoreError, match="there is no home folder; set BLOBSTORE_HOME"):
+        LocalStore()
