@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
-from blobstore.manifests.file_names import is_valid_part
+from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.formats import format_of_name
 from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
+    is_weight_index,
     matching_files,
     small_files,
     unusable_name,
@@ -253,15 +254,21 @@ def _unfollowed_indexes(
     tree: FileTree, part: ComponentWeights, kept: Collection[str], notices: list[str]
 ) -> Iterator[str]:
     """Yield the other indexes of a component, which exports write too; add notices of those left out."""
-    for index in fnmatch.filter(tree.entries(part.folder), f"*{SAFETENSORS}.index*.json"):
+    entries = tree.entries(part.folder)
+    left_out = {*entries} - {name.rpartition("/")[2] for name in part.files}
+    for index in filter(is_weight_index, entries):
         name = joined(part.folder, index)
         if name == part.index_name or name in kept:
             continue
         size = tree.size(name)
-        if part.others:  # it may name them
+        ending = SAFETENSORS if f"{SAFETENSORS}." in index else ".bin"
+        others = (
+            it for it in left_out if it.endswith(ending) and not _TRAINING_STATE.fullmatch(it)
+        )
+        if any(others):  # it may name them
             notices.append(f"left out: {tree.label(name)}; choose other weights with --weights")
-        elif size is None or size > MAX_SMALL_FILE:
-            notices.append(f"left out: {tree.label(name)}, not a file of at most 64 MiB")
+        elif size is None or size > MAX_SMALL_FILE or not is_safe_name(name):
+            notices.append(f"left out: {tree.label(name)}, not a file that an export can write")
         else:
             yield name
 

@@ -20,7 +20,12 @@ _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
 
 def is_kept(name: str) -> bool:
     """Return whether files of this name are kept, whatever folder they are in."""
-    return _matches(name, KEPT_FILES) and not _matches(name, _WEIGHT_INDEXES)
+    return _matches(name, KEPT_FILES) and not is_weight_index(name)
+
+
+def is_weight_index(name: str) -> bool:
+    """Return whether a file of this name is an index of weight files."""
+    return _matches(name, _WEIGHT_INDEXES)
 
 
 def small_files(tree: FileTree, names: Iterable[str], notices: list[str]) -> Iterator[str]:

@@ -152,7 +152,7 @@ def source_record(
         kept = {name: b"".join(map(bytes, source.read(name, buffer))) for name in left_out}
         record = replace(record, stored_names=stored_names, left_out=kept)
     if len(record.data()) > MAX_NEW_SIZE:
-        reason = f"the headers of the weight files are over {MAX_NEW_SIZE >> 20} MiB"
+        reason = f"the headers and indexes of the weight files are over {MAX_NEW_SIZE >> 20} MiB"
         files = (it._replace(start=b"") for it in record.files if it.format != "index")
         record = replace(record, files=tuple(files), stored_names={}, left_out={})
     notices = [f"export will write new weight files: {reason}"]

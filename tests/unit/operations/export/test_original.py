@@ -105,6 +105,8 @@ SOURCES: dict[str, dict[str, bytes]] = {
         "model.safetensors": file_of(weights("a b")),
         "diffusion_pytorch_model.safetensors.index.json": index_of(lost="a b"),
         "empty.safetensors.index.json": b"",
+        "pytorch_model.bin.index.json": b'{"weight_map": {"a": "gone.bin"}}',
+        "training_args.pt.json": b"{}",
     },
     "an adapter": {
         "adapter_model.safetensors": file_of(weights("a.lora_A.weight a.lora_B.weight"), LORA),
@@ -294,12 +296,27 @@ def test_an_index_that_is_kept_comes_back_once(store: LocalStore, tmp_path: Path
     assert contents(tmp_path / "out") == expected
 
 
-def test_a_folder_with_the_name_of_an_index_is_left_out(store: LocalStore, tmp_path: Path) -> None:
+def test_an_index_that_cannot_be_written_is_left_out(store: LocalStore, tmp_path: Path) -> None:
     folder = single(tmp_path).parent
     (folder / "other.safetensors.index.json").mkdir()
+    (folder / "a\x1b[2J.safetensors.index.json").write_bytes(b"{}")
     created = create(folder, NAME, store=store)
-    assert "not a file of at most 64 MiB" in created.notices[0]
+    unusable = [it for it in created.notices if it.endswith("not a file that an export can write")]
+    assert len(unusable) == 2
     assert export_model(NAME, tmp_path / "out", store=store).is_original
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
+
+
+def test_an_index_of_checkpoints_that_are_left_out_is_left_out(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = single(tmp_path).parent
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
+        (folder / name).write_bytes(b"{}")
+    created = create(folder, NAME, store=store)
+    assert any("pytorch_model.bin.index.json" in notice for notice in created.notices)
+    export_model(NAME, tmp_path / "out", store=store)
+    assert list(contents(tmp_path / "out")) == ["model.safetensors"]
 
 
 def test_a_header_of_the_largest_size_comes_back(store: LocalStore, tmp_path: Path) -> None:
@@ -324,7 +341,7 @@ def test_headers_that_are_too_large_are_not_recorded(
     (folder / "model.safetensors").write_bytes(file_of(tensors, padding=1000))
     (folder / "model.safetensors.index.json").write_bytes(index_of(model="a.weight"))
     created = create(folder, NAME, store=store, **options)
-    expected = "export will write new weight files: the headers of the weight files are over 0 MiB"
+    expected = "export will write new weight files: the headers and indexes of the weight files are over 0 MiB"
     assert created.notices == (() if options else (expected,))
     assert verify_models(store=store).faults == ()
     assert not export_model(NAME, tmp_path / "out", store=store).is_original
