@@ -33,6 +33,11 @@ def show_named(named: Named, done: str, *, as_json: bool) -> None:
     if as_json:
         render.show_json(render.record(named, "source name=target digest replaced"))
         return
+    if not named.is_new and done == "copied":
+        render.show(
+            f"nothing to do: {render.cell(named.target)} is {render.cell(named.source)} already"
+        )
+        return
     replaced = ", which was the name of another model" if named.replaced else ""
     render.show(f"{done} {render.cell(named.source)} to {render.cell(named.target)}{replaced}")
 

@@ -347,6 +347,10 @@ class LocalStore(BlobReader):
                 self._history.keep(Reference.of(reference), former)
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
 
+    def has_model(self, reference: str | Reference) -> bool:
+        """Return whether the name exists, whether its manifest can be read or not."""
+        return os.path.lexists(self.manifest_path(reference))
+
     def is_taken(self, reference: str | Reference, data: bytes) -> bool:
         """Return whether the name exists and its manifest differs from ``data``."""
         try:

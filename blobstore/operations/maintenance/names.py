@@ -39,6 +39,8 @@ class Named:
     """The digest of the manifest's bytes."""
     replaced: bool
     """Whether the name belonged to another model before."""
+    is_new: bool = True
+    """Whether the name did not have this manifest already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +163,16 @@ def _rename(
                 "third name first"
             )
         is_taken = store.is_taken(target, data)
+        is_new = is_taken or not store.has_model(target)
         if is_taken and not force:
             raise NameTaken(f"another model has the name {quote(target)}; replace it with --force")
         # Even if the name has this manifest already: its writer may not have synced it.
         store.place(target, data, manifest.blobs)
         if not keeps_source:
             store.remove(source)
-    return Named(source=source, target=target, digest=Digest.of(data), replaced=is_taken)
+    return Named(
+        source=source, target=target, digest=Digest.of(data), replaced=is_taken, is_new=is_new
+    )
 
 
 def _removable(store: LocalStore, references: Iterable[Reference]) -> list[CatalogEntry]:

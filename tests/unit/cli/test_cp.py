@@ -75,3 +75,10 @@ def test_copies_a_model_to_another_store(stored: LocalStore, tmp_path: Path) -> 
 
 def test_a_new_name_is_needed_in_the_same_store(stored: LocalStore) -> None:
     assert "missing argument 'DST'" in run("cp", "dense", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("arguments", [("cp", "dense", "copy:v1"), ("tag", "dense", "latest2")])
+def test_says_that_there_is_nothing_to_do(stored: LocalStore, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).stdout.startswith("copied dense:latest to ")
+    assert run(*arguments).stdout.startswith("nothing to do: ")
+    assert run_json(*arguments)["replaced"] is False
