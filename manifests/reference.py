@@ -13,16 +13,16 @@ DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"
 DEFAULT_TAG = "latest"
 
-# Ollama's grammar, ASCII only: the first character is alphanumeric or "_", so that no part can be
+# Ollama's grammar, ASCII only, and no longer than file names may be: the first character is alphanumeric or "_", so that no part can be
 # ".", "..", hidden, or an option.
 _PARTS = {
-    "host": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,349}", re.ASCII),
+    "host": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,254}", re.ASCII),
     "namespace": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,79}", re.ASCII),
     "model": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
     "tag": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}", re.ASCII),
 }
 _RULES = {
-    "host": "1 to 350 letters, digits, '_', '-', '.' and ':'",
+    "host": "1 to 255 letters, digits, '_', '-', '.' and ':'",
     "namespace": "1 to 80 letters, digits, '_' and '-'",
     "model": "1 to 80 letters, digits, '_', '-' and '.'",
     "tag": "1 to 80 letters, digits, '_', '-' and '.'",

@@ -80,10 +80,7 @@ def convert_checkpoint(
     """
     check_jobs(jobs)
     path = local_path(target)
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise BlobstoreError(
-            f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")
-        )
+    _check_target(path, overwrite=overwrite)
     opened = open_source(
         source,
         SourceOptions(
@@ -113,6 +110,7 @@ def convert_checkpoint(
             batches = [list(run) for _, run in groupby(places, lambda it: it[0] // _BATCH_SIZE)]
             pool.run(batches, partial(_write_batch, opened, pool, descriptor))
             opened.check_unchanged()
+            _check_target(path, overwrite=overwrite)  # it may have appeared since
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:
@@ -123,6 +121,13 @@ def convert_checkpoint(
         bytes_written=len(header) + size,
         notices=tuple(notices),
     )
+
+
+def _check_target(path: Path, *, overwrite: bool) -> None:
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise BlobstoreError(
+            f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")
+        )
 
 
 def _common(files: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:

@@ -51,7 +51,7 @@ def test_rejects_invalid_names(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "limit"), [("host", 350), ("namespace", 80), ("model", 80), ("tag", 80)]
+    ("part", "limit"), [("host", 255), ("namespace", 80), ("model", 80), ("tag", 80)]
 )
 def test_every_part_has_its_longest_length(part: str, limit: int) -> None:
     parts = {"host": "h", "namespace": "n", "model": "m", "tag": "t"}

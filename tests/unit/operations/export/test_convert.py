@@ -180,3 +180,12 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path) -
     with pytest.raises(DamagedSource, match=r"model\.safetensors' changed while it was read"):
         convert_checkpoint(folder, target, progress=save_again)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_that_appears_while_it_works_is_not_replaced(tmp_path: Path) -> None:
+    source = save(tmp_path / "x.pt", TENSORS)
+    target = tmp_path / "out.safetensors"
+    with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
+        convert_checkpoint(source, target, progress=lambda *_: target.touch())
+    assert target.read_bytes() == b""
+    assert {path.name for path in tmp_path.iterdir()} == {"x.pt", "out.safetensors"}
