@@ -479,9 +479,9 @@ def test_compresses_a_layer_alone_if_the_base_has_another(store: LocalStore, pat
     check_archive(path)
 
 
-def test_reports_a_store_that_cannot_lease(store: LocalStore, path: Path) -> None:
+def test_packs_from_a_store_that_cannot_lease(store: LocalStore, path: Path) -> None:
+    """Reading needs only read permission."""
     shutil.rmtree(store.folder("leases"))
     store.folder("leases").write_bytes(b"")
-    with pytest.raises(StoreError, match="File exists"):
-        pack_models(["base"], path, store=store)
-    assert left(path) == []
+    pack_models(["base"], path, store=store)
+    check_archive(path)
