@@ -303,6 +303,7 @@ def _before_unpack(scene: Scene) -> list[object]:
 
 _OPERATIONS = (
     Operation("create", _before_create, _after_create),
+    Operation("create in a new store", _before_first_create, _after_create),
     Operation("gc", _before_gc, _checked),
     Operation("rm", _before_rm, _after_rm),
     Operation("cp", _before_cp, _after_cp),
