@@ -218,8 +218,9 @@ class _BlobCheck:
             for key, blob in blobs.items():
                 try:
                     self._store.check_size(blob.digest, blob.size, as_base=as_bases)
-                    with contextlib.suppress(BlobMissing):  # most are not cold
-                        self._store.open_cold(blob.digest, blob.size)
+                    if self._store.has_cold(blob.digest):  # false if the folder cannot be read
+                        with contextlib.suppress(BlobMissing):  # thawed since
+                            self._store.open_cold(blob.digest, blob.size)
                 except BlobstoreError as error:
                     self.damaged[key] = error
             return

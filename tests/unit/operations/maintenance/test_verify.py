@@ -23,6 +23,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.damage import blob_path, empty, flip, truncate, write_manifest
 from tests.support.models import (
     add_blob,
@@ -526,3 +527,15 @@ def test_reports_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> N
     verified = verify_models(store=store)
     assert sorted(item.name for item in verified.damaged) == [PLAIN, "scalar"]
     assert len(verified.faults) == 5
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_hot_blobs_are_intact_if_the_folder_of_cold_ones_cannot_be_read(quick: bool) -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        create(write_folder(folder / "model", dense_tensors()), "m", store=store)
+        (store.root / ".blobstore").chmod(0o700)
+        found = sandbox.call(
+            lambda: verify_models(store=store, quick=quick).faults, unprivileged=True
+        )
+        assert found == "()"
