@@ -21,7 +21,8 @@ ExpertForm = Literal["packed", "stacked"]
 PolicyName = Literal["recommended", "uniform"]
 
 _CREATED_FIELDS = (
-    "tensors blobs bytes_written bytes_present blobs_repaired repository commit seconds notices"
+    "tensors blobs bytes_written bytes_present blobs_repaired repository commit replaced seconds "
+    "notices"
 )
 _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
 

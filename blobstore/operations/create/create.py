@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import one_or_more
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
@@ -72,6 +72,8 @@ class Created:
     """The Hub repository of the source, if it has one."""
     commit: str | None
     """The hash of the repository's commit."""
+    replaced: bool
+    """Whether the name belonged to another model before."""
     seconds: float
     notices: tuple[str, ...]
     """Messages for the user, one line each."""
@@ -201,6 +203,7 @@ def create(
             if not index.is_cached:
                 write_index(store, data, index)
             opened.check_unchanged()
+            former = _former_model(store, reference, data)
             store.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
@@ -211,8 +214,9 @@ def create(
         blobs_repaired=len(ingest.repaired),
         repository=record.repository or None,
         commit=record.commit or None,
+        replaced=former is not None,
         seconds=time.monotonic() - started,
-        notices=(*notices, *_repairs(ingest.repaired)),
+        notices=(*notices, *_repairs(ingest.repaired), *_replacement(reference, former)),
     )
 
 
@@ -313,6 +317,23 @@ def _kept(names: Sequence[str]) -> Iterator[str]:
         f"kept {quote(names[0])}{more} unquantized: groups of values are too small, too large or "
         "too far apart for the type"
     )
+
+
+def _former_model(store: LocalStore, reference: Reference, data: bytes) -> Digest | None:
+    """Return the digest of the manifest that a name has, if it is not ``data``."""
+    with contextlib.suppress(BlobstoreError):
+        former = store.read_manifest(reference)
+        return Digest.of(former) if former != data else None
+    return None
+
+
+def _replacement(reference: Reference, former: Digest | None) -> Iterator[str]:
+    """Yield a notice of the model that had the name before."""
+    if former is not None:
+        yield (
+            f"{reference} was the name of another model, {former.short}, until now; "
+            f"'blobstore restore {reference}' brings that back until gc removes its blobs"
+        )
 
 
 def _repairs(repaired: Mapping[Digest, Path | None]) -> Iterator[str]:

@@ -347,3 +347,17 @@ def test_waits_as_long_as_the_option_says(stored: LocalStore, moe: Path) -> None
         found = run_json("create", moe, "moe", "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
     assert list(map(str, stored.references())) == ["dense:latest"]
+
+
+def test_says_which_model_lost_its_name(stored: LocalStore, dense: Path, moe: Path) -> None:
+    digest = run_json("list", "dense")["models"][0]["digest"].removeprefix("sha256:")
+    assert run_json("create", dense, "dense")["replaced"] is False
+    assert "another model" not in run("create", dense, "dense").stderr
+    note = (
+        f"note: dense:latest was the name of another model, {digest[:12]}, until now; "
+        "'blobstore restore dense:latest' brings that back"
+    )
+    assert note in run("create", moe, "dense").stderr
+    run("restore", "dense:latest")
+    assert run_json("list", "dense")["models"][0]["digest"] == f"sha256:{digest}"
+    assert run_json("create", moe, "dense")["replaced"] is True
