@@ -25,7 +25,7 @@ from blobstore.store.local import LocalStore
 from tests.faults.known import Known, command
 
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
-_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold", "cold-index", "bases"}
+_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold", "cold-index", "bases", "history"}
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4
 """Parts of a name: host, namespace, model and tag."""
