@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Order = Literal["name", "size", "unique"]
 
-_HEADINGS = ("NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS")
+_HEADINGS = ("NAME", "ON DISK", "UNIQUE", "SHARED", "BLOBS")
 _SPACES = {
     "bases": "bases of frozen blobs, in no model themselves",
     "unreferenced": 'blobs that no model needs; "blobstore gc" frees them',

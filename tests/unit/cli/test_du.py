@@ -34,7 +34,7 @@ def test_prints_rows_and_totals(stored: LocalStore, moe: Path) -> None:
 
     assert result.stderr == ""
     heading, *rows = result.stdout.splitlines()
-    assert heading.split() == ["NAME", "SIZE", "UNIQUE", "SHARED", "BLOBS"]
+    assert heading.split() == ["NAME", "ON", "DISK", "UNIQUE", "SHARED", "BLOBS"]
     blobs = str(len(stored.resolve(Reference.parse("dense")).blobs))
     cells = ["2.1", "kB", "0", "B", "2.1", "kB", blobs]
     assert rows[0].split() == ["copy:latest", *cells]
