@@ -43,7 +43,7 @@ def test_keeps_the_latest_twenty_of_a_name(history: History) -> None:
 
 
 def test_the_longest_name_fits_a_file_name(history: History) -> None:
-    name = Reference("h" * 350, "n" * 80, "m" * 80, "t" * 80)
+    name = Reference("h" * 255, "n" * 80, "m" * 80, "t" * 80)
     history.keep(name, b"x")
     assert kept(history, name) == [b"x"]
 

@@ -26,6 +26,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
     store = LocalStore(tmp_path / "store")
     store.folder("blobs").mkdir(parents=True)
+    cache_of(store).parent.mkdir()
     path_of(store).write_bytes(DATA)
     return store
 
@@ -56,6 +57,12 @@ def test_remembers_intact_blobs(store: LocalStore) -> None:
     assert has(store)
     assert not has(store, OTHER)
     assert not has(store, size=SIZE + 1)
+
+
+def test_readers_create_no_folder_for_the_cache(store: LocalStore) -> None:
+    cache_of(store).parent.rmdir()
+    note(store)
+    assert [path.name for path in store.root.iterdir()] == ["blobs"]
 
 
 def test_keeps_only_what_was_saved(store: LocalStore) -> None:

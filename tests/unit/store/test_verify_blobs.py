@@ -104,6 +104,7 @@ def test_the_progress_of_many_threads_only_grows_and_ends_at_the_total(store: Lo
 
 def test_results_are_recorded(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    store.folder("headers").mkdir(parents=True)
     blobs = put(store, b"intact", b"changed")
     list(damaged_blobs(store, blobs, verified=VerifiedBlobs(store)))
     Path(store.blob_path(blobs[1].digest)).write_bytes(b"Changed")
@@ -117,6 +118,7 @@ def test_results_are_kept_when_the_check_is_interrupted(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    store.folder("headers").mkdir(parents=True)
     blobs = put(store, b"the larger one comes first", b"small")
     Path(store.blob_path(blobs[1].digest)).unlink()
     found = damaged_blobs(store, blobs, jobs=1, verified=VerifiedBlobs(store))

@@ -182,6 +182,7 @@ def test_no_cold_blob_is_opened_under_the_exclusive_lock(
     monkeypatch.setattr(batches, "_BATCH", 2)
     monkeypatch.setattr(LocalStore, "exclusive_lock", locked)
     monkeypatch.setattr(ColdFile, "__init__", count)
+    (store.root / ".blobstore" / "cold-index").unlink()  # as in a store of an earlier version
     freeze_models(["b"], store=LocalStore(store.root), find_base=False)
     assert {path for path, _ in opened} >= {
         store.cold_path(item.digest) for item in layers(store, "a").values()

@@ -105,7 +105,6 @@ def test_reports_unreferenced_files(store: LocalStore) -> None:
     (store.folder("temporary") / "1-a-0").write_bytes(b"123")
     store.folder("quarantine").mkdir()
     (store.folder("quarantine") / "bad").write_bytes(b"12")
-    store.folder("headers").mkdir()
     (store.folder("headers") / "x").write_bytes(b"1")
     usage = measure_usage(store=store)
 
