@@ -12,7 +12,6 @@ from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.models.source_layers import read_source_record
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from blobstore.store.local import LocalStore
 
@@ -95,6 +94,8 @@ class ModelFiles:
         Raises:
             BlobMissing, BlobDamaged, InvalidHeader: the record of the source is missing or damaged.
         """
+        from blobstore.models.source_layers import read_source_record  # few readers ask for it
+
         record = read_source_record(self.store, self.manifest)
         found: dict[str, str] = {}
         for file in record.files if record is not None else ():
