@@ -38,8 +38,8 @@ _ALIGNMENT = 64
 """Alignment of files in an arena; tensors are aligned to 8 bytes in their files."""
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
-_MAPS_PER_CHANGE = 2
-"""Mapping over a part of a map, or changing its protection, makes at most so many more."""
+_NEAR_LIMIT = 1000
+"""Free maps below which a lack of memory is one of maps; others may have been freed since it failed."""
 
 
 class MapCounts(NamedTuple):
@@ -250,7 +250,7 @@ def map_counts() -> MapCounts | None:
 def too_many_maps(what: str) -> TooManyMaps | None:
     """Return the error for a lack of memory that comes from the number of maps; None for any other."""
     counts = map_counts()
-    if counts is None or counts.present + _MAPS_PER_CHANGE < counts.limit:
+    if counts is None or counts.present + _NEAR_LIMIT < counts.limit:
         return None
     return TooManyMaps(
         f"{what} cannot be mapped: this process has {counts.present} maps, and vm.max_map_count "

@@ -28,17 +28,20 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
 
 def _run(operation: Operation, scene: Scene, effort: Effort) -> Outcome:
     outcome = Outcome(f"kill -9 during {operation.name}")
-    duration = _duration(operation, scene, outcome)
+    durations = _durations(operation, scene, outcome)
     for _ in range(effort.count * _ATTEMPTS):
         if outcome.injected == effort.count or (outcome.injected and effort.is_spent):
             break
         arguments = operation.prepare(scene)
-        delay = scene.chance.uniform(0, duration)
+        delay = scene.chance.uniform(0, median(durations[-_MEASURED:]))
         child = nursery().start("blobstore", *arguments)
         time.sleep(delay)
         child.kill()
         ended = child.wait()
-        outcome.injected += ended.is_killed
+        if ended.is_killed:
+            outcome.injected += 1
+        else:  # the machine may be less busy than before
+            durations.append(ended.seconds)
         how = f"blobstore {' '.join(map(str, arguments))}, killed after {delay:.4f} s"
         if not ended.is_killed and (ended.complaint or ended.code):
             outcome.violate(f"{how}: exit code {ended.code}: {ended.stderr[-500:]}")
@@ -46,8 +49,8 @@ def _run(operation: Operation, scene: Scene, effort: Effort) -> Outcome:
     return outcome
 
 
-def _duration(operation: Operation, scene: Scene, outcome: Outcome) -> float:
-    """Return how long the command takes here and now."""
+def _durations(operation: Operation, scene: Scene, outcome: Outcome) -> list[float]:
+    """Return how long the command takes here and now, in seconds."""
     times = []
     for _ in range(_MEASURED):
         ended = nursery().run("blobstore", *operation.prepare(scene))
@@ -55,4 +58,4 @@ def _duration(operation: Operation, scene: Scene, outcome: Outcome) -> float:
         if ended.code:
             outcome.violate(f"exit code {ended.code} without any fault: {ended.stderr[-500:]}")
         outcome.add(operation.judge(scene, ended), "without any fault")
-    return median(times)
+    return times
