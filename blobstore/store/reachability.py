@@ -44,15 +44,19 @@ class ReachableBlobs:
         self._store = store
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
+        self._folder: tuple[int, int] | None = None
+        """Device and inode of the folder of manifests; None as long as there is none."""
 
     def update(self) -> None:
         """Read the manifests that are new or have changed.
 
         Raises:
             InvalidManifest: a file is not a manifest, or has changed since it was written.
-            StoreError: a manifest or a folder of manifests cannot be read.
+            StoreError: a manifest or a folder of manifests cannot be read, or the folder of all manifests
+                was replaced, for example because its disk was unmounted.
         """
         found = {}
+        self._check_folder()
         for entry in walk_files(self._store.folder("manifests")):
             path = entry.path
             if entry.name.startswith("."):  # no name of a model, but .DS_Store, for example
@@ -69,9 +73,26 @@ class ReachableBlobs:
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
+        self._check_folder()
         if found != self._manifests or not found:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
         self._manifests = found
+
+    def _check_folder(self) -> None:
+        folder = self._store.folder("manifests")
+        try:
+            status = folder.stat()
+        except FileNotFoundError:
+            now = None
+        else:
+            now = status.st_dev, status.st_ino
+        if self._folder not in {None, now}:
+            raise StoreError(
+                f"the folder {quote(folder)} was unmounted or replaced while its manifests were "
+                "read, so no more blobs are removed",
+                advice="mount it again, and repeat the command",
+            )
+        self._folder = now
 
     def by_path(self) -> dict[str, ManifestState]:
         """Return the manifests by the paths of their files."""

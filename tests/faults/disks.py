@@ -55,6 +55,17 @@ def in_memory(place: Path, size: int) -> Iterator[Path]:
         unmount(place)
 
 
+@contextlib.contextmanager
+def mounted_folder(folder: Path, place: Path) -> Iterator[None]:
+    """Mount ``folder`` over the folder ``place`` too, and unmount it if :func:`unmount` has not."""
+    subprocess.run(["mount", "--bind", folder, place], check=True)
+    _mounted.append(place)
+    try:
+        yield
+    finally:
+        unmount(place)
+
+
 def remount(place: Path, options: str) -> None:
     """Change how a disk is mounted."""
     subprocess.run(["mount", "-o", f"remount,{options}", place], check=True)

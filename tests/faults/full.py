@@ -151,6 +151,65 @@ def _read_only(folder: Path, effort: Effort, outcome: Outcome) -> None:
             case.judge(outcome, case.create(), "create after a read-only time")
 
 
+def _readers(folder: Path, effort: Effort, outcome: Outcome) -> None:
+    """Read hot and frozen models where nothing can be written or locked."""
+    with _small(folder, outcome) as disk:
+        if disk is None:
+            return
+        scene = Scene(disk, effort.seed)
+        hot, frozen = scene.kept
+        scene.must("freeze", frozen.name, "--no-base", "--older-than", "0s")
+        (folder / "open").mkdir()
+        (folder / "open").chmod(0o777)
+        disks.remount(disk, "ro")
+        for number in effort:
+            target = folder / "open" / str(number)
+            for call in (
+                ("load", scene.store, hot.name, frozen.name),
+                *(
+                    ("blobstore", *read, "--store", scene.store)
+                    for read in _reads(frozen.name, target)
+                ),
+            ):
+                ended = nursery().run(*call, unprivileged=True, hooks={"no_locks": True})
+                outcome.injected += 1
+                if ended.code:
+                    outcome.violate(f"{call} exits with {ended.code}: {ended.stderr[-500:]}")
+        disks.remount(disk, "rw")
+        outcome.add(check_store(scene.store, Expected(scene.kept), scene.spare), "afterwards")
+
+
+def _unmounted(folder: Path, effort: Effort, outcome: Outcome) -> None:
+    """Collect while the folder of manifests is unmounted, before gc begins or at any time."""
+    if reason := disks.why_not():
+        outcome.skipped = reason
+        return
+    scene = Scene(folder, effort.seed)
+    place, names = scene.store / "manifests", folder / "names"
+    arguments = ("blobstore", "gc", "--older-than", "0s", "--store", scene.store)
+    duration = nursery().run(*arguments).seconds
+    for number in effort:
+        scene.must("create", scene.guest.folder, scene.guest.name)
+        forget(scene.store, scene.guest)
+        delay = scene.chance.uniform(0, duration) if number % 2 else 0.0
+        place.rename(names)
+        place.mkdir()
+        with disks.mounted_folder(names, place):
+            if not delay:
+                disks.unmount(place)
+            child = nursery().start(*arguments)
+            time.sleep(delay)
+            disks.unmount(place)
+            ended = child.wait()
+        place.rmdir()
+        names.rename(place)
+        how = f"gc, manifests unmounted after {delay:.4f} s"
+        outcome.injected += 1
+        if ended.complaint or (not delay and not ended.code):
+            outcome.violate(f"{how}: exits with {ended.code}: {ended.stderr[-500:]}")
+        outcome.add(check_store(scene.store, Expected(scene.kept), scene.spare), how)
+
+
 def _no_permission(folder: Path, effort: Effort, outcome: Outcome) -> None:
     if os.geteuid():
         outcome.skipped = "giving up privileges takes root"
@@ -178,14 +237,7 @@ def _refused(case: _Case, folder: Path, outcome: Outcome, **how: bool) -> None:
         ("cp", first, "copy"),
         ("mv", first, "moved"),
     ]
-    reads: list[tuple[object, ...]] = [
-        ("list",),
-        ("show", first),
-        ("verify",),
-        ("gc", "--dry-run"),
-        ("export", first, target),
-        ("du",),
-    ]
+    reads = _reads(first, target)
     for arguments in (*writes, *reads):
         if not has_command(str(arguments[0])):
             continue
@@ -237,6 +289,18 @@ def _short(folder: Path, effort: Effort, outcome: Outcome) -> None:
         case.judge(outcome, created, f"short reads and writes, seed {number}")
 
 
+def _reads(first: str, target: Path) -> list[tuple[object, ...]]:
+    """Return commands that only read the store."""
+    return [
+        ("list",),
+        ("show", first),
+        ("verify",),
+        ("gc", "--dry-run"),
+        ("export", first, target),
+        ("du",),
+    ]
+
+
 @contextlib.contextmanager
 def _small(folder: Path, outcome: Outcome) -> Iterator[Path | None]:
     if reason := disks.why_not():
@@ -267,6 +331,8 @@ CASES: dict[str, Callable[[Path, Effort, Outcome], None]] = {
     "limit of descriptors during create": _descriptors,
     "read-only file system": _read_only,
     "no permission to write": _no_permission,
+    "readers on a read-only file system, without permission and without locks": _readers,
+    "manifests unmounted during gc": _unmounted,
     "clock a year off in gc, create stopped": _clock,
     "every read and write short during create": _short,
 }

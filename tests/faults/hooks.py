@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
 import os
 import random
@@ -50,6 +52,15 @@ def _short(seed: int) -> None:
     os.preadv = preadv_part
 
 
+def _no_locks(_: object) -> None:
+    """Let no file be locked, as on some network file systems."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fcntl.flock = flock  # type: ignore[assignment]
+
+
 def _sync_threads(count: int) -> None:
     """Sync blobs by so many threads: with one, the n-th call is the same each time."""
     from blobstore.store import ingest
@@ -88,5 +99,6 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "slow": _slow,
     "clock": _clock,
     "short": _short,
+    "no_locks": _no_locks,
     "sync_threads": _sync_threads,
 }

@@ -6,6 +6,7 @@ Each line is written before the next step begins, so the reader knows which step
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import time
@@ -14,13 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import blobstore
+from blobstore import Model
 from blobstore.errors import BlobMissing, BlobstoreError, ModelNotFound
+from blobstore.models.checks import Verify
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import forget, layers
 from tests.faults.known import Known, command, has_command, read_models, write_models
 
 SWAPPED = "swapped"
 """The name that is there throughout, but not always of one model."""
+LEVELS: tuple[Verify, ...] = ("none", "size", "header", "digest", "rehash")
 _NOT_FOUND = ModelNotFound.exit_code
 
 
@@ -54,6 +58,14 @@ def try_all(folder: Path) -> None:
         (store / "blobs" / layer["digest"].replace(":", "-")).unlink()
     for arguments in (("verify",), ("repair", "a", "--from", model.folder), ("rm", "a"), ("gc",)):
         command(*arguments, "--json", "--store", store)
+
+
+def load(store: str, *names: str) -> None:
+    """Open models in every mode, and read all of their tensors."""
+    for name in names:
+        for level in LEVELS:
+            with blobstore.open(name, store=store, verify=level) as opened:
+                opened.state_dict()
 
 
 def _report(what: str) -> None:
@@ -106,6 +118,7 @@ class _Crowd:
             _Way(5, self._load_staying),
             _Way(6, self._load_swapped),
             _Way(2, self._load_passing),
+            _Way(3, self._fork),
         ]
         return ways + ([_Way(3, self._remove)] if has_command("rm") else [_Way(3, self._forget)])
 
@@ -161,11 +174,45 @@ class _Crowd:
         with contextlib.suppress(ModelNotFound, BlobMissing):
             self._load(self._chance.choice(self._passing), tell=False)
 
+    def _fork(self) -> None:
+        """Fork while a model is open, lose its name, and end the children before and after reading."""
+        model = self._chance.choice(self._passing)
+        with contextlib.suppress(ModelNotFound, BlobMissing):  # when it is opened
+            with blobstore.open(model.name, store=self._root, verify="none") as opened:
+                children = [self._child(opened, model), self._child(None, model)]
+                os.waitpid(children[0], 0)
+                self._run("rm", model.name)
+                self._collect()
+                try:
+                    problems = model.differences(opened)
+                except BlobstoreError as error:
+                    problems = [f"{type(error).__name__}: {error}"]
+            os.waitpid(children[1], 0)
+            for problem in problems:
+                _report(f"open of {model.name}, after a fork: {problem}")
+
+    def _child(self, opened: Model | None, model: Known) -> int:
+        """Start a child that reads the model, or waits a moment with all that it has inherited."""
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            if opened is None:
+                time.sleep(self._chance.uniform(0, 0.2))
+            else:
+                with opened:
+                    for problem in model.differences(opened):
+                        _report(f"open of {model.name}, in a child: {problem}")
+        except BaseException as error:  # noqa: BLE001 - the parent goes on
+            _report(f"open of {model.name}, in a child: {type(error).__name__}: {error}")
+        finally:
+            os._exit(0)
+
     def _load(self, model: Known, *, tell: bool = True) -> None:
-        level = self._chance.choice(("none", "size", "header", "digest", "rehash"))
+        level = self._chance.choice(LEVELS)
         try:
             store = LocalStore(self._root)
-            with blobstore.open(model.name, store=store, verify=level) as opened:  # type: ignore[call-overload]
+            with blobstore.open(model.name, store=store, verify=level) as opened:
                 problems = model.differences(opened)
         except BlobstoreError as error:
             if not tell and isinstance(error, ModelNotFound | BlobMissing):

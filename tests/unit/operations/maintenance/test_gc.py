@@ -359,6 +359,34 @@ def test_a_manifest_published_during_the_run_is_respected(
     assert Path(store.blob_path(Digest.of(data))).read_bytes() == data
 
 
+@pytest.mark.parametrize("moment", [2, 3, 4])  # once gc has looked at the folder
+def test_manifests_that_vanish_during_the_run_cost_no_blob(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    data = {name: blob((name, "U8", (3,), name.encode() * 3)) for name in "ab"}
+    for name, content in data.items():
+        add_blobs(store, name, {name: content})
+    put(store, b"garbage")
+    before = set(os.listdir(store.folder("blobs")))
+    count = 0
+
+    def unmounted(path: Any, **options: Any) -> os.stat_result:
+        """Remove the manifests once one of them was read."""
+        nonlocal count
+        count += str(store.folder("manifests")) in str(path)
+        if count == moment:
+            monkeypatch.undo()
+            store.folder("manifests").rename(tmp_path / "elsewhere")
+            store.folder("manifests").mkdir()
+        return stat(path, **options)
+
+    stat = os.stat
+    monkeypatch.setattr("blobstore.store.reachability.os.stat", unmounted)
+    with pytest.raises(StoreError, match=r"manifests' was unmounted or replaced .*mount it again"):
+        collect_garbage(store, older_than=0, force=True)
+    assert set(os.listdir(store.folder("blobs"))) == before
+
+
 def test_releases_the_lock_between_batches(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
