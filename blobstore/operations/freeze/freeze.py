@@ -250,11 +250,11 @@ class _Run:
                 if item.path is not None:
                     item.path.replace(self._store.cold_path(item.blob.digest))
             # Renaming keeps the state: these are the files that were verified.
-            placed = [
+            placed = {
                 item.blob.digest
                 for item in ready
                 if FileState.of(self._store.cold_path(item.blob.digest)) == item.state
-            ]
+            }
             sync_folder(self._store.folder("cold"))
             if not self._keep_hot:
                 for digest in placed:
@@ -263,7 +263,10 @@ class _Run:
                     Path(self._store.base_path(digest)).unlink(missing_ok=True)
                 sync_folder(self._store.folder("blobs"))
         for item in ready:
-            self._add(item.blob, "frozen", item.stored, item.base)
+            if item.blob.digest in placed:
+                self._add(item.blob, "frozen", item.stored, item.base)
+            else:
+                self._add(item.blob, "in use")  # by another program, which has replaced the file
         return again
 
     def _select(

@@ -71,7 +71,9 @@ def test_uses_a_known_digest() -> None:
     assert cold_with_table(BLOB)[1].digest == Digest.of(BLOB)
 
 
-@pytest.mark.parametrize("size", [1, 1000, 262_144, 300_000, 400_000, 700_000, 5_000_000])
+@pytest.mark.parametrize(
+    "size", [1, 1000, 262_144, 300_000, 700_000, 1_000_001, 1_900_001, 5_000_000]
+)
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F64, DType.U8])
 def test_chunks_are_of_about_one_size(dtype: DType, size: int) -> None:
     size -= size % (dtype.bits // 8) - (0 if size > 8 else dtype.bits // 8)
@@ -81,6 +83,7 @@ def test_chunks_are_of_about_one_size(dtype: DType, size: int) -> None:
     assert last > part.chunk_size // 2 or part.chunks > 3
     if part.chunks > 1:
         assert part.chunk_size >= 170_000
+        assert part.chunk_size % 4096 == 0  # so that planes are aligned
 
 
 def test_writes_before_all_pieces_are_read() -> None:

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import resource
+import secrets
 import signal
 import stat
 import time
@@ -159,6 +160,18 @@ def test_replaces_a_link_instead_of_its_target(path: Path) -> None:
     write_file(link, [b"new"])
     assert path.read_bytes() == b"0123456789"
     assert not link.is_symlink()
+
+
+def test_a_temporary_file_that_exists_is_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0")
+    theirs = tmp_path / f".{os.getpid()}-0.tmp"
+    theirs.write_bytes(b"theirs")
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "target", [b"ours"])
+    assert theirs.read_bytes() == b"theirs"
+    assert list(tmp_path.iterdir()) == [theirs]
 
 
 def test_creates_missing_folders(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -217,8 +218,12 @@ def test_accepts_a_plausible_number_of_layers(
     check_layers(model, config)
 
 
-def test_looks_for_layers_in_a_deep_config(model: blobstore.Model) -> None:
+@pytest.mark.parametrize(("depth", "is_found"), [(8, True), (9, False), (5_000, False)])
+def test_looks_for_layers_as_deep_as_configs_are_nested(
+    model: blobstore.Model, depth: int, *, is_found: bool
+) -> None:
     config: dict[str, object] = {"num_layers": 10**6}
-    for _ in range(5_000):  # deeper than Python calls
+    for _ in range(depth):
         config = {"deeper": config}
-    check_layers(model, config)
+    with pytest.raises(BlobstoreError, match="more layers") if is_found else nullcontext():
+        check_layers(model, config)

@@ -21,6 +21,7 @@ from blobstore.errors import (
     InvalidManifest,
     ModelNotFound,
     NameConflict,
+    StoreBusy,
     StoreError,
 )
 from blobstore.manifests import media_types
@@ -525,6 +526,14 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
         assert outcome.startswith("StoreError: ")
         assert f"'{folder}/closed/store" in outcome
         assert outcome.endswith(": Permission denied")
+
+
+def test_no_manifest_is_published_while_another_process_reads_them(store: LocalStore) -> None:
+    manifest = publish(store, "other")
+    store.lock_timeout = 0.05
+    with store.shared_lock(), pytest.raises(StoreBusy):
+        store.publish("model", manifest)
+    assert not store.has_model("model")
 
 
 def test_of_two_names_that_differ_only_in_case_one_is_published(store: LocalStore) -> None:

@@ -172,6 +172,46 @@ def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> No
         store.read_leases()
 
 
+def test_a_pipe_among_the_leases_is_not_waited_for(store: LocalStore) -> None:
+    store.folder("leases").mkdir(parents=True)
+    pipe = store.folder("leases") / "1-a"
+    os.mkfifo(pipe)
+    assert store.read_leases() == ({}, [pipe])
+
+
+@pytest.mark.parametrize("way", ["lease", "reading_lease"])
+def test_no_lease_begins_while_another_process_removes_blobs(store: LocalStore, way: str) -> None:
+    """That process would take a lease that is not locked yet for one of a dead process."""
+    store.lease().close()
+    with store.exclusive_lock(), pytest.raises(StoreBusy):
+        getattr(store._locks, way)()
+    assert list(store.folder("leases").iterdir()) == []
+
+
+def test_a_lease_does_not_grow_while_another_process_removes_blobs(store: LocalStore) -> None:
+    """That process has read the lease already."""
+    with store.lease() as lease:
+        with store.exclusive_lock(), pytest.raises(StoreBusy):
+            lease.hold([A])
+        assert store.read_leases().digests == set()
+
+
+def test_the_exclusive_lock_is_taken_on_a_file_that_is_open_for_writing(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS refuses it otherwise."""
+    really_lock = fcntl.flock
+    modes: dict[int, int] = {}
+
+    def lock(descriptor: int, kind: int) -> None:
+        modes[kind] = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        really_lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with store.exclusive_lock():
+        assert modes == {fcntl.LOCK_EX | fcntl.LOCK_NB: os.O_RDWR}
+
+
 def test_readers_without_folders_or_permission_get_no_lease() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)

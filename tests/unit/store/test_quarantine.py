@@ -1,17 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import sync_folder
 from blobstore.store.layout import Layout
 from blobstore.store.local import LocalStore
-from blobstore.store.quarantine import put_in_place
+from blobstore.store.quarantine import put_in_place, quarantine_cold, replace_damaged
 
 RIGHT = b"right"
 DIGEST = Digest.of(RIGHT)
@@ -162,3 +163,34 @@ def test_each_step_is_durable_before_the_next(
     monkeypatch.setattr("blobstore.store.quarantine.sync_folder", noting_sync)
     replace(layout, new)
     assert steps == ["link", "sync quarantine", "replace", "sync blobs"]
+
+
+def test_a_file_that_another_process_has_repaired_meanwhile_stays(layout: Layout) -> None:
+    blob(layout).write_bytes(b"wrong")
+    new = ready(layout)
+
+    @contextlib.contextmanager
+    def lock() -> Iterator[None]:
+        blob(layout).unlink(missing_ok=True)
+        blob(layout).write_bytes(RIGHT)  # before this process got the lock
+        yield
+
+    found = replace_damaged(
+        LocalStore(layout.root), BlobId(DIGEST, len(RIGHT)), new, lock, lambda _: None
+    )
+    assert found == (False, None)
+    assert new.exists()
+    assert not layout.quarantine.exists()
+
+
+def test_a_file_whose_cold_form_is_quarantined_gets_its_second_link(layout: Layout) -> None:
+    """It may be the base of other cold blobs, and programs that know none of them delete blobs."""
+    blob(layout).write_bytes(RIGHT)
+    layout.cold.mkdir()
+    cold = Path(layout.cold_blob(DIGEST))
+    cold.write_bytes(b"damaged")
+    quarantined = quarantine_cold(LocalStore(layout.root), DIGEST)
+    assert quarantined is not None
+    assert quarantined.read_bytes() == b"damaged"
+    assert not cold.exists()
+    assert Path(layout.base_blob(DIGEST)).samefile(blob(layout))

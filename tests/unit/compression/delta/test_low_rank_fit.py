@@ -7,7 +7,7 @@ import pytest
 
 from blobstore.compression.delta.codec import SMALL, as_elements, encode_chunk
 from blobstore.compression.delta.low_rank import LowRankPredictor, pack
-from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
+from blobstore.compression.delta.low_rank_fit import _found, _Pair, can_fit, fit, is_promising
 from blobstore.core.tensor import DType
 from tests.unit.compression.delta.test_codec import bf16
 
@@ -61,6 +61,18 @@ def test_an_adapter_of_a_high_rank_is_predicted_by_as_many_factors() -> None:
     found = fit(after, before, DType.F32, side)
     assert found is not None
     assert found.factors.rank == 64
+
+
+@pytest.mark.parametrize(("rank", "has_more"), [(8, False), (64, True)])
+def test_noise_is_not_taken_for_more_directions(rank: int, *, has_more: bool) -> None:
+    random = np.random.default_rng(rank)
+    left, right = (random.standard_normal(shape) for shape in ((512, rank), (rank, 512)))
+    update = left @ right + random.standard_normal((512, 512))
+    tensor = update.astype("<f4").view(np.uint32).ravel()
+    pair = _Pair(tensor, lambda begin, end: np.zeros(end - begin, np.uint32), DType.F32, 512)
+    found = _found(pair, 32)
+    assert found is not None
+    assert found.has_more == has_more
 
 
 @pytest.mark.parametrize("rank", [1, 8, 16])

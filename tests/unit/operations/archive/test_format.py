@@ -128,9 +128,10 @@ def test_rejects_a_member_that_contradicts_itself(change: dict[str, object], mes
     assert message in refused(archive([member], [_BLOB], []))
 
 
-def test_rejects_reserved_bytes_that_are_not_0() -> None:
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_rejects_reserved_bytes_that_are_not_0(place: int) -> None:
     table = bytearray(table_of(archive([raw(_BLOB)], [_BLOB], [])))
-    table[8 + 2] = 1
+    table[8 + place] = 1
     assert "the reserved bytes are not 0" in refused(with_table(bytes(table), _BLOB))
 
 

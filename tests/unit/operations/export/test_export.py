@@ -50,6 +50,7 @@ from tests.unit.operations.export.folders import (
     assert_holds,
     contents,
     raw_tensors,
+    remove_layers,
 )
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
@@ -555,6 +556,19 @@ def test_exports_quantized_weights_dequantized(
             assert (dtype, tuple(shape)) == ("BF16", PACKED[tensor].shape)
             assert data == model[tensor].tobytes(), tensor
     assert (out / "config.json").read_bytes() == b'{"model_type": "tiny"}\n'
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_rejects_a_quantized_stack_of_another_count(
+    stacked: Path, store: LocalStore, out: Path, *, dequantize: bool
+) -> None:
+    name = "model.layers.0.mlp.experts.gate_proj.weight"
+    create(stacked, NAME, store=store, quantize="int8", experts="stacked")
+    remove_layers(store, media_types.STACKS)
+    listed = json.dumps({name: [f"x.{number}" for number in range(11)]}).encode()
+    add_layers(store, (media_types.STACKS, "", listed))
+    with pytest.raises(BlobDamaged, match="is listed as a stack of 11 tensors"):
+        export_model(NAME, out, store=store, dequantize=dequantize)
 
 
 def test_removes_the_config_of_another_scheme_from_decoded_weights(

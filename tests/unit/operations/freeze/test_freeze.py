@@ -6,7 +6,7 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,20 @@ import pytest
 import blobstore
 from blobstore.compression.level import Level
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, InvalidManifest, ModelNotFound, StoreError, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    InvalidManifest,
+    ModelNotFound,
+    StoreBusy,
+    StoreError,
+    UsageError,
+)
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.freeze.compress import ColdBlobBuilder, EncodedBlob
+from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.disk_usage import Space, measure_usage
@@ -185,6 +192,13 @@ def test_leased_blobs_stay_hot(store: LocalStore) -> None:
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "frozen", "y": "cold"}
 
 
+def test_needs_the_exclusive_lock(store: LocalStore) -> None:
+    put(store, "a", {"x": 1})
+    with store.shared_lock(), pytest.raises(StoreBusy):
+        freeze_models(["a"], store=store)
+    assert forms_of(store, "a") == {"x": "hot"}
+
+
 def test_an_open_model_stays_readable(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     with blobstore.open("a", store=store) as model:
@@ -252,6 +266,24 @@ def test_rejects_a_cold_blob_that_decodes_to_other_bytes(
     assert outcomes(frozen) == {"x": "damaged", "y": "damaged"}
     assert forms_of(store, "a") == {"x": "hot", "y": "hot"}
     assert "it decodes to a blob with digest" in str(frozen.faults[0])
+
+
+def test_keeps_the_hot_file_if_another_file_is_in_the_place_of_the_cold_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a", {"x": 1, "y": 2})
+    wrong = store.cold_path(layers(store, "a")["x"].digest)
+    really_replace = Path.replace
+
+    def replace(self: Path, target: str) -> None:
+        really_replace(self, target)
+        if target == wrong:  # another program
+            Path(wrong).unlink()
+            Path(wrong).write_bytes(b"something else")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert outcomes(freeze_models(["a"], store=store)) == {"x": "in use", "y": "frozen"}
+    assert forms_of(store, "a") == {"x": "both", "y": "cold"}
 
 
 def test_keeps_the_hot_file_if_the_verified_cold_blob_was_removed(
@@ -361,6 +393,17 @@ def test_a_dry_run_writes_nothing_and_estimates_the_outcome(store: LocalStore) -
     real = freeze_models(["a"], store=store)
     assert outcomes(dry) == outcomes(real) == {"x": "frozen", "y": "shared"}
     assert abs(dry.stored - real.stored) < 0.02 * real.size
+
+
+def test_a_dry_run_promises_no_gain_below_a_block(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a", {"x": 1})
+    size = layers(store, "a")["x"].size
+    block = (size - 1) // BLOCK * BLOCK  # what is behind it takes a block too
+    for stored, outcome in ((block + 1, "no gain"), (block, "frozen")):
+        monkeypatch.setattr(ColdBlobBuilder, "estimate", lambda *_, stored=stored: stored)
+        assert outcomes(freeze_models(["a"], store=store, dry_run=True)) == {"x": outcome}
 
 
 def test_a_dry_run_of_large_blobs_reads_samples(store: LocalStore) -> None:
@@ -544,6 +587,70 @@ def test_a_delta_never_becomes_a_base(family: LocalStore) -> None:
     assert_child_intact(family, SIBLING, 11)
 
 
+def while_building(monkeypatch: pytest.MonkeyPatch, key: str, act: Callable[[], object]) -> None:
+    """Let another process act once, between the encoding of a blob and the commit."""
+    build = ColdBlobBuilder.build
+
+    def and_then(self: ColdBlobBuilder, blob: Any, **options: Any) -> EncodedBlob:
+        encoded = build(self, blob, **options)
+        if blob.name == key:
+            monkeypatch.undo()
+            act()
+        return encoded
+
+    monkeypatch.setattr(ColdBlobBuilder, "build", and_then)
+
+
+def test_a_blob_that_becomes_a_base_while_it_is_frozen_does_not_become_a_delta(
+    family: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_child(family, SIBLING, 11)
+    while_building(
+        monkeypatch, "x", lambda: freeze_models([SIBLING], store=family, base=CHILD, keep_hot=True)
+    )
+    assert outcomes(freeze_models([CHILD], store=family, base="base"))["x"] == "in use"
+    assert base_of(family, SIBLING, "x") == layers(family, CHILD)["x"].digest
+    assert forms_of(family, CHILD)["x"] == "hot"
+    assert_child_intact(family)
+    assert_child_intact(family, SIBLING, 11)
+
+
+def test_a_base_that_becomes_a_delta_while_it_is_used_gets_no_delta(
+    family: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_child(family, SIBLING, 11)
+    while_building(
+        monkeypatch, "x", lambda: freeze_models(["base"], store=family, base=SIBLING, keep_hot=True)
+    )
+    assert outcomes(freeze_models([CHILD], store=family, base="base"))["x"] == "in use"
+    assert base_of(family, "base", "x") == layers(family, SIBLING)["x"].digest
+    assert forms_of(family, CHILD)["x"] == "hot"
+    assert_child_intact(family)
+
+
+def test_a_base_that_is_lost_while_it_is_used_gets_no_delta(
+    family: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = Path(family.blob_path(layers(family, "base")["x"].digest))
+    while_building(monkeypatch, "x", base.unlink)
+    assert outcomes(freeze_models([CHILD], store=family, base="base"))["x"] == "in use"
+    assert forms_of(family, CHILD)["x"] == "hot"
+    assert_child_intact(family)
+
+
+def test_blobs_and_bases_are_leased_while_they_are_frozen(family: LocalStore) -> None:
+    leased: list[set[Digest]] = []
+    freeze_models(
+        [CHILD],
+        store=family,
+        base="base",
+        progress=lambda *_: leased.append(family.read_leases().digests),
+    )
+    used = {item.digest for name in (CHILD, "base") for item in layers(family, name).values()}
+    assert all(digests >= used for digests in leased if digests)
+    assert leased[-1] >= used
+
+
 def test_dissimilar_models_are_compressed_on_their_own(family: LocalStore) -> None:
     put(family, "other", {"x": 5, "y": 6})
     assert freeze_models(["other"], store=family).bases == ()
@@ -639,6 +746,10 @@ def test_usage_counts_bases_without_a_model_separately_from_garbage(family: Loca
     remove_models(["base"], store=family)
     usage = measure_usage(store=family)
     assert (usage.bases, usage.unreferenced) == (Space(2, sum(sizes)), Space())
+    remove_models([CHILD], store=family)
+    usage = measure_usage(store=family)
+    assert (usage.bases, usage.unreferenced.files) == (Space(), 4)
+    put_child(family, CHILD, 10)
     thaw_models([CHILD], store=family)
     usage = measure_usage(store=family)
     assert (usage.bases.files, usage.unreferenced.files) == (0, 2)

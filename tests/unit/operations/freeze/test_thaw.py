@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import blobstore
-from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreBusy, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze import batches, thaw
 from blobstore.operations.freeze.freeze import freeze_models
@@ -103,6 +104,38 @@ def test_neither_replaces_nor_trusts_a_file_that_another_process_has_written(
     assert thaw_models(["a"], store=store).blobs == 1
     assert forms_of(store, "a") == {"x": "both", "y": "hot"}
     assert path.read_bytes() == b"the bytes of another process"
+
+
+def test_needs_the_exclusive_lock(store: LocalStore) -> None:
+    with store.shared_lock(), pytest.raises(StoreBusy):
+        thaw_models(["a"], store=store)
+    assert forms_of(store, "a") == {"x": "cold", "y": "cold"}
+
+
+def test_blobs_are_leased_while_they_are_thawed(store: LocalStore) -> None:
+    leased: list[set[Digest]] = []
+    thaw_models(["a"], store=store, progress=lambda *_: leased.append(store.read_leases().digests))
+    assert leased
+    assert all(
+        digests == {item.digest for item in layers(store, "a").values()} for digests in leased
+    )
+
+
+def test_keeps_the_cold_file_if_the_hot_one_vanishes_again(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that know no locks remove blobs too."""
+    hot = Path(store.blob_path(layers(store, "a")["x"].digest))
+    sync = thaw.sync_folder
+
+    def sync_and_lose(folder: Path) -> None:
+        sync(folder)
+        if folder == store.folder("blobs"):
+            hot.unlink()
+
+    monkeypatch.setattr(thaw, "sync_folder", sync_and_lose)
+    thaw_models(["a"], store=store)
+    assert forms_of(store, "a") == {"x": "cold", "y": "hot"}
 
 
 def test_thaws_shared_blobs_for_all_models(store: LocalStore) -> None:

@@ -72,6 +72,22 @@ def test_blobs_are_kept_for_an_hour(store: LocalStore) -> None:
     assert (found.kept, found.kept_size) == (2, 6 + 13)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_blob_is_removed_from_the_moment_on_that_was_stated(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, *, force: bool
+) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    put(store, b"garbage")
+    (kept,) = collect_garbage(store).kept_blobs
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: kept.removable - 0.001)
+    assert collect_garbage(store, force=force).blobs == ()
+    monkeypatch.setattr(time, "time", lambda: kept.removable)
+    dry = collect_garbage(store, dry_run=True)
+    monkeypatch.setattr(time, "time", now)
+    assert [item.path for item in dry.blobs] == [kept.path]
+
+
 @pytest.mark.parametrize("age", [-1, float("nan")])
 def test_rejects_an_invalid_age(store: LocalStore, age: float) -> None:
     with pytest.raises(UsageError, match="0 seconds or more"):

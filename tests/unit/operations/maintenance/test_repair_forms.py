@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,25 @@ def test_a_damaged_cold_form_of_an_intact_file_is_quarantined(
     assert quarantined(store) == 1
     assert_whole(store)
     assert forms_of(store, "a") == {"x": "hot", "y": "both"}
+
+
+def test_a_cold_form_that_another_process_has_replaced_meanwhile_stays(
+    store: LocalStore, item: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = Path(store.cold_path(item.digest))
+    intact = cold.read_bytes()
+    flip(str(cold))
+    exclusive_lock = LocalStore.exclusive_lock
+
+    def late(self: LocalStore) -> contextlib.AbstractContextManager[None]:
+        cold.unlink()
+        cold.write_bytes(intact)
+        return exclusive_lock(self)
+
+    monkeypatch.setattr(LocalStore, "exclusive_lock", late)
+    repair_models(store=store)
+    assert cold.read_bytes() == intact
+    assert quarantined(store) == 0
 
 
 def test_reports_a_blob_that_is_damaged_in_both_forms_and_keeps_it(
