@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import blobstore
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("blobstore", "manifests", "cli")
 LINKS = {"blobstore/manifests": "../manifests", "blobstore/cli": "../cli"}
-PICKLES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle", "joblib"}
 # What an import may not cost: frameworks, terminals, networks, event loops.
 HEAVY = {
     "asyncio",
@@ -105,52 +103,6 @@ def tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
 
 
-def is_public(name: str) -> bool:
-    return not name.startswith("_")
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def public_definitions(
-    parent: ast.Module | ast.ClassDef, prefix: str = ""
-) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    """Yield public functions, classes and the public members of those, with dotted names.
-
-    Overloads are no functions of their own: the one that follows them is documented.
-    """
-    for node in parent.body:
-        if isinstance(node, Function | ast.ClassDef) and is_public(node.name):
-            if "overload" in map(ast.unparse, node.decorator_list):
-                continue
-            yield prefix + node.name, node
-            if isinstance(node, ast.ClassDef):
-                yield from public_definitions(node, f"{prefix}{node.name}.")
-
-
-def imported_modules(path: str) -> Iterator[tuple[str, int]]:
-    """Yield each imported module with its level: 0 for an absolute import."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or "", node.level
-
-
-def unannotated(function: Function, *, is_method: bool) -> Iterator[str]:
-    """Yield the parameters without a type, and ``return``."""
-    arguments = function.args
-    listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    if is_method and not any(
-        isinstance(item, ast.Name) and item.id == "staticmethod" for item in function.decorator_list
-    ):
-        listed = listed[1:]
-    listed += [item for item in (arguments.vararg, arguments.kwarg) if item is not None]
-    yield from (item.arg for item in listed if item.annotation is None)
-    if function.returns is None:
-        yield "return"
-
-
 def modules_after(code: str) -> set[str]:
     """Return the modules that a fresh interpreter holds after ``code``, less what it began with."""
     listing = f"import sys; before = set(sys.modules); {code}; print(*(set(sys.modules) - before), sep='\\n')"
@@ -195,14 +147,6 @@ def test_import_of_the_package_loads_the_standard_library_alone() -> None:
     assert loaded - sys.stdlib_module_names == {"blobstore"}
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_imports_are_absolute_and_without_pickle(path: str) -> None:
-    imported = list(imported_modules(path))
-
-    assert [name for name, level in imported if level] == []
-    assert [name for name, _ in imported if name.partition(".")[0] in PICKLES] == []
-
-
 @pytest.mark.parametrize("path", [path for path in MODULES if "/store/" not in path])
 def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
     used = [
@@ -221,28 +165,6 @@ def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
 
     assert used == []
     assert imported & STORE_CLASSES == set()
-
-
-@pytest.mark.parametrize("path", MODULES)
-def test_public_names_are_documented(path: str) -> None:
-    undocumented = [
-        name for name, node in public_definitions(tree(path)) if ast.get_docstring(node) is None
-    ]
-
-    assert ast.get_docstring(tree(path)) is not None
-    assert undocumented == []
-
-
-@pytest.mark.parametrize("path", MODULES)
-def test_public_functions_are_annotated(path: str) -> None:
-    missing = [
-        f"{name}: {parameter}"
-        for name, node in public_definitions(tree(path))
-        if isinstance(node, Function)
-        for parameter in unannotated(node, is_method="." in name)
-    ]
-
-    assert missing == []
 
 
 def length(path: str) -> int:

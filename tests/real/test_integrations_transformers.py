@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -446,6 +447,27 @@ def test_a_config_that_cannot_be_built_is_one_line(
         from_store("m", store=store)
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(("fewer", "is_accepted"), [(0, True), (1, False)])
+def test_rejects_a_config_of_far_more_parameters_than_are_stored(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fewer: int,
+    *,
+    is_accepted: bool,
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
+    count = sum(one.numel() for one in from_store("m", store=store).parameters())
+    monkeypatch.setattr(
+        "blobstore.integrations.transformers._FEW", -count - fewer
+    )  # beyond twice as many
+    with contextlib.ExitStack() as stack:
+        if not is_accepted:
+            message = f"config.json requires {count} parameters, but {count} are stored"
+            stack.enter_context(pytest.raises(BlobstoreError, match=message))
+        from_store("m", store=store)
 
 
 def test_rejects_a_model_without_a_config(store: LocalStore, tmp_path: Path) -> None:

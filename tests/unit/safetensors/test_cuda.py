@@ -100,13 +100,14 @@ def test_rejects_a_device_that_does_not_exist() -> None:
 # Empty tensors
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 4), (0, 3)])
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.bits >= 8])
-def test_an_empty_tensor_has_type_and_shape(dtype: DType, shape: tuple[int, ...]) -> None:
-    spec = TensorSpec("a", dtype, shape)
-    tensor = empty_tensor(spec, torch.device("cpu"))
-    assert tensor.shape == shape
-    assert tensor.nbytes == spec.nbytes
+def test_an_empty_tensor_has_type_and_shape(dtype: DType) -> None:
+    shapes: list[tuple[int, ...]] = [(), (3,), (2, 4), (0, 3)]
+    for shape in shapes:
+        spec = TensorSpec("a", dtype, shape)
+        tensor = empty_tensor(spec, torch.device("cpu"))
+        assert tensor.shape == shape
+        assert tensor.nbytes == spec.nbytes
 
 
 def test_an_empty_tensor_of_four_bit_floats_holds_pairs() -> None:

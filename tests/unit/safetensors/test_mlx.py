@@ -31,14 +31,14 @@ def test_every_type_is_here() -> None:
     assert {*KINDS, *PACKED} == set(DType)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
-def test_gives_the_bits_at_any_offset(dtype: DType, offset: int) -> None:
+def test_gives_the_bits_at_any_offset(dtype: DType) -> None:
     bits = bytes(index % 2 for index in range(4 * dtype.bits // 8))
-    array = as_mlx(memoryview(bytes(offset) + bits), offset, TensorSpec("a", dtype, (2, 2)))
-    assert array.dtype == KINDS[dtype]
-    assert array.shape == (2, 2)
-    assert bits_of(array) == bits
+    for offset in (0, 1, 3):
+        array = as_mlx(memoryview(bytes(offset) + bits), offset, TensorSpec("a", dtype, (2, 2)))
+        assert array.dtype == KINDS[dtype]
+        assert array.shape == (2, 2)
+        assert bits_of(array) == bits
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)

@@ -20,14 +20,14 @@ def test_every_type_is_here() -> None:
     assert {*KINDS, *PACKED} == set(DType)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
-def test_gives_the_values_at_any_offset(dtype: DType, offset: int) -> None:
+def test_gives_the_values_at_any_offset(dtype: DType) -> None:
     expected = np.array([[1, 2], [4, 1]]).astype(KINDS[dtype])
-    memory = memoryview(bytes(offset) + expected.tobytes() + b"rest")
-    array = as_array(memory, offset, TensorSpec("a", dtype, (2, 2)))
-    assert array.dtype == expected.dtype
-    np.testing.assert_array_equal(array, expected)
+    for offset in (0, 1, 3, 8):
+        memory = memoryview(bytes(offset) + expected.tobytes() + b"rest")
+        array = as_array(memory, offset, TensorSpec("a", dtype, (2, 2)))
+        assert array.dtype == expected.dtype
+        np.testing.assert_array_equal(array, expected)
 
 
 def test_views_the_memory() -> None:
@@ -44,12 +44,12 @@ def test_is_writable_only_if_the_memory_is(shape: tuple[int, ...]) -> None:
     assert as_array(memoryview(bytearray(4)), 0, spec).flags.writeable
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
-def test_gives_empty_arrays_even_behind_the_last_byte(dtype: DType, shape: tuple[int, ...]) -> None:
-    array = as_array(memoryview(b"1234"), 4, TensorSpec("a", dtype, shape))
-    assert array.shape == shape
-    assert array.dtype == np.dtype(KINDS[dtype])
+def test_gives_empty_arrays_even_behind_the_last_byte(dtype: DType) -> None:
+    for shape in ((0,), (0, 3), (3, 0, 2)):
+        array = as_array(memoryview(b"1234"), 4, TensorSpec("a", dtype, shape))
+        assert array.shape == shape
+        assert array.dtype == np.dtype(KINDS[dtype])
 
 
 def test_a_scalar_has_no_dimensions() -> None:

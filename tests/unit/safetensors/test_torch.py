@@ -20,15 +20,15 @@ def test_every_type_is_here() -> None:
     assert {*KINDS, DType.F4, DType.F6_E2M3, DType.F6_E3M2} == set(DType)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
-def test_gives_the_bits_at_any_offset(dtype: DType, offset: int) -> None:
+def test_gives_the_bits_at_any_offset(dtype: DType) -> None:
     bits = torch.arange(4 * dtype.bits // 8, dtype=torch.uint8) % 2
-    memory = memoryview(bytearray(offset) + bytes(bits.tolist()) + b"rest")
-    tensor = as_tensor(memory, offset, TensorSpec("a", dtype, (2, 2)))
-    assert tensor.dtype is KINDS[dtype]
-    assert tensor.shape == (2, 2)
-    assert torch.equal(tensor.clone().view(torch.uint8).flatten(), bits)
+    for offset in (0, 1, 3, 8):
+        memory = memoryview(bytearray(offset) + bytes(bits.tolist()) + b"rest")
+        tensor = as_tensor(memory, offset, TensorSpec("a", dtype, (2, 2)))
+        assert tensor.dtype is KINDS[dtype]
+        assert tensor.shape == (2, 2)
+        assert torch.equal(tensor.clone().view(torch.uint8).flatten(), bits)
 
 
 def test_views_the_memory_both_ways() -> None:
@@ -48,14 +48,12 @@ def test_unaligned_floats_can_be_computed_with() -> None:
     assert (tensor * 2).sum().item() == 999_000
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0, 2)])
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
-def test_gives_empty_tensors_even_behind_the_last_byte(
-    dtype: DType, shape: tuple[int, ...]
-) -> None:
-    tensor = as_tensor(memoryview(bytearray(4)), 4, TensorSpec("a", dtype, shape))
-    assert tensor.shape == shape
-    assert tensor.dtype is KINDS[dtype]
+def test_gives_empty_tensors_even_behind_the_last_byte(dtype: DType) -> None:
+    for shape in ((0,), (0, 3), (3, 0, 2)):
+        tensor = as_tensor(memoryview(bytearray(4)), 4, TensorSpec("a", dtype, shape))
+        assert tensor.shape == shape
+        assert tensor.dtype is KINDS[dtype]
 
 
 def test_a_scalar_has_no_dimensions() -> None:

@@ -14,7 +14,12 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.plan import PlannedMember, plan_members, read_models
+from blobstore.operations.archive.plan import (
+    MAX_UNCOMPRESSED,
+    PlannedMember,
+    plan_members,
+    read_models,
+)
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -85,6 +90,20 @@ def test_fine_tunes_are_deltas_against_their_base_model(store: LocalStore) -> No
         for child in CHILDREN
         for key in ("l0", "l1", "l2")
     }
+
+
+def test_blobs_that_are_stored_uncompressed_get_no_base(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "small")
+    count = (MAX_UNCOMPRESSED - len(layer("l0", b""))) // 2
+    while len(layer("l0", weights(0, count))) > MAX_UNCOMPRESSED:
+        count -= 1
+    sizes = {}
+    for more in (0, 4):  # the header is padded to 8 bytes
+        put_family(store, count=count + more, children=("one",))
+        sizes[len(layer("l0", weights(0, count + more)))] = len(
+            edges(planned(store, "base", "one"))
+        )
+    assert sizes == {MAX_UNCOMPRESSED: 0, MAX_UNCOMPRESSED + 8: 3}
 
 
 def test_a_base_comes_before_its_deltas(store: LocalStore) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.core.files import sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreBusy, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze import batches, thaw
@@ -126,10 +127,9 @@ def test_keeps_the_cold_file_if_the_hot_one_vanishes_again(
 ) -> None:
     """Programs that know no locks remove blobs too."""
     hot = Path(store.blob_path(layers(store, "a")["x"].digest))
-    sync = thaw.sync_folder
 
     def sync_and_lose(folder: Path) -> None:
-        sync(folder)
+        sync_folder(folder)
         if folder == store.folder("blobs"):
             hot.unlink()
 

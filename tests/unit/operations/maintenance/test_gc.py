@@ -476,6 +476,14 @@ def test_refuses_to_empty_a_store_whose_manifests_are_gone(
     assert not list(store.folder("blobs").iterdir())
 
 
+def test_blobs_from_the_future_count_as_new(store: LocalStore) -> None:
+    put(store, b"x", age=-100_000)
+    assert collect_garbage(store, older_than=1).blobs == ()
+    with pytest.raises(ImplausibleGarbage):
+        collect_garbage(store, older_than=0)
+    assert len(collect_garbage(store, older_than=0, force=True).blobs) == 1
+
+
 def test_refuses_to_remove_over_nine_tenths_of_the_blobs(store: LocalStore, tmp_path: Path) -> None:
     model_and_garbage(store, tmp_path, 0)
     model = len(list(store.folder("blobs").iterdir()))
