@@ -165,7 +165,7 @@ def test_each_step_is_durable_before_the_next(
     assert steps == ["link", "sync quarantine", "replace", "sync blobs"]
 
 
-def test_a_file_that_another_process_has_repaired_meanwhile_stays(layout: Layout) -> None:
+def test_a_file_that_another_process_has_repaired_in_the_meantime_stays(layout: Layout) -> None:
     blob(layout).write_bytes(b"wrong")
     new = ready(layout)
 

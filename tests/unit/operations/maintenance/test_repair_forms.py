@@ -83,7 +83,7 @@ def test_a_damaged_cold_form_of_an_intact_file_is_quarantined(
     assert forms_of(store, "a") == {"x": "hot", "y": "both"}
 
 
-def test_a_cold_form_that_another_process_has_replaced_meanwhile_stays(
+def test_a_cold_form_that_another_process_has_replaced_in_the_meantime_stays(
     store: LocalStore, item: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cold = Path(store.cold_path(item.digest))
