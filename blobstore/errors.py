@@ -107,6 +107,14 @@ class MissingLibrary(BlobstoreError, ImportError):
     """A library that the framework or integration needs is not installed."""
 
 
+class RemoteError(BlobstoreError):
+    """A registry cannot be reached, or misbehaves."""
+
+
+class RemoteRefused(RemoteError):
+    """A registry denies access, or refuses what was sent to it."""
+
+
 class StoreError(BlobstoreError):
     """The store's folder cannot be used: it is not a folder, read-only, full, or failing."""
 

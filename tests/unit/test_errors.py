@@ -19,7 +19,7 @@ CLASSES: list[type[BlobstoreError]] = [
 EXIT_CODES = {
     1: (
         "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken ImplausibleGarbage "
-        "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary"
+        "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused"
     ),
     2: "UsageError InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",

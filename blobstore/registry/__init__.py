@@ -1,0 +1,1 @@
+"""Models in OCI registries: the client, what registries return, and the shapes of models there."""

@@ -1,0 +1,198 @@
+"""Recognizes the shape of a model in a registry, and rebuilds its local manifest.
+
+What a registry returns is not trusted: a manifest whose blobs the registry does not list, or lists with
+other sizes, is refused before anything is transferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest, UnsupportedSource
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.registry.shapes import ollama
+from blobstore.registry.shapes.plan import (
+    LOCAL_MANIFEST,
+    MAX_REMOTE_MANIFEST,
+    MODEL_CONFIG,
+    OCI_INDEX,
+    OCI_MANIFEST,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from blobstore.registry.manifest import RemoteManifest
+
+MAX_PARTS: Final = 1024
+"""Manifests that an index may list."""
+FILE_CONFIGS: Final = ("application/vnd.docker.ai.model.config.", MODEL_CONFIG)
+"""How the media types of configs of models begin that other tools push file by file."""
+
+GetManifest = Callable[[Digest], "RemoteManifest"]
+ReadBlob = Callable[[Digest, int], bytes]
+"""Returns all bytes of a blob, given its digest and size."""
+
+
+class Place(NamedTuple):
+    """Where a registry has the bytes of a blob: in a larger blob, from an offset on."""
+
+    digest: Digest
+    size: int
+    """Of the larger blob."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteModel:
+    """A model in a registry."""
+
+    shape: Literal["oci", "ollama", "image"]
+    manifest: bytes = field(repr=False)
+    """The bytes of the local manifest."""
+    blobs: tuple[Descriptor, ...] = field(repr=False)
+    """The blobs of the local manifest, each once."""
+    places: Mapping[Digest, Place] = field(default_factory=dict, repr=False)
+    """Of the blobs that are parts of larger ones; the others are blobs of the registry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFiles:
+    """A model that another tool has pushed as files. It has to be imported."""
+
+    config: Descriptor
+    layers: tuple[Descriptor, ...] = field(repr=False)
+
+
+def read_model(
+    root: RemoteManifest, get_manifest: GetManifest, read_blob: ReadBlob
+) -> RemoteModel | RemoteFiles:
+    """Return the model that a manifest of a registry describes.
+
+    Args:
+        root: the manifest of the tag.
+        get_manifest: returns a manifest of the same repository.
+        read_blob: returns a small blob of the same repository.
+
+    Raises:
+        InvalidManifest: a manifest breaks its format, or contradicts the model.
+        UnsupportedSource: the manifest is not that of a model.
+        BlobDamaged: the registry has other bytes than the manifest lists.
+    """
+    value = _parsed(root)
+    if root.media_type == media_types.MANIFEST:
+        manifest = Manifest.from_bytes(root.data)
+        if manifest.config.media_type.startswith(FILE_CONFIGS):
+            return RemoteFiles(config=manifest.config, layers=manifest.layers)
+        if not ollama.is_model(manifest.layers):
+            raise _not_a_model()
+        return RemoteModel(shape="ollama", manifest=root.data, blobs=manifest.blobs)
+    if root.media_type not in (OCI_MANIFEST, OCI_INDEX):
+        raise UnsupportedSource(f"manifests of type {quote(root.media_type)} are not supported")
+    spelled = _annotations(value).get(LOCAL_MANIFEST)
+    values = [value]
+    if root.media_type == OCI_INDEX:
+        if spelled is None:
+            raise _not_a_model()
+        values = [_parsed(part) for part in _parts(value, get_manifest)]
+    layers = tuple(layer for part in values for layer in _layers(part))
+    config = _descriptor(values[0].get("config"), "$.config")
+    if spelled is None:
+        if config.media_type.startswith(FILE_CONFIGS):
+            return RemoteFiles(config=config, layers=layers)
+        raise _not_a_model()
+    try:
+        digest = Digest.parse(spelled)
+    except InvalidDigest as error:
+        raise InvalidManifest(f"$.annotations.{LOCAL_MANIFEST}: {error}") from None
+    return _from_layers(digest, layers, read_blob)
+
+
+def _from_layers(digest: Digest, layers: Iterable[Descriptor], read_blob: ReadBlob) -> RemoteModel:
+    """Return a model whose blobs are layers, and its local manifest, named ``digest``, is one too."""
+    sizes = {layer.digest: layer.size for layer in layers}
+    data = read_small(digest, sizes.get(digest), read_blob)
+    manifest = Manifest.from_bytes(data)
+    for blob in manifest.blobs:
+        if sizes.get(blob.digest) != blob.size:
+            raise InvalidManifest(
+                f"blob {blob.digest} of {blob.size} bytes is not a layer of the manifest in the registry"
+            )
+    return RemoteModel(shape="oci", manifest=data, blobs=manifest.blobs)
+
+
+def read_small(digest: Digest, size: int | None, read_blob: ReadBlob) -> bytes:
+    """Return the bytes of a layer that has a manifest, after checking them."""
+    if size is None:
+        raise InvalidManifest(f"the local manifest {digest} is not a layer")
+    if size > MAX_MANIFEST_SIZE:
+        raise InvalidManifest(f"a layer of {size} bytes is too large for a manifest")
+    data = read_blob(digest, size)
+    if (found := Digest.of(data)) != digest:
+        raise BlobDamaged(f"the registry returned bytes with digest {found} for blob {digest}")
+    return data
+
+
+def _not_a_model() -> UnsupportedSource:
+    return UnsupportedSource(
+        "this is a container image or another artifact, not a model",
+        advice="models are pushed by blobstore, Ollama, modctl and Docker Model Runner",
+    )
+
+
+def _parsed(manifest: RemoteManifest) -> dict[str, Any]:
+    if len(manifest.data) > MAX_REMOTE_MANIFEST:
+        raise InvalidManifest(
+            f"a manifest of {len(manifest.data)} bytes is over the limit of {MAX_REMOTE_MANIFEST}"
+        )
+    try:
+        value = strict_json.loads(manifest.data)
+    except ValueError as error:
+        raise InvalidManifest(f"a manifest of the registry is not readable: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidManifest("$: expected an object")
+    return value
+
+
+def _annotations(value: dict[str, Any]) -> dict[str, str]:
+    found = value.get("annotations") or {}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise InvalidManifest("$.annotations: expected texts")
+    return found
+
+
+def _layers(value: dict[str, Any]) -> list[Descriptor]:
+    listed = value.get("layers")
+    if not isinstance(listed, list):
+        raise InvalidManifest(f"$.layers: expected a list, got {quote(listed)}")
+    return [_descriptor(layer, f"$.layers[{number}]") for number, layer in enumerate(listed)]
+
+
+def _parts(value: dict[str, Any], get_manifest: GetManifest) -> Iterable[RemoteManifest]:
+    """Yield the manifests that an index lists."""
+    listed = value.get("manifests")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_PARTS:
+        raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
+    for number, entry in enumerate(listed):
+        place = f"$.manifests[{number}]"
+        part = _descriptor(entry, place)
+        if part.media_type != OCI_MANIFEST:
+            raise InvalidManifest(f"{place}.mediaType: expected {OCI_MANIFEST}")
+        manifest = get_manifest(part.digest)
+        if Digest.of(manifest.data) != part.digest:
+            raise BlobDamaged(f"the registry returned another manifest than {part.digest}")
+        yield manifest
+
+
+def _descriptor(value: Any, place: str) -> Descriptor:
+    try:
+        return Descriptor.from_json(value)
+    except InvalidManifest as error:
+        raise InvalidManifest(f"{place}{error}") from None
