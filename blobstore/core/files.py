@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+_ROOT_USER = 0
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY}
 """Errors of file systems that do not support a sync, such as some of FUSE and SMB for folders."""
 
@@ -193,9 +194,27 @@ def make_folders(folder: Path, top: Path) -> None:
     """
     parents = [folder, *folder.parents]
     existing = next(index for index, parent in enumerate(parents) if parent.is_dir())
+    below = parents.index(top)
     folder.mkdir(parents=True, exist_ok=True)
-    for parent in parents[: max(existing, parents.index(top)) + 1]:
+    for new in reversed(parents[: min(existing, below)]):
+        give_to_owner(new, new.parent)
+    for parent in parents[: max(existing, below) + 1]:
         sync_folder(parent)
+
+
+def give_to_owner(new: Path | int, folder: Path) -> None:
+    """Give a file or folder of root to the owner of ``folder``, who could not change it otherwise.
+
+    Containers often run as root in the folders of other users. Nothing is taken from other users.
+    """
+    if os.geteuid() != _ROOT_USER:
+        return
+    owner = folder.stat()
+    if owner.st_uid != os.stat(new).st_uid == _ROOT_USER:  # noqa: PTH116 - it may be a descriptor
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without owners, or one that keeps root out
+            os.chown(new, owner.st_uid, owner.st_gid)
 
 
 @contextlib.contextmanager

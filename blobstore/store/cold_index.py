@@ -20,6 +20,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.files import (
     FileState,
     FileVersion,
+    give_to_owner,
     read_regular,
     sync_folder,
     write_all,
@@ -100,6 +101,7 @@ class ColdIndex:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o666)
         try:
+            give_to_owner(descriptor, self.path.parent)
             is_new = os.fstat(descriptor).st_size == 0
             # The last line may be torn.
             write_all(descriptor, "".join(["\n", *entries]).encode())

@@ -151,7 +151,8 @@ class LocalStore(BlobReader):
         with self.writing():
             for name in ("blobs", "manifests", "temporary"):
                 make_folders(self.folder(name), self.root)
-            self._layout.headers.mkdir(exist_ok=True)  # readers write caches, but create no folder
+            if not self._layout.headers.is_dir():  # readers write caches, but create no folder
+                make_folders(self._layout.headers, self.root)
             with (
                 self._locks.lease(is_import=True) as lease,
                 Ingest(self, lease, paranoid=paranoid) as ingest,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import read_exactly, write_all
+from blobstore.core.files import give_to_owner, make_folders, read_exactly, write_all
 from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
 
@@ -76,7 +76,7 @@ class Locks:
 
         A forked process keeps the lease alive too, unless it is that of an import.
         """
-        self._layout.leases.mkdir(parents=True, exist_ok=True)
+        self._make(self._layout.leases)
         with self.shared():  # a holder of the exclusive lock would think an unlocked lease dead
             return Lease(self._layout, self, is_import=is_import)
 
@@ -104,9 +104,11 @@ class Locks:
         # NFS requires a file to be open for writing for an exclusive lock.
         flags = os.O_CLOEXEC | (os.O_RDWR if kind == fcntl.LOCK_EX else os.O_RDONLY)
         if is_created:
-            self._layout.lock.parent.mkdir(parents=True, exist_ok=True)
+            self._make(self._layout.lock.parent)
             flags |= os.O_CREAT
         descriptor = os.open(self._layout.lock, flags, 0o666)
+        if is_created:
+            give_to_owner(descriptor, self._layout.lock.parent)
         process = os.getpid()
         try:
             self._wait(descriptor, kind, importer)
@@ -118,6 +120,10 @@ class Locks:
                 with contextlib.suppress(OSError):  # there may be no locks
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+    def _make(self, folder: Path) -> None:
+        if not folder.is_dir():
+            make_folders(folder, self._layout.root)
 
     def _wait(self, descriptor: int, kind: int, importer: Lease | None) -> None:
         """Lock the file of an open descriptor, as soon as other processes let go of it."""
@@ -194,7 +200,10 @@ class Lease:
         folder, prefix = self._files
         path = folder / f"{prefix}{next(_NUMBERS)}"
         # Read-only from the start: a descriptor that is open for writing stays usable.
-        return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o444)
+        give_to_owner(descriptor, folder)
+        return path, descriptor
 
     def remove_files(self) -> None:
         """Remove the files of :meth:`create_file` that have not been renamed."""

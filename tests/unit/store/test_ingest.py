@@ -209,6 +209,19 @@ def test_blobs_are_read_only_and_follow_the_umask(tmp_path: Path, umask: int) ->
     assert stat.S_IMODE(mode) == 0o444 & ~umask
 
 
+def test_a_blob_that_another_user_keeps_private_is_named() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        put(store, b"abc")
+        path = Path(store.blob_path(Digest.of(b"abc")))
+        path.chmod(0)
+        for shared in (store.root, *(it for it in store.root.rglob("*") if it.is_dir())):
+            shared.chmod(0o777)
+        store._layout.lock.chmod(0o666)
+        outcome = sandbox.call(lambda: put(store, b"abc"), unprivileged=True)
+        assert outcome == f"StoreError: blob '{path}' cannot be read: Permission denied"
+
+
 def test_threads_can_add_blobs_concurrently(store: LocalStore) -> None:
     contents = [bytes([number % 200]) * (1 + number % 7) * 1000 for number in range(300)]
     with store.ingest() as ingest, ThreadPoolExecutor(8) as pool:

@@ -6,8 +6,15 @@ from pathlib import Path
 import pytest
 
 from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.repair import repair_models
 from blobstore.store.local import LocalStore
 from blobstore.store.permissions import folder_warnings, name_concerns
+from tests.support import sandbox
+from tests.support.frozen import flip, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs, blob
 from tests.support.sandbox import NOBODY
 
@@ -49,3 +56,49 @@ def test_warns_of_a_name_that_another_user_published(store: LocalStore) -> None:
     (found,) = name_concerns(store, [A])
     assert found.startswith(f"'a:latest' was put into the store by another user (number {NOBODY})")
     assert list(folder_warnings(store)) == []
+
+
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root writes to the stores of others")
+
+
+@only_root
+def test_what_root_adds_to_the_store_of_another_user_locks_that_user_out_of_nothing() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store", lock_timeout=0.05)
+        store.root.mkdir()
+        os.chown(store.root, NOBODY, NOBODY)
+        put(store, "base", {"x": 1})
+        add_blobs(store, "a", {"x": layer("x", tuned(10, 1))})
+        add_blobs(store, "ns/b", {"y": layer("y", weights(2))})
+        freeze_models(["a"], store=store, base="base")
+        add_blobs(store, "ns/b", {"y": layer("y", weights(3))})  # which has a history now
+        damaged = Path(store.blob_path(layers(store, "ns/b")["y"].digest))
+        intact = damaged.read_bytes()
+        flip(str(damaged))
+        restore = LocalStore(folder / "other")
+        add_blobs(restore, "b", {"y": intact})
+        assert len(repair_models(source=restore.root, store=store).repaired) == 1
+        folders = {path for path in store.root.rglob("*") if path.is_dir()}
+        blobs = {path for name in ("blobs", "cold") for path in store.folder(name).iterdir()}
+        others = {store._layout.lock, store._layout.cold_index}
+        assert {path.stat().st_uid for path in folders | blobs | others} == {NOBODY}
+
+        def use() -> object:
+            thaw_models(["a"], store=store)
+            freeze_models(["ns/b"], store=store)
+            add_blobs(store, "ns/c", {"z": layer("z", weights(4))})
+            remove_models(["a", "ns/b"], store=store)
+            collect_garbage(store, older_than=0, force=True)
+            return sorted(map(str, store.references()))
+
+        assert sandbox.call(use, unprivileged=True) == "['base:latest', 'ns/c:latest']"
+
+
+@only_root
+def test_root_takes_nothing_from_other_users() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store", lock_timeout=0.05)
+        put(store, "a", {"x": 1})
+        os.chown(store._layout.lock, NOBODY, NOBODY)
+        put(store, "b", {"x": 2})
+        assert store._layout.lock.stat().st_uid == NOBODY

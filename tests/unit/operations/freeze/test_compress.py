@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,28 @@ def test_names_the_file_of_a_damaged_blob(store: LocalStore) -> None:
     (fault,) = frozen.faults
     assert f"'{path}' is damaged: its bytes have digest" in str(fault)
     assert list(store.folder("temporary").iterdir()) == []
+
+
+def test_a_cold_blob_is_synced_before_its_state_is_noted(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On some file systems, a sync changes the time of the last modification."""
+    really_sync, verify = os.fsync, ColdBlobBuilder._verify
+    events: list[object] = []
+
+    def sync(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        really_sync(descriptor)
+
+    def noting(self: ColdBlobBuilder, *arguments: Any) -> Any:
+        encoded = verify(self, *arguments)
+        assert encoded is not None
+        assert encoded.state is not None
+        assert encoded.state.inode in events
+        events.append("verified")
+        return encoded
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(ColdBlobBuilder, "_verify", noting)
+    freeze_models(["child"], store=store)
+    assert "verified" in events

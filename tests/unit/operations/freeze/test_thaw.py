@@ -122,6 +122,27 @@ def test_blobs_are_leased_while_they_are_thawed(store: LocalStore) -> None:
     )
 
 
+def test_a_hot_file_that_is_there_is_durable_before_the_cold_one_is_removed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thaw_models(["a"], store=store, keep_cold=True)
+    item = layers(store, "a")["x"]
+    hot = os.stat(store.blob_path(item.digest)).st_ino
+    cold = store.cold_path(item.digest)
+    really_sync = os.fsync
+    is_cold: list[bool] = []
+
+    def sync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_ino == hot:
+            is_cold.append(Path(cold).exists())
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    thaw_models(["a"], store=store)
+    assert is_cold == [True]
+    assert forms_of(store, "a")["x"] == "hot"
+
+
 def test_keeps_the_cold_file_if_the_hot_one_vanishes_again(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,15 @@ def test_removes_leftovers_of_dead_processes(store: LocalStore) -> None:
         assert not any(path.exists() for path in dead)
 
 
+def test_leftovers_from_the_future_are_removed(store: LocalStore) -> None:
+    put(store, b"x")
+    left = store.folder("temporary") / "1-a-0"
+    left.write_bytes(b"left")
+    os.utime(left, (time.time() + 10_000,) * 2)
+    collect_garbage(store)
+    assert not left.exists()
+
+
 def test_header_indexes_of_removed_models_are_removed(store: LocalStore, tmp_path: Path) -> None:
     for name, tensors in (("a", dense_tensors()), ("b", moe_tensors())):
         write_folder(tmp_path / name, tensors)
