@@ -195,26 +195,38 @@ def make_folders(folder: Path, top: Path) -> None:
     parents = [folder, *folder.parents]
     existing = next(index for index, parent in enumerate(parents) if parent.is_dir())
     below = parents.index(top)
-    folder.mkdir(parents=True, exist_ok=True)
-    for new in reversed(parents[: min(existing, below)]):
-        give_to_owner(new, new.parent)
+    for index in reversed(range(existing)):
+        parents[index].mkdir(parents=True, exist_ok=True)
+        if index < below:
+            give_to_owner(parents[index])
     for parent in parents[: max(existing, below) + 1]:
         sync_folder(parent)
 
 
-def give_to_owner(new: Path | int, folder: Path) -> None:
-    """Give a file or folder of root to the owner of ``folder``, who could not change it otherwise.
+def give_to_owner(new: Path) -> None:
+    """Give a new, empty file or folder of root to the owner of its folder, who is locked out otherwise.
 
-    Containers often run as root in the folders of other users. Nothing is taken from other users.
+    Containers often run as root in the folders of other users. That owner may replace any part of the
+    path at any time, so nothing is followed, and only what is still empty and has no other name is given.
     """
-    if os.geteuid() != _ROOT_USER:
+    if os.geteuid() != _ROOT_USER or new.parent.stat().st_uid == _ROOT_USER:
         return
-    owner = folder.stat()
-    if owner.st_uid != os.stat(new).st_uid == _ROOT_USER:  # noqa: PTH116 - it may be a descriptor
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without owners, or one that keeps root out
-            os.chown(new, owner.st_uid, owner.st_gid)
+    with contextlib.ExitStack() as stack:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            folder = os.open(new.parent, flags | os.O_DIRECTORY)
+            stack.callback(os.close, folder)
+            descriptor = os.open(new.name, flags, dir_fd=folder)
+            stack.callback(os.close, descriptor)
+            owner, status = os.fstat(folder), os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                is_empty = not os.listdir(descriptor)  # noqa: PTH208 - of a descriptor
+            else:
+                is_empty = status.st_size == 0 and status.st_nlink == 1
+            if is_empty and status.st_uid == _ROOT_USER:
+                os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        except OSError:  # a file system without owners, one that keeps root out, or a changed path
+            return
 
 
 @contextlib.contextmanager

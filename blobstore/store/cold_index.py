@@ -101,7 +101,7 @@ class ColdIndex:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o666)
         try:
-            give_to_owner(descriptor, self.path.parent)
+            give_to_owner(self.path)
             is_new = os.fstat(descriptor).st_size == 0
             # The last line may be torn.
             write_all(descriptor, "".join(["\n", *entries]).encode())

@@ -108,7 +108,7 @@ class Locks:
             flags |= os.O_CREAT
         descriptor = os.open(self._layout.lock, flags, 0o666)
         if is_created:
-            give_to_owner(descriptor, self._layout.lock.parent)
+            give_to_owner(self._layout.lock)
         process = os.getpid()
         try:
             self._wait(descriptor, kind, importer)
@@ -202,7 +202,7 @@ class Lease:
         # Read-only from the start: a descriptor that is open for writing stays usable.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o444)
-        give_to_owner(descriptor, folder)
+        give_to_owner(path)
         return path, descriptor
 
     def remove_files(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.files import give_to_owner
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -102,3 +103,35 @@ def test_root_takes_nothing_from_other_users() -> None:
         os.chown(store._layout.lock, NOBODY, NOBODY)
         put(store, "b", {"x": 2})
         assert store._layout.lock.stat().st_uid == NOBODY
+
+
+@only_root
+@pytest.mark.parametrize("trap", ["link", "hard link", "content", "folder with content"])
+def test_root_gives_nothing_away_that_another_user_has_put_in_the_place_of_a_new_file(
+    trap: str,
+) -> None:
+    with sandbox.common_folder() as folder:
+        secret, home = folder / "secret", folder / "home"
+        home.mkdir()
+        os.chown(home, NOBODY, NOBODY)
+        if trap == "folder with content":
+            (home / "lock").mkdir()
+            (home / "lock" / "x").touch()
+        elif trap == "content":
+            (home / "lock").write_bytes(b"secret")
+        else:
+            secret.touch()
+            (os.link if trap == "hard link" else os.symlink)(secret, home / "lock")
+        give_to_owner(home / "lock")
+        assert (home / "lock").stat().st_uid == 0
+
+
+@only_root
+def test_root_gives_nothing_away_through_a_folder_that_has_become_a_link() -> None:
+    with sandbox.common_folder() as folder:
+        (folder / "etc").mkdir()
+        os.chown(folder / "etc", NOBODY, NOBODY)
+        (folder / "etc" / "lock").touch()
+        (folder / "home").symlink_to(folder / "etc")
+        give_to_owner(folder / "home" / "lock")
+        assert (folder / "etc" / "lock").stat().st_uid == 0
