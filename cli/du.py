@@ -24,6 +24,7 @@ _SPACES = {
     "unreferenced": 'blobs that no model needs; "blobstore gc" frees them',
     "foreign": "other files in the folder of blobs",
     "temporary": "temporary files",
+    "partial": "unfinished downloads",
     "quarantine": "damaged files in quarantine",
     "caches": "caches",
     "manifests": "manifests",

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--older-than",
     metavar="TIME",
-    default="1h",
-    show_default=True,
     callback=options.parse_duration,
-    help="Keep files written within TIME, such as 30m, 1h or 2d.",
+    help="Keep files written within TIME, such as 30m, 1h or 2d; 1h by default, and 7d for unfinished downloads.",
 )
 @click.option(
     "--force", is_flag=True, help="Remove blobs even if these are all or nearly all of the store."
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 @options.wait_option
 @options.json_option
 def command(
-    store: LocalStore, dry_run: bool, older_than: float, force: bool, as_json: bool
+    store: LocalStore, dry_run: bool, older_than: float | None, force: bool, as_json: bool
 ) -> None:
     """Remove blobs that no model references, files of dead processes, and empty folders.
 
@@ -103,6 +101,11 @@ def _reason(blobs: Sequence[KeptBlob]) -> str:
     if reason == "young":
         wait = max(blob.removable for blob in blobs) - time.time()
         return f"too young, removable in {render.human_wait(wait)}; with --older-than 0s at once"
+    if reason == "partial":
+        wait = max(blob.removable for blob in blobs) - time.time()
+        return (
+            f"partial download, removable in {render.human_wait(wait)}; the same pull continues it"
+        )
     if reason == "in use":
         return f"in use by PID {', '.join(map(str, processes))}" if processes else "in use"
     if reason == "base":

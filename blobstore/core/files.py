@@ -91,6 +91,11 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     return descriptor, status.st_size
 
 
+def allocated(status: os.stat_result) -> int:
+    """Return the bytes that a file occupies: those of a sparse file without its holes."""
+    return min(status.st_size, status.st_blocks * 512)
+
+
 def read_ahead(path: str) -> None:
     """Ask the system to read a file in the background. The call may block while requests are queued.
 

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import BlobId, Digest, Digester
-from blobstore.core.files import sync_folder, write_all
+from blobstore.core.escape import quote
+from blobstore.core.files import FileState, sync_folder, write_all
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource
+from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, StoreError
+from blobstore.store.partial import PartialBlob, locked_file
 from blobstore.store.quarantine import replace_damaged
 from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -77,6 +79,8 @@ class Ingest:
         """Sizes of the blobs that the store had; a blob of another size is new."""
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Ingested] = {}
+        self._partial: dict[Path, FileState] = {}
+        """The files among these that other processes may have renamed or replaced."""
         self._verified = VerifiedBlobs(store)
         self._damaged: set[Digest] = set()
         self.repaired: dict[Digest, Path | None] = {}
@@ -149,27 +153,65 @@ class Ingest:
                 if item.is_repair:
                     self._damaged.add(item.digest)
 
+    def open_partial(self, blob: BlobId) -> PartialBlob | None:
+        """Return the partial file of a blob, to fill it; None if another process is filling it.
+
+        The caller closes it. If the import ends without :meth:`publish`, the file stays for the next one.
+
+        Raises:
+            OSError: it cannot be created.
+        """
+        self._lease.hold([blob.digest])  # so that gc keeps the file
+        return PartialBlob.open(self._layout.partial, blob)
+
+    def adopt_partial(self, partial: PartialBlob) -> Ingested:
+        """Publish with this import a partial file that has the right digest."""
+        digest, size = partial.blob
+        item = Ingested(digest, size, written=True, is_repair=digest in self._damaged)
+        state = partial.complete()
+        with self._changed:
+            self._partial[partial.path] = state
+            self._unnamed[partial.path] = item
+        self._sync_later(partial.duplicate())
+        return item
+
     def publish(self) -> None:
         """Give every added blob its name, durably.
 
         Raises:
             OSError: a blob could not be synced or renamed. Only synced blobs get names.
             StoreBusy: waiting for the lock that the replacement of a damaged blob needs timed out.
+            StoreError: another program has removed a partial file.
         """
         for synced in self._syncing:
             synced.result()
         for path, item in self._unnamed.items():
-            if item.digest not in self._damaged:
-                path.replace(self._layout.blob(item.digest))
+            state = self._partial.get(path)
+            if state is None:
+                self._publish(path, item)
                 continue
-            blob = BlobId(item.digest, item.size)
-            is_replaced, quarantined = replace_damaged(
-                self._store, blob, path, self.exclusive_lock, lambda _: self._check_open()
-            )
-            if is_replaced:
-                self.repaired[item.digest] = quarantined
+            with locked_file(path, state) as is_same:
+                if is_same:
+                    self._publish(path, item)
+                elif self.find(item.digest, item.size) is None:
+                    raise StoreError(
+                        f"another program has changed or removed {quote(path)}",
+                        advice="run the same command again",
+                    )
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
+
+    def _publish(self, path: Path, item: Ingested) -> None:
+        """Give a synced file the name of its blob."""
+        if item.digest not in self._damaged:
+            path.replace(self._layout.blob(item.digest))
+            return
+        blob = BlobId(item.digest, item.size)
+        is_replaced, quarantined = replace_damaged(
+            self._store, blob, path, self.exclusive_lock, lambda _: self._check_open()
+        )
+        if is_replaced:
+            self.repaired[item.digest] = quarantined
 
     def exclusive_lock(self) -> AbstractContextManager[None]:
         """Take the store's exclusive lock, and wait longer for it than a command would."""

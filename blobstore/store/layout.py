@@ -26,6 +26,7 @@ Folder = Literal[
     "bases",
     "headers",
     "history",
+    "partial",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -57,6 +58,8 @@ class Layout:
         """The header index, a cache."""
         self.history = root / ".blobstore" / "history"
         """Former manifests of names; see :mod:`blobstore.store.history`."""
+        self.partial = root / ".blobstore" / "partial"
+        """Unfinished downloads; see :mod:`blobstore.store.partial`."""
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)

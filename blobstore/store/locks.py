@@ -22,7 +22,7 @@ import os
 import secrets
 import time
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -130,7 +130,7 @@ class Locks:
         timeout = self.timeout if importer is None else max(self.timeout, _IMPORT_TIMEOUT)
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
-        while not _try_lock(descriptor, kind, self._layout.root):
+        while not try_lock(descriptor, kind, self._layout.root):
             if importer is not None and importer.has_ended:
                 raise Cancelled("the import was stopped")
             left = deadline - time.monotonic()
@@ -159,9 +159,9 @@ class Lease:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(self._path, flags, 0o644)
         if is_import:
-            _OWN_LEASES.add(self)
+            NOT_INHERITED.add(self)
         try:
-            while not _try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
+            while not try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
                 time.sleep(_FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
         except BaseException:
             self.close()
@@ -222,21 +222,25 @@ class Lease:
     def close(self) -> None:
         """End the lease and close its file."""
         self.end()
-        _OWN_LEASES.discard(self)
+        NOT_INHERITED.discard(self)
         os.close(self._descriptor)
 
 
-_OWN_LEASES: weakref.WeakSet[Lease] = weakref.WeakSet()
-"""Leases that forked processes do not keep alive."""
+class _LocksFile(Protocol):
+    _descriptor: int
+
+
+NOT_INHERITED: weakref.WeakSet[_LocksFile] = weakref.WeakSet()
+"""Owners of locked files whose locks forked processes do not keep."""
 
 
 def _drop_in_child() -> None:
-    if _OWN_LEASES:
+    if NOT_INHERITED:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        for lease in _OWN_LEASES:
-            os.dup2(nowhere, lease._descriptor, inheritable=False)
+        for owner in NOT_INHERITED:
+            os.dup2(nowhere, owner._descriptor, inheritable=False)
         os.close(nowhere)
-        _OWN_LEASES.clear()
+        NOT_INHERITED.clear()
 
 
 # A worker of an import that outlives it would keep its lease locked.
@@ -289,7 +293,7 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
         with contextlib.suppress(FileNotFoundError):  # a lease can end at any time
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if _try_lock(descriptor, fcntl.LOCK_SH, layout.root):
+                if try_lock(descriptor, fcntl.LOCK_SH, layout.root):
                     leases.dead.append(path)
                     continue
                 data = read_exactly(descriptor, os.fstat(descriptor).st_size, 0)
@@ -301,8 +305,12 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
     return leases
 
 
-def _try_lock(descriptor: int, kind: int, root: Path) -> bool:
-    """Take a lock if it is free; return whether it was."""
+def try_lock(descriptor: int, kind: int, root: Path) -> bool:
+    """Take a lock of a file in the store ``root`` if it is free; return whether it was.
+
+    Raises:
+        StoreError: the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.store.catalog import read_catalog, read_entries
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Names
+    from blobstore.store.layout import Folder
 
 
 class Space(NamedTuple):
@@ -87,6 +89,8 @@ class StoreUsage:
     manifests: Space
     temporary: Space
     """Temporary files of running and dead processes."""
+    partial: Space
+    """Unfinished downloads."""
     quarantine: Space
     """Damaged files that were replaced."""
     caches: Space
@@ -96,7 +100,7 @@ class StoreUsage:
     def size(self) -> int:
         """Bytes of all files."""
         blobs = (self.referenced, self.bases, self.unreferenced, self.foreign)
-        others = (self.manifests, self.temporary, self.quarantine, self.caches)
+        others = (self.manifests, self.temporary, self.partial, self.quarantine, self.caches)
         return sum(space.size for space in blobs + others)
 
     @property
@@ -140,7 +144,8 @@ def measure_usage(
     uses = Counter(digest for entry in entries.values() for digest in entry.blobs)
     blobs = _measure_blobs(store, uses)
     together = Counter(digest for entry in chosen for digest in entry.blobs)
-    parts = {name: store.folder(name) for name in ("temporary", "quarantine", "cold", "bases")}
+    names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
+    parts = {name: store.folder(name) for name in names}
     return StoreUsage(
         models=tuple(
             ModelUsage(
@@ -166,6 +171,7 @@ def measure_usage(
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),
         temporary=_space_of(parts["temporary"]),
+        partial=_total(allocated(status) for _, status in _files(parts["partial"])),
         quarantine=_space_of(parts["quarantine"]),
         caches=_space_of(store.folder("headers").parent, without=parts.values()),
     )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, read_regular, sync_folder
+from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.local import LocalStore
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 GRACE: Final = 3600.0
 """The default age in seconds from which blobs are removed; other programs hold no leases."""
+PARTIAL_GRACE: Final = 7 * 86400.0
+"""The same for unfinished downloads, which the next pull of the model continues."""
 _HOLD = 0.2
 """Seconds after which the lock is released for other processes."""
 _PAUSE = 0.02
@@ -43,7 +45,7 @@ _IMPLAUSIBLE = 0.9
 """The share of all blobs from which on so much garbage is more likely a mistake."""
 _PREFIX = Digest("").file_name
 
-Reason = Literal["young", "in use", "base", "damaged manifest"]
+Reason = Literal["young", "in use", "base", "damaged manifest", "partial"]
 
 
 class Removed(NamedTuple):
@@ -63,7 +65,8 @@ class KeptBlob(NamedTuple):
     size: int
     """Bytes."""
     reason: Reason
-    """Too young; leased; the base of a delta-encoded blob; or perhaps the config of a damaged manifest."""
+    """Too young; leased; the base of a delta-encoded blob; perhaps the config of a damaged manifest; or a
+    young unfinished download."""
     processes: tuple[int, ...]
     """The IDs of the processes that have leased it."""
     removable: float
@@ -77,7 +80,7 @@ class Collected:
     blobs: tuple[Removed, ...] = field(default=(), repr=False)
     """Blobs that no manifest references, hot and cold."""
     leftovers: tuple[Removed, ...] = field(default=(), repr=False)
-    """Temporary files and leases of dead processes, and caches of removed models."""
+    """Temporary files and leases of dead processes, caches of removed models, and old unfinished downloads."""
     folders: tuple[Path, ...] = ()
     """Empty folders of manifests, below the root."""
     kept_blobs: tuple[KeptBlob, ...] = field(default=(), repr=False)
@@ -114,7 +117,7 @@ class Collected:
 def collect_garbage(
     store: LocalStore | str | os.PathLike[str] | None = None,
     *,
-    older_than: float = GRACE,
+    older_than: float | None = None,
     dry_run: bool = False,
     force: bool = False,
 ) -> Collected:
@@ -124,7 +127,8 @@ def collect_garbage(
 
     Args:
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        older_than: keep blobs that were written within this many seconds.
+        older_than: keep files that were written within this many seconds; by default an hour for
+            blobs, and a week for unfinished downloads.
         dry_run: remove nothing; report what would be removed.
         force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
@@ -136,7 +140,7 @@ def collect_garbage(
         StoreError: the store cannot be read or written.
         UsageError: ``older_than`` is negative.
     """
-    if not older_than >= 0:
+    if older_than is not None and not older_than >= 0:
         raise UsageError(f"older_than must be 0 seconds or more, got {older_than}")
     store = LocalStore.of(store)
     store.check_root()
@@ -174,9 +178,10 @@ class _Candidate(NamedTuple):
 class _Collection:
     """The steps of a collection, in order, and what they share."""
 
-    def __init__(self, store: LocalStore, older_than: float, *, dry_run: bool) -> None:
+    def __init__(self, store: LocalStore, older_than: float | None, *, dry_run: bool) -> None:
         self._store = store
-        self._older_than = older_than
+        self._older_than = GRACE if older_than is None else older_than
+        self._partial_age = PARTIAL_GRACE if older_than is None else older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
         self._leases = Leases({}, [])
@@ -281,16 +286,21 @@ class _Collection:
         leases = self._leases_of(item.digest)
         reason = "in use" if leases else self._reason(item, status)
         if reason is not None:
-            starts = [name.partition("-")[0] for name in leases]
-            processes = tuple(int(start) for start in starts if start.isdecimal())
             removable = status.st_mtime + self._older_than
-            self.kept.append(KeptBlob(below, status.st_size, reason, processes, removable))
+            self._keep(below, status.st_size, reason, leases, removable)
             return []
         if not self._is_dry:
             os.unlink(path)  # noqa: PTH108 - there are many
         elif item.folder == self._store.folder("cold"):
             self._gone.add(item.digest)
         return [Removed(below, status.st_size)]
+
+    def _keep(
+        self, path: Path, size: int, reason: Reason, leases: list[str], removable: float
+    ) -> None:
+        starts = [name.partition("-")[0] for name in leases]
+        processes = tuple(int(start) for start in starts if start.isdecimal())
+        self.kept.append(KeptBlob(path, size, reason, processes, removable))
 
     def _reason(self, item: _Candidate, status: os.stat_result) -> Reason | None:
         """Return why a blob that is not in use must stay; None if it is garbage."""
@@ -381,6 +391,21 @@ class _Collection:
                 status = path.lstat()
                 if _age(status) >= age:
                     yield self._remove(path, status.st_size)
+        yield from self._remove_partial()
+
+    def _remove_partial(self) -> Iterator[Removed]:
+        """Remove unfinished downloads that no process continues; young ones are kept."""
+        for entry in scan_folder(self._store.folder("partial")):
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                size = allocated(status)
+                leases = self._leases_of(Digest(entry.name.partition("-")[0]))
+                if not leases and _age(status) >= self._partial_age:
+                    yield self._remove(Path(entry.path), size)
+                    continue
+                below = Path(entry.path).relative_to(self._store.root)
+                removable = status.st_mtime + self._partial_age
+                self._keep(below, size, "in use" if leases else "partial", leases, removable)
 
     def remove_empty_folders(self) -> Iterator[Path]:
         """Remove empty folders of manifests; a folder with only empty folders is empty too."""

@@ -75,6 +75,7 @@ def test_json_has_exact_numbers(stored: LocalStore, moe: Path) -> None:
         "bytes_in_all": sum(in_all),
     }
     assert found["foreign"] == {"files": 1, "bytes": 3}
+    assert found["partial"] == {"files": 0, "bytes": 0}
     assert found["unreferenced"] == found["quarantine"] == {"files": 0, "bytes": 0}
     assert found["errors"] == []
 

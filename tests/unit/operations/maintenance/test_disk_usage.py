@@ -104,6 +104,8 @@ def test_reports_unreferenced_files(store: LocalStore) -> None:
     (store.folder("blobs") / f"sha256-{'b' * 64}").symlink_to("elsewhere")
     (store.folder("temporary") / "1-a-0").write_bytes(b"123")
     store.folder("quarantine").mkdir()
+    store.folder("partial").mkdir()
+    (store.folder("partial") / "unfinished").write_bytes(b"123")
     (store.folder("quarantine") / "bad").write_bytes(b"12")
     (store.folder("headers") / "x").write_bytes(b"1")
     usage = measure_usage(store=store)
@@ -112,6 +114,7 @@ def test_reports_unreferenced_files(store: LocalStore) -> None:
     assert usage.foreign == Space(2, 5 + len("elsewhere"))
     assert usage.temporary == Space(1, 3)
     assert usage.quarantine == Space(1, 2)
+    assert usage.partial == Space(1, 3)
     assert usage.caches.size == 1
     assert usage.manifests == Space(1, len(store.read_manifest(B)))
     assert usage.size == on_disk(store) + len("elsewhere")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import blobstore
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import read_regular
 from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy, StoreError, UsageError
 from blobstore.manifests.reference import Reference
@@ -595,3 +595,61 @@ def test_a_model_opens_in_a_store_that_this_process_may_not_write_to(
             return bytes(blobstore.open("a", store=store, **options)["x"])
 
         assert sandbox.call(read, unprivileged=True) == str(b"abc")
+
+
+# Unfinished downloads
+
+UNFINISHED = BlobId(Digest.of(b"unfinished"), 1 << 30)
+
+
+def unfinished(store: LocalStore, age: float) -> Path:
+    """Add a partial file of a killed pull, written ``age`` seconds ago, and return its path."""
+    with store.ingest() as ingest:
+        file = ingest.open_partial(UNFINISHED)
+        assert file is not None
+        with file:
+            file.write(0, bytes(5000))
+            file.write(1, bytes(5000))
+    written = time.time() - age
+    os.utime(file.path, (written, written))
+    return file.path
+
+
+def test_keeps_unfinished_downloads_for_a_week(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    path = unfinished(store, 6.5 * 86400)
+    (kept,) = collect_garbage(store).kept_blobs
+    assert kept.reason == "partial"
+    assert kept.removable == pytest.approx(path.stat().st_mtime + 7 * 86400)
+    assert 10_000 < kept.size < 10**6  # without the holes
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("age", "older_than"), [(7.1 * 86400, None), (2 * 3600, 3600), (0, 0)])
+def test_removes_unfinished_downloads_that_are_older(
+    store: LocalStore, age: float, older_than: float | None
+) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    path = unfinished(store, age)
+    assert collect_garbage(store, older_than=older_than, dry_run=True).size > 0
+    assert path.exists()
+    assert path.name in names(collect_garbage(store, older_than=older_than).leftovers)
+    assert not path.exists()
+
+
+def test_keeps_a_download_that_a_process_continues(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    path = unfinished(store, 30 * 86400)
+    with store.ingest() as ingest:
+        assert ingest.find(*UNFINISHED) is None
+        (kept,) = collect_garbage(store, older_than=0).kept_blobs
+    assert kept.reason == "in use"
+    assert kept.processes == (os.getpid(),)
+    assert path.exists()
+
+
+def test_removes_foreign_files_among_unfinished_downloads(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    foreign = unfinished(store, 0).with_name("notes.txt")
+    foreign.write_text("no digest")
+    assert "notes.txt" in names(collect_garbage(store, older_than=0).leftovers)

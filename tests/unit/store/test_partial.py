@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import BlobId, Digest
+from blobstore.errors import StoreError
+from blobstore.store import partial
+from blobstore.store.local import LocalStore
+from blobstore.store.locks import NOT_INHERITED
+from blobstore.store.partial import PartialBlob
+from tests.support.sandbox import NOBODY
+
+DATA = bytes(range(250))
+BLOB = BlobId(Digest.of(DATA), len(DATA))
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "PART", 100)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "partial"
+
+
+def opened(folder: Path) -> PartialBlob:
+    found = PartialBlob.open(folder, BLOB)
+    assert found is not None
+    return found
+
+
+def fill(file: PartialBlob, *parts: int) -> None:
+    for part in parts:
+        missing = file.missing_bytes(part)
+        file.write(part, DATA[missing.start : missing.stop])
+        file.catch_up()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_parts_may_come_in_any_order(folder: Path, order: tuple[int, ...]) -> None:
+    with opened(folder) as file:
+        assert file.missing == [0, 1, 2]
+        fill(file, *order)
+        assert file.missing == []
+        assert file.has_right_digest()
+        file.complete()
+        assert file.path.read_bytes() == DATA
+
+
+def test_a_file_continues_at_the_byte_after_the_last_one(folder: Path) -> None:
+    with opened(folder) as file:
+        file.write(0, DATA[:37])
+        file.write(1, DATA[100:101])
+    with opened(folder) as file:
+        assert file.done == 38
+        assert file.missing_bytes(0) == range(37, 100)
+        assert file.missing_bytes(1) == range(101, 200)
+        fill(file, 0, 1, 2)
+        assert file.has_right_digest()
+
+
+def test_a_complete_file_stays_complete_until_it_has_the_name_of_the_blob(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0, 1, 2)
+        file.complete()
+    with opened(folder) as file:
+        assert file.missing == []
+        assert file.has_right_digest()
+
+
+def test_wrong_bytes_have_another_digest(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0, 1)
+        file.write(2, bytes(50))
+        assert not file.has_right_digest()
+
+
+def test_more_bytes_than_a_part_lacks_are_refused(folder: Path) -> None:
+    with opened(folder) as file:
+        file.write(2, DATA[200:240])
+        with pytest.raises(ValueError, match="11 bytes for a part that lacks 10"):
+            file.write(2, bytes(11))
+
+
+def test_an_empty_blob_is_complete_at_once(folder: Path) -> None:
+    found = PartialBlob.open(folder, BlobId(Digest.of(b""), 0))
+    assert found is not None
+    with found as file:
+        assert file.missing == []
+        assert file.has_right_digest()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        DATA[:-1],
+        DATA + bytes(23),
+        DATA + bytes(25),
+        DATA + (101).to_bytes(8, "little") + bytes(16),
+        DATA + bytes(16) + (51).to_bytes(8, "little"),
+        DATA + b"\xff" * 24,
+        bytes(1000),
+    ],
+    ids=["empty", "short", "23", "25", "counter over the part", "over the last", "huge", "long"],
+)
+def test_a_file_that_makes_no_sense_is_begun_again(folder: Path, content: bytes) -> None:
+    with opened(folder) as file:
+        path = file.path
+    path.write_bytes(content)
+    with opened(folder) as file:
+        assert file.done == 0
+        fill(file, 0, 1, 2)
+        assert file.has_right_digest()
+
+
+def test_a_file_that_is_being_filled_is_locked(folder: Path) -> None:
+    with opened(folder):
+        assert PartialBlob.open(folder, BLOB) is None
+    opened(folder).close()
+
+
+def test_a_forked_process_does_not_keep_a_file_locked(folder: Path) -> None:
+    file = opened(folder)
+    here, there = socket.socketpair()
+    child = os.fork()
+    if not child:
+        here.close()
+        there.send(b"started")
+        there.recv(1)
+        os._exit(0)
+    with here:
+        there.close()
+        here.recv(7)
+        NOT_INHERITED.discard(file)
+        os.close(file._descriptor)  # as if the parent had been killed
+        opened(folder).close()
+    os.waitpid(child, 0)
+
+
+def test_a_link_or_pipe_in_place_of_the_file_is_replaced(folder: Path, tmp_path: Path) -> None:
+    with opened(folder) as file:
+        path = file.path
+    victim = tmp_path / "victim"
+    victim.write_bytes(DATA + bytes(24))
+    for make in (
+        lambda: path.symlink_to(victim),
+        lambda: path.hardlink_to(victim),
+        lambda: os.mkfifo(path),
+    ):
+        path.unlink()
+        make()
+        with opened(folder) as file:
+            fill(file, 0, 1, 2)
+            assert file.has_right_digest()
+            file.complete()
+        assert path.read_bytes() == DATA
+    assert victim.read_bytes() == DATA + bytes(24)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_user_is_replaced(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+        path = file.path
+    os.chown(path, NOBODY, NOBODY)
+    with opened(folder) as file:
+        assert file.done == 0
+        assert path.stat().st_uid == os.geteuid()
+
+
+def test_no_descriptor_stays_open(folder: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with opened(folder):
+        PartialBlob.open(folder, BLOB)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# In an import
+
+
+def filled(store: LocalStore, *, is_published: bool) -> None:
+    with store.ingest() as ingest:
+        file = ingest.open_partial(BLOB)
+        assert file is not None
+        with file:
+            fill(file, *file.missing)
+            assert file.has_right_digest()
+            ingest.adopt_partial(file)
+        if is_published:
+            ingest.publish()
+
+
+def partial_files(store: LocalStore) -> list[Path]:
+    return list(store.folder("partial").iterdir())
+
+
+def test_an_import_publishes_a_complete_file_read_only(store: LocalStore) -> None:
+    filled(store, is_published=True)
+    path = Path(store.blob_path(BLOB.digest))
+    assert path.read_bytes() == DATA
+    assert stat.S_IMODE(path.stat().st_mode) == 0o444
+    assert partial_files(store) == []
+
+
+def test_the_umask_holds_for_published_files(store: LocalStore) -> None:
+    before = os.umask(0o077)
+    try:
+        filled(store, is_published=True)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path(store.blob_path(BLOB.digest)).stat().st_mode) == 0o400
+
+
+def test_a_complete_file_outlives_an_import_that_fails(store: LocalStore) -> None:
+    filled(store, is_published=False)
+    (path,) = partial_files(store)
+    assert path.read_bytes() == DATA
+    filled(store, is_published=True)
+    assert store.exists(*BLOB)
+
+
+def test_two_imports_may_adopt_one_file(store: LocalStore) -> None:
+    with store.ingest() as first, store.ingest() as second:
+        for ingest in (first, second):
+            file = ingest.open_partial(BLOB)
+            assert file is not None
+            with file:
+                fill(file, *file.missing)
+                assert file.has_right_digest()
+                ingest.adopt_partial(file)
+        first.publish()
+        second.publish()
+    assert Path(store.blob_path(BLOB.digest)).read_bytes() == DATA
+
+
+def test_a_file_that_was_replaced_before_it_is_published_is_not_used(store: LocalStore) -> None:
+    with store.ingest() as ingest:
+        file = ingest.open_partial(BLOB)
+        assert file is not None
+        with file:
+            fill(file, *file.missing)
+            ingest.adopt_partial(file)
+        file.path.unlink()
+        file.path.write_bytes(bytes(250))
+        with pytest.raises(StoreError, match="another program has changed or removed"):
+            ingest.publish()
+    assert not store.exists(*BLOB)
+
+
+def test_a_damaged_blob_is_replaced_by_a_complete_file(store: LocalStore) -> None:
+    filled(store, is_published=True)
+    path = Path(store.blob_path(BLOB.digest))
+    path.chmod(0o644)
+    path.write_bytes(bytes(250))
+    with store.ingest() as ingest:
+        assert ingest.find(*BLOB) is None
+        file = ingest.open_partial(BLOB)
+        assert file is not None
+        with file:
+            fill(file, *file.missing)
+            ingest.adopt_partial(file)
+        ingest.publish()
+        assert list(ingest.repaired) == [BLOB.digest]
+    assert path.read_bytes() == DATA
