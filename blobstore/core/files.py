@@ -201,7 +201,12 @@ def make_folders(folder: Path, top: Path) -> None:
     existing = next(index for index, parent in enumerate(parents) if parent.is_dir())
     below = parents.index(top)
     for index in reversed(range(existing)):
-        parents[index].mkdir(parents=True, exist_ok=True)
+        try:
+            parents[index].mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # it is a file
+            raise NotADirectoryError(
+                errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
+            ) from None
         if index < below:
             give_to_owner(parents[index])
     for parent in parents[: max(existing, below) + 1]:
