@@ -741,3 +741,30 @@ def test_a_model_that_is_removed_during_its_export_is_exported_completely(
     write(NAME, out, store=store)
     assert {blob.name for blob in store.folder("blobs").iterdir()} == before
     assert not store.read_leases().digests
+
+
+@pytest.mark.parametrize("write", [export_model, link_model])
+def test_every_file_and_folder_is_durable_before_the_folder_gets_its_name(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    write: Callable[..., object],
+) -> None:
+    files = {"modules.json": b'[{"path": "1_Pooling"}]', "1_Pooling/config.json": b"{}"}
+    create(write_folder(tmp_path / "nested", dense_tensors(), files=files), NAME, store=store)
+    out = tmp_path / "new" / "deep" / "out"
+    really_sync = os.fsync
+    before: set[int] = set()
+    after: set[int] = set()
+
+    def sync(descriptor: int) -> None:
+        (after if out.exists() else before).add(os.fstat(descriptor).st_ino)
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write(NAME, out, store=store)
+    paths = [path for path in (out, *out.rglob("*")) if not path.is_symlink()]
+    assert out / "1_Pooling" / "config.json" in paths
+    paths += [out.parent, out.parent.parent, tmp_path]
+    assert {path.stat().st_ino for path in paths} <= before
+    assert after == {out.parent.stat().st_ino}
