@@ -435,14 +435,14 @@ class LocalStore(BlobReader):
         except OSError as error:
             self.check_root()
             root = quote(self.root)
+            place = f" ({quote(error.filename)})" if error.filename else ""
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
-                errno.EACCES: f"no permission to write to the store {root}",
-                errno.EPERM: f"no permission to write to the store {root}",
+                errno.EACCES: f"no permission to write to the store {root}{place}",
+                errno.EPERM: f"no permission to write to the store {root}{place}",
                 errno.ENOSPC: f"no space left for the store {root}; free some or use another",
                 errno.EDQUOT: f"the disk quota of the store {root} is used up",
                 errno.EXDEV: f"the folders of the store {root} are on different file systems",
             }
-            place = f" ({quote(error.filename)})" if error.filename else ""
             otherwise = f"writing to the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error

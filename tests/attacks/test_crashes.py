@@ -106,7 +106,10 @@ def test_a_store_without_permission_is_an_error() -> None:
         outcome = sandbox.call(
             lambda: blobstore.create(source, "m", store=store), unprivileged=True
         )
-        assert outcome == f"StoreError: no permission to write to the store '{folder}/closed'"
+        place = folder / "closed"
+        assert outcome == (
+            f"StoreError: no permission to write to the store '{place}' ('{place}/blobs')"
+        )
         assert list((folder / "closed").iterdir()) == []
 
 

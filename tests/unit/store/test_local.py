@@ -347,13 +347,16 @@ def test_a_read_only_store_can_be_read_and_reports_why_it_cannot_be_written() ->
         for path in store.root.rglob("*"):
             path.chmod(0o555 if path.is_dir() else 0o444)
         store.root.chmod(0o555)
-        denied = f"StoreError: no permission to write to the store '{folder}/store'"
         assert sandbox.call(lambda: store.resolve(NAME).config.size, unprivileged=True) == "6"
-        assert sandbox.call(lambda: put(store, b"new"), unprivileged=True) == denied
-        assert sandbox.call(lambda: publish_again(store), unprivileged=True) == denied
-        assert sandbox.call(lambda: put(LocalStore(store.root / "x")), unprivileged=True) == (
-            f"StoreError: no permission to write to the store '{folder}/store/x'"
-        )
+        inner = f"{folder}/store/.blobstore"
+        for use, name, place in (
+            (lambda: put(store, b"new"), "store", rf"{inner}/leases/\d+-[0-9a-f]+"),
+            (lambda: publish_again(store), "store", f"{inner}/lock"),
+            (lambda: put(LocalStore(store.root / "x")), "store/x", f"{folder}/store/x"),
+        ):
+            outcome = sandbox.call(use, unprivileged=True)
+            message = f"StoreError: no permission to write to the store '{folder}/{name}'"
+            assert re.fullmatch(rf"{message} \('{place}'\)", outcome)
 
 
 def publish_again(store: LocalStore) -> None:
