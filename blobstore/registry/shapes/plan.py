@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.registry.shapes.image import TarLayer
 
 Shape = Literal["oci", "ollama", "image"]
 
@@ -78,8 +79,8 @@ class ModelFacts:
     """SPDX expressions."""
     source_url: str = ""
     revision: str = ""
-    weight_files: Mapping[Digest, str] = field(default_factory=dict)
-    """The paths of tensor blobs in a folder that other libraries load, if there is such a folder."""
+    weight_files: Mapping[str, str] = field(default_factory=dict)
+    """The paths of tensor layers, by name, in a folder that other libraries load; empty if none can."""
     generated: Mapping[str, bytes] = field(default_factory=dict)
     """Files that this folder needs and no blob holds, such as an index of weight files, by path."""
 
@@ -103,6 +104,8 @@ class RemotePlan:
     """Blobs of the store, each once."""
     made: Mapping[Digest, bytes] = field(default_factory=dict, repr=False)
     """Blobs that only the registry has: configs, the local manifest, generated files."""
+    tars: Mapping[Digest, TarLayer] = field(default_factory=dict, repr=False)
+    """Tar layers, which have the blobs of the store as files; if there are any, blobs are not pushed."""
 
     @property
     def root(self) -> RemoteManifest:
@@ -136,7 +139,7 @@ def _described(layer: Descriptor, facts: ModelFacts) -> tuple[str, str]:
     """Return ModelPack's media type of a layer, and the path that it should have."""
     if layer.media_type == media_types.TENSOR:
         stem = _UNSAFE.sub("_", layer.name)[:_MAX_STEM]
-        path = facts.weight_files.get(layer.digest, f"{_TENSORS}/{stem}.safetensors")
+        path = facts.weight_files.get(layer.name, f"{_TENSORS}/{stem}.safetensors")
         return WEIGHT, path
     if layer.media_type in (media_types.JSON, media_types.FILE) and is_valid_name(layer.name):
         is_doc = layer.name.upper().startswith(("README", "LICENSE", "NOTICE"))

@@ -17,7 +17,7 @@ from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest, Unsupp
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.registry.shapes import ollama
+from blobstore.registry.shapes import image, ollama
 from blobstore.registry.shapes.plan import (
     LOCAL_MANIFEST,
     MAX_REMOTE_MANIFEST,
@@ -27,7 +27,7 @@ from blobstore.registry.shapes.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from blobstore.registry.manifest import RemoteManifest
 
@@ -88,12 +88,7 @@ def read_model(
     """
     value = _parsed(root)
     if root.media_type == media_types.MANIFEST:
-        manifest = Manifest.from_bytes(root.data)
-        if manifest.config.media_type.startswith(FILE_CONFIGS):
-            return RemoteFiles(config=manifest.config, layers=manifest.layers)
-        if not ollama.is_model(manifest.layers):
-            raise _not_a_model()
-        return RemoteModel(shape="ollama", manifest=root.data, blobs=manifest.blobs)
+        return _from_docker(root.data)
     if root.media_type not in (OCI_MANIFEST, OCI_INDEX):
         raise UnsupportedSource(f"manifests of type {quote(root.media_type)} are not supported")
     spelled = _annotations(value).get(LOCAL_MANIFEST)
@@ -102,23 +97,35 @@ def read_model(
         if spelled is None:
             raise _not_a_model()
         values = [_parsed(part) for part in _parts(value, get_manifest)]
-    layers = tuple(layer for part in values for layer in _layers(part))
     config = _descriptor(values[0].get("config"), "$.config")
     if spelled is None:
         if config.media_type.startswith(FILE_CONFIGS):
-            return RemoteFiles(config=config, layers=layers)
+            return RemoteFiles(config=config, layers=tuple(_layers(value)))
         raise _not_a_model()
     try:
         digest = Digest.parse(spelled)
     except InvalidDigest as error:
         raise InvalidManifest(f"$.annotations.{LOCAL_MANIFEST}: {error}") from None
-    return _from_layers(digest, layers, read_blob)
+    if config.media_type == image.IMAGE_CONFIG:
+        # The other parts are for other processors, and have the same layers.
+        return _from_tars(digest, _layers(values[0]), read_blob)
+    return _from_layers(digest, [layer for part in values for layer in _layers(part)], read_blob)
+
+
+def _from_docker(data: bytes) -> RemoteModel | RemoteFiles:
+    """Return a model with a manifest of Docker's type: Ollama's shape, or files."""
+    manifest = Manifest.from_bytes(data)
+    if manifest.config.media_type.startswith(FILE_CONFIGS):
+        return RemoteFiles(config=manifest.config, layers=manifest.layers)
+    if not ollama.is_model(manifest.layers):
+        raise _not_a_model()
+    return RemoteModel(shape="ollama", manifest=data, blobs=manifest.blobs)
 
 
 def _from_layers(digest: Digest, layers: Iterable[Descriptor], read_blob: ReadBlob) -> RemoteModel:
     """Return a model whose blobs are layers, and its local manifest, named ``digest``, is one too."""
     sizes = {layer.digest: layer.size for layer in layers}
-    data = read_small(digest, sizes.get(digest), read_blob)
+    data = _read_small(digest, sizes.get(digest), read_blob, MAX_MANIFEST_SIZE)
     manifest = Manifest.from_bytes(data)
     for blob in manifest.blobs:
         if sizes.get(blob.digest) != blob.size:
@@ -128,11 +135,34 @@ def _from_layers(digest: Digest, layers: Iterable[Descriptor], read_blob: ReadBl
     return RemoteModel(shape="oci", manifest=data, blobs=manifest.blobs)
 
 
-def read_small(digest: Digest, size: int | None, read_blob: ReadBlob) -> bytes:
+def _from_tars(digest: Digest, layers: Sequence[Descriptor], read_blob: ReadBlob) -> RemoteModel:
+    """Return a model whose blobs are files in tar layers; the first layer says where."""
+    if not layers:
+        raise _not_a_model()
+    first = layers[0]
+    catalog = _read_small(first.digest, first.size, read_blob, image.MAX_CATALOG)
+    data, listed = image.read_catalog(catalog)
+    if Digest.of(data) != digest:
+        raise InvalidManifest("the first layer has another local manifest than the annotation says")
+    manifest = Manifest.from_bytes(data)
+    places = {}
+    for blob in manifest.blobs:
+        place = listed.get(blob.digest.hex) if isinstance(listed, dict) else None
+        if not (isinstance(place, list) and [type(part) for part in place] == [int, int]):
+            raise InvalidManifest(f"the first layer does not say where blob {blob.digest} is")
+        number, offset = place
+        layer = layers[number] if 0 <= number < len(layers) else None
+        if layer is None or not 0 <= offset <= layer.size - blob.size:
+            raise InvalidManifest(f"the place of blob {blob.digest} is not in a layer")
+        places[blob.digest] = Place(layer.digest, layer.size, offset)
+    return RemoteModel(shape="image", manifest=data, blobs=manifest.blobs, places=places)
+
+
+def _read_small(digest: Digest, size: int | None, read_blob: ReadBlob, limit: int) -> bytes:
     """Return the bytes of a layer that has a manifest, after checking them."""
     if size is None:
         raise InvalidManifest(f"the local manifest {digest} is not a layer")
-    if size > MAX_MANIFEST_SIZE:
+    if size > limit:
         raise InvalidManifest(f"a layer of {size} bytes is too large for a manifest")
     data = read_blob(digest, size)
     if (found := Digest.of(data)) != digest:
