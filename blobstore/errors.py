@@ -108,7 +108,7 @@ class MissingLibrary(BlobstoreError, ImportError):
 
 
 class RemoteError(BlobstoreError):
-    """A registry cannot be reached, or misbehaves."""
+    """A registry cannot be reached, or does not behave as its protocol says."""
 
 
 class RemoteRefused(RemoteError):

@@ -25,6 +25,7 @@ HEAVY = {
     "email",
     "http",
     "httpx",
+    "httpx2",
     "huggingface_hub",
     "ml_dtypes",
     "mlx",

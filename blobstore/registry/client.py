@@ -1,0 +1,351 @@
+"""The client of one registry: manifests, blobs, uploads, tags and referrers."""
+
+from __future__ import annotations
+
+import contextlib
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    InvalidDigest,
+    InvalidManifest,
+    ModelNotFound,
+    RemoteError,
+)
+from blobstore.registry import protocol
+from blobstore.registry.manifest import ACCEPTED, MAX_SIZE, OCI_INDEX, ImageIndex, RemoteManifest
+from blobstore.registry.protocol import Patience, TransientError
+from blobstore.registry.reference import check_host, check_reference, check_repository
+from blobstore.registry.transport import Reply, Request, Transport
+from blobstore.registry.upload import Upload, UploadSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator
+    from typing import Self
+
+    from blobstore.core.workers import RateLimiter
+    from blobstore.registry.manifest import RemoteDescriptor
+
+_ADVANCE: Final = 2**20
+"""Bytes of a blob after which earlier failures no longer count."""
+_PAGE: Final = 1000
+_MAX_PAGES: Final = 1000
+_API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
+"""Registries that answer at another host than their addresses say."""
+_MISSING: Final = (HTTPStatus.OK, HTTPStatus.NOT_FOUND)
+
+
+class RegistryClient:
+    """One registry. Any number of threads may use it; it is closed at the end of a ``with`` block."""
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        plain_http: bool | None = None,
+        limiter: RateLimiter | None = None,
+        streams: int = 8,
+        patience: Patience | None = None,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            host: ``host[:port]``.
+            plain_http: whether to do without TLS; by default only for this machine.
+            limiter: limits the bytes of blobs per second, in both directions together.
+            streams: connections that stay open between requests.
+            patience: how long to wait and how often to try again.
+
+        Raises:
+            InvalidReference: the host is not valid.
+        """
+        check_host(host)
+        self.host = host
+        url = f"https://{_API_HOSTS.get(host, host)}"
+        if plain_http is None:
+            plain_http = protocol.is_loopback(protocol.host_of(url))
+        self._transport = Transport(
+            _API_HOSTS.get(host, host),
+            plain_http=plain_http,
+            limiter=limiter,
+            connections=streams,
+            patience=patience or Patience(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._transport.close()
+
+    def get_manifest(self, repository: str, reference: str) -> RemoteManifest:
+        """Return the manifest of a tag or digest.
+
+        Raises:
+            ModelNotFound: there is none.
+            InvalidManifest: it is too large, or of an unknown media type.
+            BlobDamaged: it has another digest.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        request = self._manifest_request("GET", repository, reference)
+        reply = self._transport.fetch(request, MAX_SIZE)
+        if reply.status == HTTPStatus.NOT_FOUND:
+            raise ModelNotFound(f"{request.what}: the registry has none")
+        media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
+        manifest = RemoteManifest.of(media_type, reply.body)
+        expected = reference if ":" in reference else reply.headers.get("docker-content-digest")
+        if expected and expected.startswith("sha256:") and str(manifest.digest) != expected:
+            raise BlobDamaged(f"{request.what}: has the digest {manifest.digest}")
+        return manifest
+
+    def head_manifest(self, repository: str, reference: str) -> Digest | None:
+        """Return the digest of a tag's manifest as the registry states it; None if there is none.
+
+        Raises:
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        reply = self._transport.fetch(self._manifest_request("HEAD", repository, reference))
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return None
+        try:
+            return Digest.parse(reply.headers.get("docker-content-digest", ""))
+        except InvalidDigest:  # the header is optional
+            return self.get_manifest(repository, reference).digest
+
+    def put_manifest(self, repository: str, reference: str, manifest: RemoteManifest) -> None:
+        """Publish a manifest under a tag, or under its digest. Its blobs must be there.
+
+        Raises:
+            RemoteRefused: the registry refuses it.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        check_reference(reference)
+        self._transport.fetch(
+            Request(
+                what=f"push of manifest {quote(f'{repository}:{reference}')}",
+                method="PUT",
+                url=f"{self._url(repository)}/manifests/{reference}",
+                expected=(HTTPStatus.CREATED,),
+                headers={"content-type": manifest.media_type},
+                body=lambda: (manifest.data,),
+                size=len(manifest.data),
+            )
+        )
+
+    def blob_size(self, repository: str, digest: Digest) -> int | None:
+        """Return the size of a blob as the registry states it; None if it has none.
+
+        Raises:
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        request = self._blob_request("HEAD", repository, digest, *_MISSING)
+        reply = self._transport.fetch(request)
+        if reply.status == HTTPStatus.NOT_FOUND:
+            return None
+        size = protocol.content_length(reply.headers.get("content-length"))
+        if size is None:
+            raise RemoteError(f"{request.what}: the registry does not state its size")
+        return size
+
+    def read_blob(
+        self, repository: str, digest: Digest, begin: int, end: int, *, size: int | None = None
+    ) -> Generator[bytes, None, None]:
+        """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
+
+        If the connection is lost, it goes on with the next byte on another one. With ``size``, the
+        size of the blob, all of it is one plain request, which caches between here and the registry
+        can answer, and a blob of another size is found before its bytes.
+
+        Raises:
+            BlobMissing: the registry does not have it.
+            BlobDamaged: it has another length.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        url = f"{self._url(repository)}/blobs/{digest}"
+        retry = self._transport.retry()
+        counted = begin
+        for attempt in retry if begin < end else ():
+            with attempt, contextlib.closing(self._read(url, digest, begin, end, size)) as pieces:
+                for piece in pieces:
+                    begin += len(piece)
+                    if begin - counted > _ADVANCE:
+                        counted = begin
+                        retry.progress()
+                    yield piece
+            if begin == end:
+                return
+
+    def mount_blob(self, repository: str, digest: Digest, source: str) -> bool:
+        """Make a blob of another repository one of this; return whether the registry did.
+
+        Raises:
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        check_repository(source)
+        reply = self._transport.fetch(
+            Request(
+                what=f"mount of blob {digest.short}",
+                method="POST",
+                url=f"{self._url(repository)}/blobs/uploads/?mount={digest}&from={source}",
+                expected=(HTTPStatus.CREATED, HTTPStatus.ACCEPTED),
+                body=lambda: (),
+            )
+        )
+        return reply.status == HTTPStatus.CREATED
+
+    def upload_blob(
+        self,
+        repository: str,
+        digest: Digest,
+        size: int,
+        pieces: Callable[[int], Iterable[bytes | memoryview]],
+        *,
+        session: UploadSession | None = None,
+        on_session: Callable[[UploadSession], object] = lambda _: None,
+    ) -> None:
+        """Upload a blob.
+
+        Args:
+            repository: where to.
+            digest: its digest.
+            size: its bytes.
+            pieces: yields its bytes from an offset on, each time it is called.
+            session: an upload of this blob to go on with, from a process that was killed.
+            on_session: called with the newest session after each part of 64 MiB.
+
+        Raises:
+            RemoteRefused: the registry refuses it.
+            RemoteError: the registry cannot be reached, or fails.
+            BlobDamaged: the pieces end early.
+        """
+        blobs = f"{self._url(repository)}/blobs"
+        Upload(self._transport, blobs, digest, size, pieces, on_session).run(session)
+
+    def tags(self, repository: str) -> Iterator[str]:
+        """Yield the tags of a repository.
+
+        Raises:
+            ModelNotFound: there is no such repository.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        what = f"tags of {quote(repository)}"
+        url = f"{self._url(repository)}/tags/list?n={_PAGE}"
+        for reply in self._pages(Request(what=what, method="GET", url=url, expected=_MISSING)):
+            if reply.status == HTTPStatus.NOT_FOUND:
+                raise ModelNotFound(f"{what}: the registry has no such repository")
+            try:
+                found: Any = strict_json.loads(reply.body)["tags"] or []
+                for tag in found:
+                    check_reference(tag)
+            except (ValueError, KeyError, TypeError) as error:
+                raise RemoteError(f"{what}: the registry sent no list of tags") from error
+            yield from found
+
+    def referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+        """Return what refers to a manifest, such as signatures; by a tag if the registry lists none.
+
+        Raises:
+            InvalidManifest: the list is malformed.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        what = f"referrers of {digest.short}"
+        url = f"{self._url(repository)}/referrers/{digest}"
+        found: list[RemoteDescriptor] = []
+        for reply in self._pages(Request(what=what, method="GET", url=url, expected=_MISSING)):
+            if reply.status == HTTPStatus.NOT_FOUND:
+                return self._tagged_referrers(repository, digest)
+            found += _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
+        return tuple(found)
+
+    def _tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+        try:
+            return _index(self.get_manifest(repository, f"sha256-{digest.hex}")).manifests
+        except ModelNotFound:
+            return ()
+
+    def _pages(self, request: Request) -> Iterator[Reply]:
+        url: str | None = request.url
+        for _ in range(_MAX_PAGES):
+            if url is None:
+                return
+            page = Request(
+                what=request.what, method=request.method, url=url, expected=request.expected
+            )
+            reply = self._transport.fetch(page, MAX_SIZE)
+            yield reply
+            url = protocol.next_page(reply.headers.get("link"), reply.url)
+        raise RemoteError(f"{request.what}: the list has more than {_MAX_PAGES} pages")
+
+    def _read(
+        self, url: str, digest: Digest, begin: int, end: int, size: int | None
+    ) -> Generator[bytes, None, None]:
+        """Yield bytes of a blob from one response."""
+        is_whole = begin == 0 and end == size
+        request = Request(
+            what=f"blob {digest.short}",
+            method="GET",
+            url=url,
+            expected=(HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT, HTTPStatus.NOT_FOUND),
+            headers={} if is_whole else {"range": protocol.range_of(begin, end)},
+        )
+        with self._transport.send(request) as response:
+            if response.status_code == HTTPStatus.NOT_FOUND:
+                raise BlobMissing(f"{request.what}: the registry does not have it")
+            skip, length = protocol.span_of(
+                response.status_code, response.headers, begin, end, size
+            )
+            is_cut = response.status_code == HTTPStatus.OK and end != size
+            for piece in self._transport.pieces(response):
+                part = piece[skip : skip + length]
+                skip -= min(skip, len(piece))
+                length -= len(part)
+                if part:
+                    yield part
+                # Otherwise the response is read to its end, so that its connection can be used again.
+                if is_cut and not length:
+                    return
+                if not part and not skip:
+                    raise BlobDamaged(f"{request.what}: has more bytes than expected")
+            if length:
+                raise TransientError(f"{request.what}: the response ends {length} bytes early")
+
+    def _blob_request(
+        self, method: str, repository: str, digest: Digest, *expected: int
+    ) -> Request:
+        return Request(
+            what=f"blob {digest.short}",
+            method=method,
+            url=f"{self._url(repository)}/blobs/{digest}",
+            expected=expected,
+        )
+
+    def _manifest_request(self, method: str, repository: str, reference: str) -> Request:
+        check_reference(reference)
+        separator = "@" if ":" in reference else ":"
+        return Request(
+            what=f"manifest {quote(f'{self.host}/{repository}{separator}{reference}')}",
+            method=method,
+            url=f"{self._url(repository)}/manifests/{reference}",
+            expected=_MISSING,
+            headers={"accept": ", ".join(ACCEPTED)},
+        )
+
+    def _url(self, repository: str) -> str:
+        check_repository(repository)
+        return f"{self._transport.base}/v2/{repository}"
+
+
+def _index(manifest: RemoteManifest) -> ImageIndex:
+    content = manifest.parse()
+    if not isinstance(content, ImageIndex):
+        raise InvalidManifest("a list of referrers is not an index")
+    return content

@@ -1,0 +1,305 @@
+"""What requests to a registry say, and what its responses mean: pure functions of texts and numbers.
+
+Nothing here has a socket, a clock or a state, so that tests can try every response. The rules are those of
+RFC 9110 (HTTP), RFC 6750 (Bearer) and the OCI distribution specification; a comment says where real servers
+differ. All text of a server is shortened and escaped before it enters an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Final, NamedTuple
+from urllib.parse import urljoin, urlsplit
+
+from blobstore.core import strict_json
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    RemoteError,
+    RemoteRefused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+MAX_URL: Final = 16 * 2**10
+"""Characters; signed URLs of object stores have up to 3,000."""
+MAX_ERROR: Final = 64 * 2**10
+"""Bytes that are read of the document that explains an error."""
+_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_TOO_MANY: Final = 429
+_NOT_SATISFIABLE: Final = 416
+_REFUSALS: Final = range(400, 500)
+_PARTIAL: Final = 206
+_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.ASCII)
+_RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,19})", re.ASCII)
+_NUMBER = re.compile(r"\d{1,19}", re.ASCII)
+_LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
+_LOOPBACK = re.compile(r"localhost|127(?:\.\d{1,3}){3}|::1", re.ASCII | re.IGNORECASE)
+
+
+class TransientError(RemoteError):
+    """A request failed in a way that may be over soon."""
+
+    def __init__(self, message: str = "", *, advice: str = "", retry_after: float = 0) -> None:
+        super().__init__(message, advice=advice)
+        self.retry_after = retry_after
+        """Seconds that the server asks to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long to wait for a server, and how often to ask it again."""
+
+    stall: float = 30
+    """Seconds without a byte after which a connection counts as lost."""
+    slowest: float = 100
+    """Bytes per second, over the time of a stall, below which a connection counts as lost too."""
+    attempts: int = 6
+    """Failures in a row, without progress between them, that end a transfer."""
+    first: float = 0.5
+    """Seconds before the second attempt; each later one waits twice as long."""
+    longest: float = 60
+    """Seconds that are waited at most, whatever a server asks."""
+
+    def delay(self, failures: int, retry_after: float, jitter: float) -> float | None:
+        """Return the seconds to wait before the next attempt, or None if there is none.
+
+        Args:
+            failures: failures in a row, at least 1.
+            retry_after: seconds that the server asks for, or 0.
+            jitter: a random number from 0 to 1, so that clients that failed together do not return
+                together.
+        """
+        if failures >= self.attempts or retry_after > self.longest:
+            return None
+        backoff = min(self.first * 2.0 ** (failures - 1), self.longest) * (0.5 + jitter / 2)
+        return max(retry_after, backoff)
+
+
+class Span(NamedTuple):
+    """Bytes of a response's body."""
+
+    skip: int
+    """Bytes before those that were asked for: of a server that ignores ranges."""
+    length: int
+    """Bytes that were asked for."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, without its port, is this machine by name or address."""
+    return _LOOPBACK.fullmatch(host.strip("[]")) is not None
+
+
+def host_of(url: str) -> str:
+    """Return the host of a URL without port and brackets, in lower case."""
+    return urlsplit(url).hostname or ""
+
+
+def has_same_origin(url: str, other: str) -> bool:
+    """Return whether two URLs have the same scheme, host and port."""
+    return _origin(url) == _origin(other)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    return parts.scheme, parts.hostname or "", port
+
+
+def resolve(location: str | None, base: str) -> str:
+    """Return the URL that a ``Location`` or ``Link`` of the response from ``base`` stands for.
+
+    Raises:
+        RemoteError: there is none, it is malformed, has a user name, or leads from https to http.
+    """
+    if not location:
+        raise RemoteError(f"{quote(host_of(base))} redirects without a Location")
+    try:
+        url = urljoin(base, location)
+        parts = urlsplit(url)
+        is_sound = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and len(url) <= MAX_URL
+            and url.isascii()
+            and url.isprintable()
+            and " " not in url
+        )
+    except ValueError:
+        is_sound = False
+    if not is_sound or parts.username is not None or parts.password is not None:
+        raise RemoteError(f"{quote(host_of(base))} refers to a malformed URL: {quote(location)}")
+    if urlsplit(base).scheme == "https" and parts.scheme == "http":
+        raise RemoteError(
+            f"{quote(host_of(base))} refers from https to http: {quote(location)}",
+            advice="if it is behind a proxy, its operator must make it send https URLs",
+        )
+    return url
+
+
+def resolve_upload(location: str | None, base: str) -> str:
+    """Return the URL at which an upload goes on, which is at the registry itself.
+
+    Raises:
+        RemoteError: as :func:`resolve`, or it is at another host.
+    """
+    url = resolve(location, base)
+    if not has_same_origin(url, base):
+        raise RemoteError(
+            f"{quote(host_of(base))} wants an upload to go to another server: {quote(location)}"
+        )
+    return url
+
+
+def with_query(url: str, query: str) -> str:
+    """Return a URL with one more parameter; those that it has stay, as the specification asks."""
+    return f"{url}{'&' if '?' in url else '?'}{query}"
+
+
+def next_page(link: str | None, base: str) -> str | None:
+    """Return the URL of the next page of a list, by the ``Link`` header of this one.
+
+    Raises:
+        RemoteError: as :func:`resolve`, or it is at another server or is this page.
+    """
+    if link is None:
+        return None
+    found = _LINK.search(link)
+    if found is None:
+        return None
+    url = resolve(found[1], base)
+    if not has_same_origin(url, base) or url == base:
+        raise RemoteError(f"{quote(host_of(base))} lists its next page at {quote(found[1])}")
+    return url
+
+
+def content_length(text: str | None) -> int | None:
+    """Return the number of bytes that a response announces, or None if it announces none.
+
+    Raises:
+        RemoteError: it is not a number.
+    """
+    if text is None:
+        return None
+    if _NUMBER.fullmatch(text) is None:
+        raise RemoteError(f"a response has the malformed Content-Length {quote(text)}")
+    return int(text)
+
+
+def check_encoding(headers: Mapping[str, str]) -> None:
+    """Check that a body comes as it is: digests and ranges are about those bytes.
+
+    Raises:
+        RemoteError: it is compressed.
+    """
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise RemoteError(f"a response has the encoding {quote(encoding)}, which was not accepted")
+
+
+def range_of(begin: int, end: int) -> str:
+    """Return the header that asks for the bytes from ``begin`` to before ``end``.
+
+    Never for an empty range: distribution 2.8 answers one at the end of a blob with a response that
+    announces more bytes than it sends.
+    """
+    if not 0 <= begin < end:
+        raise ValueError(f"range of no bytes: {begin} to {end}")
+    return f"bytes={begin}-{end - 1}"
+
+
+def span_of(
+    status: int, headers: Mapping[str, str], begin: int, end: int, size: int | None = None
+) -> Span:
+    """Return where in a response to a request for ``begin`` to ``end`` these bytes are.
+
+    ``size`` is that of the blob, if it is known.
+
+    Raises:
+        BlobDamaged: the blob has another length.
+        RemoteError: the response does not fit the request.
+    """
+    length = content_length(headers.get("content-length"))
+    if status != _PARTIAL:  # the server ignored the range, which it may
+        if length is not None and (length < end or (size is not None and length != size)):
+            raise BlobDamaged(f"has {length} bytes, expected {size or f'at least {end}'}")
+        return Span(begin, end - begin)
+    text = headers.get("content-range", "")
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        raise RemoteError(f"a response has the malformed Content-Range {quote(text)}")
+    first, last = int(found[1]), int(found[2])
+    total = int(found[3]) if found[3] else None
+    if total is not None and (total < end or (size is not None and total != size)):
+        raise BlobDamaged(f"has {total} bytes, expected {size or f'at least {end}'}")
+    if (first, last + 1) != (begin, end) or length not in (None, end - begin):
+        raise RemoteError(
+            f"a response to a request for bytes {begin} to {end - 1} has the Content-Range "
+            f"{quote(text)} and the Content-Length {length}"
+        )
+    return Span(0, end - begin)
+
+
+def bytes_received(text: str | None) -> int:
+    """Return the bytes of an upload that a server has, by the ``Range`` header of its status.
+
+    ``0-0`` can mean none or one, because distribution 2.8 says it for both: it counts as none.
+
+    Raises:
+        RemoteError: it is malformed.
+    """
+    found = _RECEIVED.fullmatch((text or "0-0").strip())
+    if found is None:
+        raise RemoteError(f"an upload has the malformed Range {quote(text)}")
+    last = int(found[1])
+    return last + 1 if last else 0
+
+
+def retry_after(text: str | None, now: datetime) -> float:
+    """Return the seconds that ``Retry-After`` asks to wait; 0 if there is none or it is malformed."""
+    if text is None:
+        return 0
+    if _NUMBER.fullmatch(text.strip()):
+        return float(text)
+    try:
+        return max(0.0, (parsedate_to_datetime(text) - now).total_seconds())
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def failure(
+    what: str, status: int, headers: Mapping[str, str], body: bytes, now: datetime
+) -> BlobstoreError:
+    """Return the error that a response with an unexpected status stands for.
+
+    ``what`` says what was asked for, as the start of a message.
+    """
+    explained = explanation(body)
+    message = f"{what}: status {status}{f': {explained}' if explained else ''}"
+    if status in _TRANSIENT:
+        return TransientError(message, retry_after=retry_after(headers.get("retry-after"), now))
+    if status == _NOT_SATISFIABLE:
+        return BlobDamaged(f"{what}: has fewer bytes than expected")
+    if status in _REFUSALS:
+        return RemoteRefused(message)
+    return RemoteError(message)
+
+
+def explanation(body: bytes) -> str:
+    """Return what the document of an error says, or nothing if it is of another form."""
+    try:
+        errors = strict_json.loads(body)["errors"]
+        texts = [
+            f"{error['code']} {error.get('message') or ''}".strip()
+            for error in errors
+            if isinstance(error, dict)
+        ]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return join_some([quote(text) for text in texts], 3)

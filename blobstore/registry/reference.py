@@ -1,0 +1,158 @@
+"""Addresses of models in registries: ``[oci://]host[:port]/repository[:tag|@sha256:…]``.
+
+Registries allow only lower case in the names of repositories, and any number of parts. Names of models in
+a store have a host, one namespace and a model. So every name has an address, and only some addresses are
+those of a name.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidReference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
+
+SCHEME: Final = "oci://"
+MAX_REPOSITORY: Final = 255
+# The grammar of the distribution specification. The alternatives in the repetition exclude each other, so
+# that matching takes linear time.
+_PART = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*", re.ASCII)
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_HOST = re.compile(
+    r"(?:\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)(?::[0-9]{1,5})?",
+    re.ASCII,
+)
+_LIBRARY_HOSTS: Final = frozenset({DEFAULT_HOST, "docker.io"})
+"""Registries that put models without a namespace into ``library``, as names in a store do."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RemoteReference:
+    """The address of a manifest. Every part has been checked, so it can become part of a URL."""
+
+    host: str
+    """With the port, if one was given."""
+    repository: str
+    tag: str = DEFAULT_TAG
+    digest: Digest | None = None
+    """If it is given, the tag is only a note for people."""
+
+    def __post_init__(self) -> None:
+        check_host(self.host)
+        check_repository(self.repository)
+        if _TAG.fullmatch(self.tag) is None:
+            raise InvalidReference(
+                f"not a tag: {quote(self.tag)}; expected 1 to 128 letters, digits, '_', '-' and '.'"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> RemoteReference:
+        """Return the address that ``text`` spells.
+
+        Raises:
+            InvalidReference: it has no host, or a part of it is not valid.
+            InvalidDigest: the text after ``@`` is not a digest.
+        """
+        host, slash, rest = text.removeprefix(SCHEME).partition("/")
+        if not slash or not (text.startswith(SCHEME) or is_host(host)):
+            raise InvalidReference(
+                f"not the address of a registry: {quote(text)}; "
+                "expected [oci://]host[:port]/repository[:tag|@sha256:…]"
+            )
+        name, at, spelled = rest.partition("@")
+        repository, colon, tag = name.partition(":")
+        if colon and not tag:
+            raise InvalidReference(f"not the address of a model: {quote(text)} has an empty tag")
+        if host in _LIBRARY_HOSTS and "/" not in repository:
+            repository = f"{DEFAULT_NAMESPACE}/{repository}"
+        return cls(
+            host, repository, tag if colon else DEFAULT_TAG, Digest.parse(spelled) if at else None
+        )
+
+    @classmethod
+    def of(cls, name: Reference) -> RemoteReference:
+        """Return the address at which a model of that name is pushed.
+
+        Raises:
+            InvalidReference: a registry allows no such name, even in lower case.
+        """
+        is_bare = name.namespace == DEFAULT_NAMESPACE and name.host not in _LIBRARY_HOSTS
+        path = name.model if is_bare else f"{name.namespace}/{name.model}"
+        return cls(name.host, path.lower(), name.tag)
+
+    def name(self) -> Reference:
+        """Return the name whose address this is.
+
+        Raises:
+            InvalidReference: no name has this address, or it is that of a digest.
+        """
+        namespace, slash, model = self.repository.rpartition("/")
+        try:
+            name = Reference(self.host, namespace if slash else DEFAULT_NAMESPACE, model, self.tag)
+            is_own = self.digest is None and RemoteReference.of(name) == self
+        except InvalidReference:
+            is_own = False
+        if not is_own:
+            raise InvalidReference(
+                f"no model in a store can be named {quote(self)}", advice="give a NAME for it"
+            )
+        return name
+
+    @property
+    def reference(self) -> str:
+        """What a request for the manifest ends with: the digest if there is one, else the tag."""
+        return str(self.digest) if self.digest else self.tag
+
+    def __str__(self) -> str:
+        """Return the address without ``oci://``."""
+        return f"{self.host}/{self.repository}" + (
+            f"@{self.digest}" if self.digest else f":{self.tag}"
+        )
+
+    def __repr__(self) -> str:
+        return f"RemoteReference({str(self)!r})"
+
+
+def is_host(text: str) -> bool:
+    """Return whether the part of a name before its first slash can only be a host, as with docker."""
+    return "." in text or ":" in text or text == "localhost"
+
+
+def check_host(text: str) -> None:
+    """Check a host with or without a port.
+
+    Raises:
+        InvalidReference: it is not valid.
+    """
+    if _HOST.fullmatch(text) is None or ".." in text:
+        raise InvalidReference(f"not the host of a registry: {quote(text)}; expected host[:port]")
+
+
+def check_repository(text: str) -> None:
+    """Check the name of a repository.
+
+    Raises:
+        InvalidReference: it is not valid.
+    """
+    if len(text) > MAX_REPOSITORY or _REPOSITORY.fullmatch(text) is None:
+        raise InvalidReference(
+            f"not the name of a repository: {quote(text)}; expected parts of lower-case letters, "
+            f"digits and single '.', '_', '__' or '-' between '/', {MAX_REPOSITORY} characters at most"
+        )
+
+
+def check_reference(text: str) -> None:
+    """Check a tag or a digest, as the end of a URL.
+
+    Raises:
+        InvalidReference, InvalidDigest: it is neither.
+    """
+    if ":" in text:
+        Digest.parse(text)
+    elif _TAG.fullmatch(text) is None:
+        raise InvalidReference(f"neither a tag nor a digest: {quote(text)}")

@@ -1,0 +1,269 @@
+"""One registry over HTTP: single requests and retried ones, with redirects followed by hand.
+
+The rules, which ``protocol`` decides:
+
+- A redirect is followed for GET and HEAD only, five times at most, and never from https to http. What
+  authorizes a request goes to the registry alone.
+- A response is streamed. Nobody reads more of it than they asked for, and it must not be compressed.
+- Lost connections, stalls, overloaded servers and gateways that fail raise TransientError, which
+  :meth:`Transport.retry` counts. All else ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import ssl
+import threading
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http import HTTPStatus
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import httpx2
+
+from blobstore.core.escape import quote
+from blobstore.errors import RemoteError
+from blobstore.registry import protocol
+from blobstore.registry.protocol import Patience, TransientError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from typing import Self
+
+    from blobstore.core.workers import RateLimiter
+
+_MAX_REDIRECTS: Final = 5
+_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
+Body = "Callable[[], Iterable[bytes]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a registry."""
+
+    what: str
+    """What it is about, as the start of an error."""
+    method: str
+    url: str
+    expected: tuple[int, ...] = (HTTPStatus.OK,)
+    """The statuses of a success."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Callable[[], Iterable[bytes]] | None = None
+    """Returns the bytes from the start, each time it is called."""
+    size: int = 0
+    """Bytes of the body."""
+    timeout: float = 0
+    """Seconds that the response may take, if more than usual."""
+
+
+class Reply(NamedTuple):
+    """A small response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+    """Where it came from at last."""
+
+
+class Transport:
+    """Sends requests to one registry. Any number of threads may share it."""
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        plain_http: bool,
+        limiter: RateLimiter | None,
+        connections: int,
+        patience: Patience,
+    ) -> None:
+        self.base = f"{'http' if plain_http else 'https'}://{host}"
+        self.patience = patience
+        self._limiter = limiter
+        self._closed = threading.Event()
+        self._has_answered = False
+        self._client = httpx2.Client(
+            # As curl does, this takes proxies and certificates from the environment. A connection within
+            # this machine has no proxy: it may carry credentials without TLS.
+            mounts=dict.fromkeys(_LOOPBACK),
+            headers={"accept-encoding": "identity", "user-agent": "blobstore"},
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            timeout=httpx2.Timeout(patience.stall, pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
+        )
+
+    def close(self) -> None:
+        """Close the connections, and wake threads that wait for the next attempt."""
+        self._closed.set()
+        self._client.close()
+
+    def fetch(self, request: Request, limit: int = 0) -> Reply:
+        """Send a request, again if it fails, and return its response with ``limit`` bytes at most.
+
+        Raises:
+            RemoteError: the registry cannot be reached, refuses, or sends more.
+        """
+        for attempt in self.retry():
+            with attempt:
+                return self.exchange(request, limit)
+        raise AssertionError("unreachable")
+
+    def exchange(self, request: Request, limit: int = 0) -> Reply:
+        """Send a request once, and return its response with ``limit`` bytes at most.
+
+        Raises:
+            TransientError: it may succeed if it is sent again.
+            RemoteError: it will not.
+        """
+        with self.send(request) as response:
+            body = self._read(request, response, limit)
+            return Reply(response.status_code, response.headers, body, str(response.url))
+
+    @contextlib.contextmanager
+    def send(self, request: Request) -> Iterator[httpx2.Response]:
+        """Send a request once; the response is open until the block ends.
+
+        Errors of the network inside the block are raised as TransientError too.
+
+        Raises:
+            TransientError: it may succeed if it is sent again.
+            RemoteError: it will not.
+        """
+        url = request.url
+        with self._network_errors(request):
+            for _ in range(_MAX_REDIRECTS + 1):
+                with contextlib.closing(self._send(request, url)) as response:
+                    self._has_answered = True
+                    protocol.check_encoding(response.headers)
+                    if response.status_code in request.expected:
+                        yield response
+                        return
+                    if response.status_code not in _REDIRECTS or request.body is not None:
+                        raise self._failure(request, response)
+                    url = protocol.resolve(response.headers.get("location"), url)
+                    self._read(request, response, 0)  # so that its connection can be used again
+            raise RemoteError(f"{request.what}: {quote(self.base)} redirects too often")
+
+    def pieces(self, response: httpx2.Response) -> Iterator[bytes]:
+        """Yield the body of a response as it arrives, no faster than the limiter allows.
+
+        Raises:
+            TransientError: it arrives too slowly.
+        """
+        waited, count = 0.0, 0
+        body = response.iter_raw()
+        while True:
+            began = time.monotonic()
+            piece = next(body, None)
+            if piece is None:
+                return
+            waited += time.monotonic() - began
+            count += len(piece)
+            if waited > self.patience.stall:
+                if count < waited * self.patience.slowest:
+                    raise TransientError(f"{quote(self.base)} sends too slowly")
+                waited, count = 0.0, 0
+            self.limit(len(piece))
+            yield piece
+
+    def limit(self, count: int) -> None:
+        """Wait for as long as the limiter asks to, for ``count`` bytes."""
+        if self._limiter is not None:
+            self._limiter.spend(count, self._closed.wait)
+
+    def retry(self) -> Retry:
+        """Return an iterator over attempts; see :class:`Retry`."""
+        return Retry(self.patience, self._closed)
+
+    def _send(self, request: Request, url: str) -> httpx2.Response:
+        headers = dict(request.headers)
+        timeout = httpx2.Timeout(max(self.patience.stall, request.timeout), pool=None)
+        content = request.body() if request.body is not None else None
+        if content is not None:
+            headers["content-length"] = str(request.size)
+        built = self._client.build_request(
+            request.method, url, headers=headers, content=content, timeout=timeout
+        )
+        return self._client.send(built, stream=True)
+
+    def _read(self, request: Request, response: httpx2.Response, limit: int) -> bytes:
+        """Return the body, of ``limit`` bytes at most; without a limit, skip it if it is short."""
+        body = bytearray()
+        for piece in self.pieces(response):
+            body += piece
+            if len(body) > max(limit, protocol.MAX_ERROR):
+                break
+        if limit and len(body) > limit:
+            raise RemoteError(f"{request.what}: the response has more than {limit} bytes")
+        return bytes(body)
+
+    def _failure(self, request: Request, response: httpx2.Response) -> Exception:
+        """Return the error for a response that was not expected."""
+        status, body = response.status_code, b""
+        # The body of the latter may be shorter than announced; see protocol.range_of.
+        if status != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            with contextlib.suppress(httpx2.TransportError, TransientError):
+                body = self._read(request, response, 0)
+        now = datetime.now(UTC)
+        return protocol.failure(request.what, status, response.headers, body, now)
+
+    @contextlib.contextmanager
+    def _network_errors(self, request: Request) -> Iterator[None]:
+        try:
+            yield
+        except httpx2.ConnectError as error:
+            message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
+            causes = (error, error.__cause__, error.__context__)
+            if any(isinstance(cause, ssl.SSLError) for cause in causes):
+                raise RemoteError(
+                    message, advice="SSL_CERT_FILE names the certificates to trust"
+                ) from error
+            if not self._has_answered:  # rather a mistyped address than a server that restarts
+                raise RemoteError(message) from error
+            raise TransientError(message) from error
+        except httpx2.TimeoutException as error:
+            raise TransientError(
+                f"{request.what}: {quote(self.base)} sent nothing for {self.patience.stall:g} s"
+            ) from error
+        except httpx2.TransportError as error:
+            raise TransientError(
+                f"{request.what}: lost the connection to {quote(self.base)}: {quote(error)}"
+            ) from error
+        except httpx2.InvalidURL as error:
+            raise RemoteError(f"{request.what}: {quote(error)}") from error
+
+
+class Retry:
+    """Repeats a block until it succeeds: ``for attempt in retry: with attempt: …; return``.
+
+    A TransientError in the block is followed by a pause and the next attempt, unless there were too many
+    in a row.
+    """
+
+    def __init__(self, patience: Patience, closed: threading.Event) -> None:
+        self._patience = patience
+        self._closed = closed
+        self._failures = 0
+
+    def __iter__(self) -> Iterator[Self]:
+        while True:
+            yield self
+
+    def progress(self) -> None:
+        """Forget the failures: the transfer has advanced."""
+        self._failures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, TransientError):
+            return False
+        self._failures += 1
+        delay = self._patience.delay(self._failures, error.retry_after, random.random())  # noqa: S311 - no secret
+        return delay is not None and not self._closed.wait(delay)

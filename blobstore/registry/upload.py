@@ -1,0 +1,194 @@
+"""The upload of one blob, which goes on where the server says that it is.
+
+A blob of up to 64 MiB is one PUT. A larger one is sent in parts, so that it can be resumed after the
+process was killed. Only the newest ``Location`` of an upload is valid, and only the ``Range`` of its status
+says what the server has: distribution 2.8 ignores the ``Content-Range`` of a part and appends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
+from blobstore.registry import protocol
+from blobstore.registry.protocol import TransientError
+from blobstore.registry.transport import Reply, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from blobstore.core.digest import Digest
+    from blobstore.registry.transport import Transport
+
+PART: Final = 64 * 2**20
+_HASHED: Final = 20 * 10**6
+"""Bytes per second at which a server is assumed to hash a blob before it answers."""
+
+
+class UploadSession(NamedTuple):
+    """Where an upload goes on."""
+
+    url: str
+    offset: int
+    """Bytes that the server has."""
+
+
+class Upload:
+    """One blob on its way into a repository."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        blobs: str,
+        digest: Digest,
+        size: int,
+        pieces: Callable[[int], Iterable[bytes | memoryview]],
+        on_session: Callable[[UploadSession], object],
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            transport: sends the requests.
+            blobs: the URL of the repository's blobs.
+            digest: the digest of the blob.
+            size: its bytes.
+            pieces: yields its bytes from an offset on.
+            on_session: called after each part.
+        """
+        self._transport = transport
+        self._blobs = blobs
+        self._digest = digest
+        self._size = size
+        self._pieces = pieces
+        self._on_session = on_session
+        self._has_parts = size > PART
+        self._what = f"upload of blob {digest.short}"
+
+    def run(self, session: UploadSession | None) -> None:
+        """Upload the blob; go on with ``session`` if the server still knows it.
+
+        Raises:
+            RemoteRefused: the registry refuses it.
+            RemoteError: the registry cannot be reached, or fails.
+            BlobDamaged: the pieces end early.
+        """
+        is_resumed = session is not None
+        retry = self._transport.retry()
+        for attempt in retry:
+            with attempt:
+                if is_resumed and session is not None:
+                    session = self._status(session)
+                    if session is None and self._is_there():
+                        return
+                session = session or self._begin()
+                is_resumed = is_resumed or session.offset > 0
+                try:
+                    while self._has_parts and session.offset < self._size:
+                        session = self._send_part(session)
+                        self._on_session(session)
+                        retry.progress()
+                    self._finish(session)
+                except TransientError:
+                    is_resumed = True
+                    raise
+                except RemoteRefused:
+                    if not (is_resumed or self._has_parts):
+                        raise
+                    # The server takes no parts, or lost some of what it had. Once more, in one piece.
+                    session, is_resumed, self._has_parts = None, False, False
+                    continue
+                return
+
+    def _begin(self) -> UploadSession:
+        reply = self._request("POST", f"{self._blobs}/uploads/", HTTPStatus.ACCEPTED)
+        return UploadSession(self._location(reply), 0)
+
+    def _status(self, session: UploadSession) -> UploadSession | None:
+        """Return where the upload goes on, or None if the server has forgotten it."""
+        statuses = (HTTPStatus.NO_CONTENT, HTTPStatus.ACCEPTED, HTTPStatus.OK)
+        url = protocol.resolve_upload(session.url, self._transport.base)
+        try:
+            reply = self._request("GET", url, *statuses)
+        except RemoteRefused:
+            return None
+        offset = protocol.bytes_received(reply.headers.get("range"))
+        if not 0 < offset <= self._size:
+            return None
+        location = reply.headers.get("location")
+        return UploadSession(protocol.resolve_upload(location, url) if location else url, offset)
+
+    def _is_there(self) -> bool:
+        """Return whether the blob has arrived, although the response to its last byte was lost."""
+        request = Request(
+            what=self._what,
+            method="HEAD",
+            url=f"{self._blobs}/{self._digest}",
+            expected=(HTTPStatus.OK, HTTPStatus.NOT_FOUND),
+        )
+        return self._transport.fetch(request).status == HTTPStatus.OK
+
+    def _send_part(self, session: UploadSession) -> UploadSession:
+        length = min(PART, self._size - session.offset)
+        reply = self._request(
+            "PATCH",
+            session.url,
+            HTTPStatus.ACCEPTED,
+            HTTPStatus.NO_CONTENT,
+            body=(session.offset, length),
+        )
+        received = reply.headers.get("range")
+        offset = protocol.bytes_received(received) if received else session.offset + length
+        if not session.offset < offset <= self._size:
+            raise RemoteError(f"{self._what}: the server says that it has {offset} bytes")
+        return UploadSession(self._location(reply), offset)
+
+    def _finish(self, session: UploadSession) -> None:
+        self._request(
+            "PUT",
+            protocol.with_query(session.url, f"digest={self._digest}"),
+            HTTPStatus.CREATED,
+            HTTPStatus.NO_CONTENT,
+            body=(session.offset, self._size - session.offset),
+        )
+
+    def _location(self, reply: Reply) -> str:
+        return protocol.resolve_upload(reply.headers.get("location"), reply.url)
+
+    def _request(
+        self, method: str, url: str, *expected: int, body: tuple[int, int] = (0, 0)
+    ) -> Reply:
+        """Send a request once, with the bytes of the blob from an offset, so many of them."""
+        offset, length = body
+        headers = {"content-type": "application/octet-stream"}
+        if length and (offset or method == "PATCH"):
+            headers["content-range"] = f"{offset}-{offset + length - 1}"
+        request = Request(
+            what=self._what,
+            method=method,
+            url=url,
+            expected=expected,
+            headers=headers if method != "GET" else {},
+            body=None if method == "GET" else lambda: self._bytes(offset, length),
+            size=length,
+            timeout=self._size / _HASHED,
+        )
+        return self._transport.exchange(request)
+
+    def _bytes(self, offset: int, length: int) -> Iterator[bytes]:
+        if not length:
+            return
+        left = length
+        pieces = self._pieces(offset)
+        with contextlib.ExitStack() as stack:
+            if hasattr(pieces, "close"):
+                stack.callback(pieces.close)
+            for piece in pieces:
+                view = memoryview(piece).cast("B")[:left]
+                self._transport.limit(len(view))
+                yield cast("bytes", view)  # the types of httpx2 are narrower than what it takes
+                left -= len(view)
+                if not left:
+                    return
+        raise BlobDamaged(f"blob {self._digest.short} ends {left} bytes early")

@@ -1,0 +1,84 @@
+"""A real registry on loopback: Debian's ``docker-registry``, with its files in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from blobstore.core import strict_json
+
+PROGRAM = "docker-registry"
+SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Server:
+    """A registry that runs."""
+
+    host: str
+    """``127.0.0.1:port``."""
+    root: Path
+    """Its files."""
+
+    def blob(self, digest: str) -> Path:
+        """Return the file of a blob."""
+        hex_digits = digest.removeprefix("sha256:")
+        blobs = self.root / "docker" / "registry" / "v2" / "blobs" / "sha256"
+        return blobs / hex_digits[:2] / hex_digits / "data"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def running_registry(folder: Path, auth: dict[str, Any] | None = None) -> Iterator[Server]:
+    """Run a registry with its files in ``folder``; ``auth`` is that part of its configuration."""
+    if shutil.which(PROGRAM) is None:
+        pytest.skip(f"{PROGRAM} is not installed (Debian: apt-get install {PROGRAM})")
+    root = folder / "registry"
+    root.mkdir(parents=True)
+    host = f"127.0.0.1:{free_port()}"
+    config = {
+        "version": "0.1",
+        "log": {"level": "error", "accesslog": {"disabled": True}},
+        "storage": {
+            "filesystem": {"rootdirectory": str(root)},
+            "delete": {"enabled": True},
+            "maintenance": {"uploadpurging": {"enabled": False}},
+        },
+        "http": {"addr": host, "secret": "of the tests"},
+        **({"auth": auth} if auth else {}),
+    }
+    path = folder / "config.yml"  # JSON is YAML
+    path.write_text(strict_json.dumps(config), encoding="utf-8")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([PROGRAM, "serve", str(path)], stdout=log, stderr=log)
+    try:
+        _wait_until_ready(host, process, folder / "log")
+        yield Server(host, root)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_ready(host: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        with contextlib.suppress(httpx2.TransportError):
+            httpx2.get(f"http://{host}/v2/", trust_env=False)
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{PROGRAM} does not answer: {log.read_text(encoding='utf-8')}")

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import InvalidDigest, InvalidReference
+from blobstore.manifests.reference import Reference
+from blobstore.registry.reference import RemoteReference
+
+DIGEST = Digest.of(b"x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("localhost/model", RemoteReference("localhost", "model")),
+        ("localhost:5000/a/b/c:v1", RemoteReference("localhost:5000", "a/b/c", "v1")),
+        ("oci://registry/model", RemoteReference("registry", "model")),
+        ("ghcr.io/org/m_x", RemoteReference("ghcr.io", "org/m_x")),
+        ("[::1]:5000/model", RemoteReference("[::1]:5000", "model")),
+        (f"ghcr.io/m@{DIGEST}", RemoteReference("ghcr.io", "m", "latest", DIGEST)),
+        (f"ghcr.io/m:v1@{DIGEST}", RemoteReference("ghcr.io", "m", "v1", DIGEST)),
+        ("docker.io/model", RemoteReference("docker.io", "library/model")),
+        ("oci://registry.ollama.ai/m", RemoteReference("registry.ollama.ai", "library/m")),
+    ],
+)
+def test_address_is_parsed(text: str, expected: RemoteReference) -> None:
+    assert RemoteReference.parse(text) == expected
+    assert RemoteReference.parse(f"oci://{expected}").reference == expected.reference
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "model",
+        "org/model",
+        "oci://",
+        "oci://host",
+        "https://ghcr.io/org/model",
+        "ghcr.io/",
+        "ghcr.io/Org/model",
+        "ghcr.io/org//model",
+        "ghcr.io/../model",
+        "ghcr.io/org/..",
+        "ghcr.io/org/.model",
+        "ghcr.io/org/model-",
+        "ghcr.io/org/a___b",
+        "ghcr.io/org/model:",
+        "ghcr.io/org/model:a b",
+        "ghcr.io/org/model:.a",
+        "ghcr.io/org/model?x=y",
+        "ghcr.io/org/model#x",
+        "ghcr.io/org/mod\nel",
+        "ghcr.io/org/mödel",
+        f"ghcr.io/{'a/' * 127}aa",
+        f"ghcr.io/org/model:{'a' * 129}",
+        "user@ghcr.io/org/model",
+        "user:password@ghcr.io/org/model",
+        "gh..cr.io/model",
+        "-ghcr.io/model",
+        "ghcr.io:port/model",
+        "ghcr.io:123456/model",
+        "gh cr.io/model",
+        "ghcr.io\\@evil.com/model",
+    ],
+)
+def test_other_text_than_an_address_is_refused(text: str) -> None:
+    with pytest.raises(InvalidReference):
+        RemoteReference.parse(text)
+
+
+@pytest.mark.parametrize("digest", ["", "sha256:", "sha256:xyz", f"sha512:{'0' * 128}"])
+def test_malformed_digest_is_refused(digest: str) -> None:
+    with pytest.raises(InvalidDigest):
+        RemoteReference.parse(f"ghcr.io/model@{digest}")
+
+
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        ("localhost:5000/library/model", "localhost:5000/model:latest"),
+        ("ghcr.io/org/model:v1", "ghcr.io/org/model:v1"),
+        ("model", "registry.ollama.ai/library/model:latest"),
+        ("docker.io/library/model", "docker.io/library/model:latest"),
+    ],
+)
+def test_names_and_addresses_stand_for_each_other(name: str, address: str) -> None:
+    reference = Reference.parse(name)
+
+    assert str(RemoteReference.of(reference)) == address
+    assert RemoteReference.parse(address).name() == reference
+
+
+def test_address_of_a_name_is_in_lower_case() -> None:
+    assert str(RemoteReference.of(Reference.parse("ghcr.io/Org/Model-7B:Q4"))) == (
+        "ghcr.io/org/model-7b:Q4"
+    )
+
+
+@pytest.mark.parametrize("name", ["ghcr.io/org/a___b", "ghcr.io/_org/model", "ghcr.io/org/model."])
+def test_name_that_no_registry_allows_has_no_address(name: str) -> None:
+    with pytest.raises(InvalidReference, match="not the name of a repository"):
+        RemoteReference.of(Reference.parse(name))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ghcr.io/a/b/model",
+        "ghcr.io/o.rg/model",
+        "ghcr.io/library/model",
+        f"ghcr.io/org/{'m' * 81}",
+        f"ghcr.io/org/model@{DIGEST}",
+    ],
+)
+def test_address_of_no_name_asks_for_one(address: str) -> None:
+    with pytest.raises(InvalidReference, match=f"named '{address}.*; give a NAME"):
+        RemoteReference.parse(address).name()
