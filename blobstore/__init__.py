@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.operations.transfer.pull import Pulled
+    from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -87,6 +89,7 @@ _HOMES = {
     "ModelDescription": ("blobstore.operations.maintenance.show", "ModelDescription"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
+    "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
@@ -113,6 +116,7 @@ _HOMES = {
     "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
+    "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
@@ -144,6 +148,7 @@ __all__ = [
     "ModelDescription",
     "Named",
     "Packed",
+    "Pulled",
     "Reference",
     "RemovedModels",
     "Repaired",
@@ -170,6 +175,7 @@ __all__ = [
     "open_archive",
     "open_checkpoint",
     "pack",
+    "pull",
     "remove",
     "rename",
     "repair",

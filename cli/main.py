@@ -33,12 +33,12 @@ _COMMANDS = (
     *("create", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "completion"),
+    *("freeze", "thaw", "pack", "unpack", "pull", "completion"),
 )
 _ALIASES = {"ls": "list"}
 # What other programs call our commands.
 _SYNONYMS = {
-    **dict.fromkeys(("add", "import", "pull", "download"), "create"),
+    **dict.fromkeys(("add", "import", "download"), "create"),
     **dict.fromkeys(("images", "models", "ps"), "list"),
     **dict.fromkeys(("remove", "delete", "rmi", "del"), "rm"),
     **dict.fromkeys(("prune", "clean"), "gc"),
@@ -47,6 +47,7 @@ _SYNONYMS = {
     **dict.fromkeys(("decompress", "unfreeze"), "thaw"),
     **dict.fromkeys(("save", "push"), "pack"),
     **dict.fromkeys(("load", "extract"), "unpack"),
+    "fetch": "pull",
     "copy": "cp",
     "rename": "mv",
     "stats": "du",

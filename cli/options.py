@@ -319,6 +319,25 @@ jobs_option = click.option(
     metavar="N",
     help="Number of threads; one per processor by default.",
 )
+streams_option = click.option(
+    "--streams",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="Number of blobs, or parts of large blobs, to transfer at once.",
+)
+limit_rate_option = click.option(
+    "--limit-rate",
+    metavar="RATE",
+    callback=parse_rate,
+    help="Transfer at most so many bytes per second, such as 50MB/s.",
+)
+plain_http_option = click.option(
+    "--plain-http",
+    is_flag=True,
+    help="Use HTTP without TLS; for registries on this machine this is the default.",
+)
 
 
 @contextlib.contextmanager

@@ -160,6 +160,7 @@ _JSON_FORMS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("digest", "blob", "base"), lambda digest: digest and str(digest)),
     **dict.fromkeys(("group_size", "base_group_size"), lambda size: size or None),
     **dict.fromkeys(("relative_error", "snr_db"), _finite),
+    "remote": str,
     "seconds": lambda seconds: round(seconds, 3),
 }
 """The keys whose values have another form in JSON. A digest is a tuple, so show_json cannot know it."""

@@ -33,12 +33,13 @@ from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
+from blobstore.store.partial import bytes_done
 from blobstore.store.scan import is_folder, list_names, scan_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
 
 
@@ -158,6 +159,10 @@ class LocalStore(BlobReader):
                 Ingest(self, lease, paranoid=paranoid) as ingest,
             ):
                 yield ingest
+
+    def partial_bytes(self, blob: BlobId) -> int:
+        """Return how many bytes of a blob an unfinished download has."""
+        return bytes_done(self._layout.partial, blob)
 
     def join_ingest(self, name: str, *, paranoid: bool = False) -> WorkerIngest:
         """Join an import of another process by its :attr:`Ingest.name`, to add blobs to it.

@@ -24,7 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digester
-from blobstore.core.files import FileState
+from blobstore.core.files import FileState, give_to_owner, make_folders, read_exactly
 from blobstore.store.locks import NOT_INHERITED, try_lock
 
 if TYPE_CHECKING:
@@ -68,8 +68,10 @@ class PartialBlob:
             OSError: it cannot be created.
             StoreError: the file system has no locks.
         """
-        path = folder / f"{blob.digest.hex}-{os.geteuid()}"
-        folder.mkdir(exist_ok=True)
+        path = _path(folder, blob)
+        root = folder.parent.parent
+        if not folder.is_dir():
+            make_folders(folder, root)
         while True:
             try:
                 descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666)
@@ -80,11 +82,12 @@ class PartialBlob:
                 continue
             is_ours = False
             try:
-                if not try_lock(descriptor, fcntl.LOCK_EX, folder.parent.parent):
+                if not try_lock(descriptor, fcntl.LOCK_EX, root):
                     return None
                 if not _is_at(path, descriptor):
                     continue  # another process has renamed or removed it
-                if not _may_be_filled(os.fstat(descriptor)):
+                give_to_owner(path)
+                if not _may_be_filled(os.fstat(descriptor), folder):
                     path.unlink()
                     continue
                 is_ours = True
@@ -172,21 +175,13 @@ class PartialBlob:
 
     def _read_counters(self) -> list[int]:
         """Return the bytes that are there of each part; start again with a file that makes no sense."""
-        size = self.blob.size
-        lengths = [min(PART, size - begin) for begin in range(0, size, PART)]
-        length = os.fstat(self._descriptor).st_size
-        if length == size:
-            return lengths
-        end = size + _COUNTER.size * len(lengths)
-        if length == end:
-            data = os.pread(self._descriptor, _COUNTER.size * len(lengths), size)
-            counters = [count for (count,) in _COUNTER.iter_unpack(data)]
-            if len(counters) == len(lengths) and all(map(int.__le__, counters, lengths)):
-                return counters
+        counters = _counters(self._descriptor, self.blob.size)
+        if counters is not None:
+            return counters
+        self._done = [0] * len(_lengths(self.blob.size))
         os.ftruncate(self._descriptor, 0)
-        os.ftruncate(self._descriptor, end)
-        self._done = [0] * len(lengths)
-        for part in range(len(lengths)):  # their disk space must not be missing later
+        os.ftruncate(self._descriptor, self.blob.size)
+        for part in range(len(self._done)):  # their disk space must not be missing later
             self._write_counter(part)
         return self._done
 
@@ -214,6 +209,39 @@ class PartialBlob:
             if not data:
                 return
             self._digester.update(data)
+
+
+def bytes_done(folder: Path, blob: BlobId) -> int:
+    """Return how many bytes of a blob its partial file has, or 0, without locking it."""
+    try:
+        descriptor = os.open(_path(folder, blob), _FLAGS)
+    except OSError:
+        return 0
+    try:
+        return sum(_counters(descriptor, blob.size) or ())
+    finally:
+        os.close(descriptor)
+
+
+def _path(folder: Path, blob: BlobId) -> Path:
+    return folder / f"{blob.digest.hex}-{os.geteuid()}"
+
+
+def _lengths(size: int) -> list[int]:
+    """Return the bytes of each part of a blob."""
+    return [min(PART, size - begin) for begin in range(0, size, PART)]
+
+
+def _counters(descriptor: int, size: int) -> list[int] | None:
+    """Return how many bytes of each part a partial file has; None if it makes no sense."""
+    lengths = _lengths(size)
+    if os.fstat(descriptor).st_size == size:
+        return lengths
+    data = read_exactly(descriptor, _COUNTER.size * len(lengths) + 1, size)
+    if len(data) != _COUNTER.size * len(lengths):
+        return None
+    counters = [count for (count,) in _COUNTER.iter_unpack(data)]
+    return counters if all(map(int.__le__, counters, lengths)) else None
 
 
 @contextlib.contextmanager
@@ -245,6 +273,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _may_be_filled(status: os.stat_result) -> bool:
-    """Return whether only this user can have written to a file, and it has no other name."""
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
+def _may_be_filled(status: os.stat_result, folder: Path) -> bool:
+    """Return whether only this user or the store's owner can write to a file, and it has no other name."""
+    owners = (os.geteuid(), folder.stat().st_uid)
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in owners

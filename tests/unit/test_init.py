@@ -36,6 +36,7 @@ open(reference, *, store, framework, device, verify, dequantize, read, prefetch,
 open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
+pull(remote, name, *, store, streams, limit_rate, jobs, force, dry_run, plain_http, progress)
 remove(references, *, store, dry_run)
 rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, dry_run, jobs, progress)
@@ -48,7 +49,7 @@ verify(references, *, store, quick, rate, jobs, progress)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
 CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
-Packed Reference RemovedModels Repaired SourceRecord StoreUsage Thawed Unpacked Verified
+Packed Pulled Reference RemovedModels Repaired SourceRecord StoreUsage Thawed Unpacked Verified
 """
 
 

@@ -15,12 +15,15 @@ import torch
 
 from blobstore.cli.main import program
 from blobstore.core.digest import Digest
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder
+from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.conftest import DENSE_CONFIG
 from tests.unit.cli.running import run, run_json
 
-# The arguments of each command. An @ marks a path in the prepared folder.
+# The arguments of each command. An @ marks a path in the prepared folder, a % a file that has the argument.
 ARGUMENTS = {
     "create": ("@dense", "new"),
     "list": (),
@@ -48,6 +51,7 @@ ARGUMENTS = {
     "thaw": ("cold",),
     "pack": ("dense", "@out.bsar"),
     "unpack": ("@models.bsar",),
+    "pull": ("%remote", "new"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "completion")
@@ -79,8 +83,8 @@ JSON = {
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with sources, an archive, and a store with several models."""
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with sources, an archive, a store with several models, and the address of one in a registry."""
     folder = tmp_path_factory.mktemp("contract")
     files = {"config.json": DENSE_CONFIG, "merges.txt": b"a b\n"}
     tensors = dense_tensors()
@@ -105,13 +109,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("cp", "tuned", "again", "--force"),
         ):
             run(*arguments)
-        from blobstore.store.local import LocalStore
-
         put(LocalStore(store), "cold", {"x": 1})
         put(LocalStore(store), "gone", {"y": 2})
         run("freeze", "cold")
         run("rm", "gone")
-    return folder
+    with StubRegistry() as registry:
+        origin = LocalStore(store)
+        plan = plan_ollama(origin.read_manifest("dense"))
+        (folder / "remote").write_text(registry.put(origin, plan, "team/dense", "latest"))
+        yield folder
 
 
 @pytest.fixture
@@ -122,7 +128,8 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 
 def arguments_of(command: str, folder: Path) -> list[str]:
     words = VARIANTS.get(command) or (command, *ARGUMENTS[command])
-    return [str(folder / word[1:]) if word[0] == "@" else word for word in words]
+    forms = {"@": lambda name: str(folder / name), "%": lambda name: (folder / name).read_text()}
+    return [forms[word[0]](word[1:]) if word[0] in forms else word for word in words]
 
 
 def paths_in(value: Any, prefix: str = "") -> Iterator[str]:

@@ -26,7 +26,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return tmp_path / "partial"
+    return tmp_path / ".blobstore" / "partial"
 
 
 def opened(folder: Path) -> PartialBlob:
@@ -173,6 +173,17 @@ def test_a_file_of_another_user_is_replaced(folder: Path) -> None:
     with opened(folder) as file:
         assert file.done == 0
         assert path.stat().st_uid == os.geteuid()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_root_gives_the_file_to_the_owner_of_the_store_and_continues_it(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    folder = tmp_path / ".blobstore" / "partial"
+    for done in (0, 100):
+        with opened(folder) as file:
+            assert file.done == done
+            fill(file, 0)
+            assert file.path.stat().st_uid == folder.stat().st_uid == NOBODY
 
 
 def test_no_descriptor_stays_open(folder: Path) -> None:

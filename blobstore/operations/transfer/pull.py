@@ -1,0 +1,432 @@
+"""The operation ``pull``: fetches a model from a registry into a store.
+
+The manifest is resolved and checked first. Blobs that the store has are hashed, unless they were before;
+the others are fetched into partial files, several at a time, large ones in parts. Each is hashed while it
+arrives, and only if all digests are right do the blobs get their names, and last the manifest. A pull that
+was interrupted continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    InvalidManifest,
+    NameTaken,
+    StoreError,
+    UnsupportedSource,
+    UsageError,
+)
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.read import Place, RemoteModel, read_model
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Generator, Iterable, Sequence
+    from pathlib import Path
+
+    from blobstore.core.digest import BlobId, Digest
+    from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.store.ingest import Ingest
+    from blobstore.store.partial import PartialBlob
+
+STREAMS: Final = 8
+"""Blobs, or parts of blobs, that are fetched at once by default."""
+_BUSY_PAUSE = 0.1
+"""Seconds until a blob that another process is fetching is looked at again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """The result of :func:`pull_model`."""
+
+    remote: RemoteReference
+    reference: Reference
+    digest: Digest
+    """Of the manifest in the registry."""
+    shape: str
+    """How the model lies in the registry: ``oci``, ``ollama`` or ``image``."""
+    blobs: int
+    """Blobs of the model."""
+    blobs_fetched: int
+    """Blobs that the store did not have."""
+    bytes_fetched: int
+    """Bytes that were transferred, or would be."""
+    bytes_resumed: int
+    """Bytes of these blobs that an earlier pull had transferred."""
+    bytes_present: int
+    """Bytes of blobs that the store already had."""
+    repaired: dict[Digest, Path | None]
+    """The damaged blobs that were replaced, and where the damaged files are now."""
+    seconds: float
+
+
+def pull_model(
+    remote: str | RemoteReference,
+    name: str | Reference | None = None,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    streams: int = STREAMS,
+    limit_rate: float | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    plain_http: bool | None = None,
+    progress: Progress | None = None,
+) -> Pulled:
+    """Fetch a model from a registry.
+
+    Args:
+        remote: the address, ``[oci://]host[:port]/repository[:tag|@sha256:…]``.
+        name: the name that the model gets; by default the address.
+        store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        streams: number of blobs, or of parts of large blobs, that are fetched at once.
+        limit_rate: bytes per second that are fetched at most.
+        jobs: number of threads that hash blobs of the store; by default one per processor.
+        force: replace another model that has the name.
+        dry_run: fetch nothing but manifests; report what would be fetched.
+        plain_http: whether to use HTTP without TLS; by default only for this machine.
+        progress: called with the current blob, the bytes done and the total.
+
+    Raises:
+        BlobDamaged: the registry sent wrong bytes twice, or another length.
+        BlobMissing: the registry does not have a blob of the model.
+        InvalidManifest: a manifest breaks its format or contradicts the model.
+        ModelNotFound: the registry has no such model.
+        NameConflict: the name differs only in case from another one.
+        NameTaken: the name belongs to another model.
+        RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        StoreBusy: timed out waiting for the store's lock.
+        StoreError: the store cannot be written, or is short of space.
+        UnsupportedSource: the address is that of something that is no model.
+        UsageError: an argument is invalid.
+    """
+    from blobstore.registry.client import RegistryClient
+
+    started = time.monotonic()
+    check_jobs(jobs)
+    if streams < 1:
+        raise UsageError(f"streams must be at least 1, got {streams}")
+    limiter = None if limit_rate is None else RateLimiter(limit_rate)
+    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    reference = address.name() if name is None else Reference.of(name)
+    store = LocalStore.of(store)
+    store.check_root()
+    with RegistryClient(
+        address.host, plain_http=plain_http, limiter=limiter, streams=streams
+    ) as client:
+        source = _Source.of(client, address)
+        _check_name(store, reference, source.model.manifest, force=force)
+        if dry_run:
+            done = _Done(*_planned(store, source), {})
+        else:
+            done = _pull(store, reference, source, streams, jobs, progress, force=force)
+    return Pulled(
+        remote=address,
+        reference=reference,
+        digest=source.root.digest,
+        shape=source.model.shape,
+        blobs=len(source.model.blobs),
+        blobs_fetched=done.fetched,
+        bytes_fetched=done.bytes_fetched,
+        bytes_resumed=done.bytes_resumed,
+        bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
+        repaired=done.repaired,
+        seconds=time.monotonic() - started,
+    )
+
+
+class _Source(NamedTuple):
+    """A model in a registry whose manifest was checked."""
+
+    client: RegistryClient
+    repository: str
+    root: RemoteManifest
+    model: RemoteModel
+    manifest: Manifest
+    """The local manifest."""
+
+    @classmethod
+    def of(cls, client: RegistryClient, address: RemoteReference) -> _Source:
+        """Resolve the manifest of an address and check it. Raises as :func:`pull_model`."""
+
+        def read_blob(digest: Digest, size: int) -> bytes:
+            with contextlib.closing(
+                client.read_blob(address.repository, digest, 0, size, size=size)
+            ) as found:
+                return b"".join(found)
+
+        root = client.get_manifest(address.repository, address.reference)
+        try:
+            model = read_model(
+                root,
+                lambda digest: client.get_manifest(address.repository, str(digest)),
+                read_blob,
+            )
+            if not isinstance(model, RemoteModel):
+                raise UnsupportedSource(
+                    "this model was pushed as files by another tool",
+                    advice="download the files and import them with 'blobstore create'",
+                )
+            manifest = Manifest.from_bytes(model.manifest)
+            _check_sizes(manifest)
+        except BlobstoreError as error:
+            raise error.at(quote(address)) from None
+        return cls(client, address.repository, root, model, manifest)
+
+    def read(self, blob: Descriptor, missing: range) -> Generator[bytes, None, None]:
+        """Yield the bytes of a blob at these offsets."""
+        whole = Place(blob.digest, blob.size, 0)
+        place = self.model.places.get(blob.digest, whole)
+        begin, end = place.offset + missing.start, place.offset + missing.stop
+        return self.client.read_blob(self.repository, place.digest, begin, end, size=place.size)
+
+
+def _check_sizes(manifest: Manifest) -> None:
+    """Check that a manifest gives each blob one size."""
+    sizes = {manifest.config.digest: manifest.config.size}
+    for index, layer in enumerate(manifest.layers):
+        size = sizes.setdefault(layer.digest, layer.size)
+        if size != layer.size:
+            raise InvalidManifest(
+                f"$.layers[{index}].size: blob {layer.digest} has {layer.size} bytes here and "
+                f"{size} before"
+            )
+
+
+def _check_name(store: LocalStore, reference: Reference, data: bytes, *, force: bool) -> None:
+    """Check that the model may have its name."""
+    store.check_name(reference)
+    if not force and store.is_taken(reference, data):
+        raise NameTaken(
+            f"another model has the name {quote(reference)}; replace it with --force, or give the "
+            "model another NAME"
+        )
+
+
+class _Done(NamedTuple):
+    """What a pull fetched, or would fetch."""
+
+    fetched: int
+    size: int
+    """Bytes of the blobs that the store did not have."""
+    bytes_resumed: int
+    repaired: dict[Digest, Path | None]
+
+    @property
+    def bytes_fetched(self) -> int:
+        return self.size - self.bytes_resumed
+
+
+def _planned(store: LocalStore, source: _Source) -> tuple[int, int, int]:
+    """Return how many blobs the store lacks, their bytes, and how many of these are there already."""
+    missing: list[BlobId] = []
+    for blob in source.model.blobs:
+        with contextlib.suppress(BlobDamaged):
+            if store.exists(*blob.id):
+                continue
+        missing.append(blob.id)
+    return len(missing), sum(blob.size for blob in missing), sum(map(store.partial_bytes, missing))
+
+
+def _pull(
+    store: LocalStore,
+    reference: Reference,
+    source: _Source,
+    streams: int,
+    jobs: int | None,
+    progress: Progress | None,
+    *,
+    force: bool,
+) -> _Done:
+    model = source.model
+    with store.ingest() as ingest:
+        found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
+        missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
+        size = sum(blob.size for blob in missing)
+        resumed = sum(store.partial_bytes(blob.id) for blob in missing)
+        _check_space(store, size - resumed + len(model.manifest))
+        transfer = _Transfer(source, ingest, missing, WorkerPool(streams, progress, size))
+        transfer.run(streams)
+        ingest.publish()
+        store.check_manifest(model.manifest, source.manifest)
+        with ingest.exclusive_lock():
+            _check_name(store, reference, model.manifest, force=force)
+            if not store.has_model(reference) or store.is_taken(reference, model.manifest):
+                store.place(reference, model.manifest, model.blobs)
+        return _Done(len(missing), size, size - transfer.bytes_fetched, dict(ingest.repaired))
+
+
+def _check_space(store: LocalStore, needed: int) -> None:
+    free = shutil.disk_usage(store.folder("temporary")).free
+    if needed > free:
+        raise StoreError(
+            f"not enough space for the store {quote(store.root)}: {needed} bytes are needed, and "
+            f"{free} are free"
+        )
+
+
+class _Fetch:
+    """A blob that is being fetched."""
+
+    def __init__(self, blob: Descriptor) -> None:
+        self.blob = blob
+        self.label = quote(blob.name or blob.media_type)
+        self.file: PartialBlob | None = None
+        self.parts = 0
+        """Parts that are not complete yet."""
+        self.reported = 0
+        """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
+        self.is_second = False
+        """Whether the bytes were wrong once."""
+
+
+class _Transfer:
+    """Fetches blobs on several threads, each with one stream.
+
+    A task is a blob, or a part of a large blob. Who begins a blob adds a task for each of its parts, and
+    who ends its last part checks its digest. Blobs that another process is fetching are put back.
+    """
+
+    def __init__(
+        self,
+        source: _Source,
+        ingest: Ingest,
+        blobs: Iterable[Descriptor],
+        workers: WorkerPool,
+    ) -> None:
+        self._source = source
+        self._ingest = ingest
+        self._workers = workers
+        self._fetches = list(map(_Fetch, blobs))
+        self._tasks: deque[Callable[[], None]] = deque(
+            partial(self._begin, fetch) for fetch in self._fetches
+        )
+        self._unfinished = len(self._tasks)
+        self._changed = threading.Condition()
+        self.bytes_fetched = 0
+
+    def run(self, streams: int) -> None:
+        """Fetch all blobs. What an error or an interrupt stops can be continued."""
+        try:
+            self._workers.run(range(streams), self._work)
+        finally:
+            for fetch in self._fetches:
+                if fetch.file is not None:
+                    fetch.file.close()
+
+    def _work(self, _: int) -> None:
+        """Run tasks until there are none, nor any that could add some."""
+        while True:
+            with self._changed:
+                while self._unfinished and not self._tasks:
+                    if self._workers.stopping.is_set():
+                        raise Cancelled("stopped")
+                    self._changed.wait(_BUSY_PAUSE)
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            task()
+            with self._changed:
+                self._unfinished -= 1
+                self._changed.notify_all()
+
+    def _add(self, tasks: Sequence[Callable[[], None]], *, is_last: bool = False) -> None:
+        with self._changed:
+            self._unfinished += len(tasks)
+            if is_last:
+                self._tasks.extend(tasks)
+            else:
+                self._tasks.extendleft(reversed(tasks))
+            self._changed.notify_all()
+
+    def _begin(self, fetch: _Fetch) -> None:
+        """Open the partial file of a blob, and fetch the parts that it lacks."""
+        self._workers.report(0, fetch.label)
+        file = self._ingest.open_partial(fetch.blob.id)
+        if file is None:
+            self._workers.stopping.wait(_BUSY_PAUSE)
+            self._add([partial(self._begin, fetch)], is_last=True)
+            return
+        fetch.file = file
+        if self._ingest.find(*fetch.blob.id) is not None:  # fetched by another process
+            file.discard()
+            self._end(fetch, file)
+            return
+        self._count(fetch, file.done)
+        parts = file.missing
+        fetch.parts = len(parts)
+        if not parts:
+            self._check(fetch, file)
+            return
+        self._add([partial(self._fill, fetch, file, part) for part in parts[1:]])
+        self._fill(fetch, file, parts[0])
+
+    def _fill(self, fetch: _Fetch, file: PartialBlob, part: int) -> None:
+        """Fetch what a part lacks."""
+        try:
+            missing = file.missing_bytes(part)
+            with contextlib.closing(self._source.read(fetch.blob, missing)) as pieces:
+                for piece in pieces:
+                    file.write(part, piece)
+                    with self._changed:
+                        self.bytes_fetched += len(piece)
+                    self._count(fetch, file.done)
+        except (BlobDamaged, BlobMissing) as error:
+            raise error.at(fetch.label) from None
+        file.catch_up()
+        with self._changed:
+            fetch.parts -= 1
+            is_filled = not fetch.parts
+        if is_filled:
+            self._check(fetch, file)
+
+    def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
+        """Take over a filled file whose digest is right; otherwise fetch it once more."""
+        if file.has_right_digest():
+            self._ingest.adopt_partial(file)
+            self._end(fetch, file)
+            return
+        file.discard()
+        file.close()
+        fetch.file = None
+        if fetch.is_second:
+            raise BlobDamaged(
+                f"{fetch.label}: the registry sent other bytes than those of blob "
+                f"{fetch.blob.digest}, twice",
+                advice="push the model again under another repository, or ask the operator to "
+                "restore the blob",
+            )
+        fetch.is_second = True
+        self._add([partial(self._begin, fetch)])
+
+    def _end(self, fetch: _Fetch, file: PartialBlob) -> None:
+        """Close the file of a blob that is done."""
+        file.close()
+        fetch.file = None
+        self._count(fetch, fetch.blob.size)
+
+    def _count(self, fetch: _Fetch, done: int) -> None:
+        """Report the bytes of a blob that are done, beyond those that were reported before."""
+        with self._changed:
+            new = max(done - fetch.reported, 0)
+            fetch.reported += new
+        self._workers.report(new, fetch.label)

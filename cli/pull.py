@@ -1,0 +1,96 @@
+"""``blobstore pull``: fetch a model from a registry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import options, render
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.transfer.pull import Pulled
+    from blobstore.store.local import LocalStore
+
+
+@click.command("pull", short_help="Fetch a model from a registry.")
+@click.argument("remote", metavar="REMOTE")
+@click.argument("name", metavar="[NAME]", required=False, type=options.NEW_NAME)
+@click.option("--dry-run", is_flag=True, help="Fetch no blobs; report what would be fetched.")
+@click.option("--force", is_flag=True, help="Replace another model that has the name.")
+@options.streams_option
+@options.limit_rate_option
+@options.plain_http_option
+@options.store_option
+@options.jobs_option
+@options.wait_option
+@options.json_option
+def command(
+    remote: str,
+    name: Reference | None,
+    store: LocalStore,
+    dry_run: bool,
+    force: bool,
+    streams: int,
+    limit_rate: int | None,
+    plain_http: bool,
+    jobs: int | None,
+    as_json: bool,
+) -> None:
+    """Fetch the model at REMOTE from a registry, and name it NAME.
+
+    REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...]. Without NAME, the model gets the name
+    that REMOTE spells. Blobs that the store already has are not fetched. The name appears last, when
+    all digests were found right and all blobs are safe on disk. If pull is interrupted, the same
+    command continues where it stopped.
+    """
+    from blobstore.operations.transfer.pull import pull_model
+
+    try:
+        with render.progress_bar() as progress:
+            pulled = pull_model(
+                remote,
+                name,
+                store=store,
+                streams=streams,
+                limit_rate=limit_rate,
+                jobs=jobs,
+                force=force,
+                dry_run=dry_run,
+                plain_http=plain_http or None,
+                progress=progress,
+            )
+    except Exception:
+        raise
+    except BaseException:  # Ctrl-C, or another request to end
+        render.show_note("interrupted; the same command continues where this one stopped")
+        raise
+    if as_json:
+        fields = (
+            "remote name=reference digest remote_shape=shape blobs blobs_fetched bytes_fetched bytes_resumed "
+            "bytes_present seconds"
+        )
+        render.show_json({"dry_run": dry_run} | render.record(pulled, fields))
+        return
+    render.show(_as_text(pulled, dry_run=dry_run))
+    for digest, path in pulled.repaired.items():
+        render.show_note(f"blob {digest} was damaged; it was replaced and is now at {path}")
+
+
+def _as_text(pulled: Pulled, *, dry_run: bool) -> str:
+    verb = "would fetch" if dry_run else "pulled"
+    name = render.cell(pulled.reference)
+    remote = render.cell(pulled.remote)
+    source = f" from {remote}" if remote != name else ""
+    if not pulled.blobs_fetched:
+        return f"{name} is up to date: {render.count_of(pulled.blobs, 'blob')} present, nothing to fetch"
+    parts = [
+        f"{render.human_bytes(pulled.bytes_fetched)} in {render.count_of(pulled.blobs_fetched, 'blob')}"
+    ]
+    if pulled.bytes_resumed:
+        parts.append(f"{render.human_bytes(pulled.bytes_resumed)} fetched before")
+    if pulled.bytes_present:
+        parts.append(f"{render.human_bytes(pulled.bytes_present)} already present")
+    end = "" if dry_run else f"; {render.human_seconds(pulled.seconds)}"
+    return f"{verb} {name}{source}: {', '.join(parts)}{end}"

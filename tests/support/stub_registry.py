@@ -1,0 +1,167 @@
+"""A loopback registry for pulls: it counts the bytes that it sends, and can be configured to misbehave."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import ClassVar, Self
+
+from blobstore.core.digest import Digest
+from blobstore.registry.manifest import RemoteManifest
+from blobstore.registry.shapes.plan import RemotePlan
+from blobstore.store.local import LocalStore
+
+_PATH = re.compile(r"/v2/(?P<repository>.+?)/(?P<kind>manifests|blobs|tags)/(?P<reference>[^/?]+)")
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_PIECE = 16 * 2**10
+
+
+class StubRegistry:
+    """The server, with what it has and what it sent."""
+
+    def __init__(self) -> None:
+        self.manifests: dict[tuple[str, str], RemoteManifest] = {}
+        """By repository, and by tag or digest."""
+        self.blobs: dict[str, bytes] = {}
+        self.sent: Counter[str] = Counter()
+        """Bytes of blobs that went out."""
+        self.requests: list[str] = []
+        self.alter: Callable[[str, int, bytes], bytes] = lambda digest, begin, data: data
+        """Changes the bytes of a blob on their way, given its digest, their offset and the bytes."""
+        self.cut_after: Counter[str] = Counter()
+        """Bytes of a blob after which its connection breaks, once."""
+        self.pause = 0.0
+        """Seconds before each 16 KiB."""
+        self._server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"registry": self})
+        )
+        self._server.daemon_threads = True
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._server.server_address[1]}"
+
+    def put(self, store: LocalStore, plan: RemotePlan, repository: str, tag: str) -> str:
+        """Take what a push would send; return the address of the model."""
+        for blob in plan.blobs:
+            self.blobs[str(blob.digest)] = b"".join(map(bytes, store.read_pieces(*blob.id)))
+        self.blobs |= {str(digest): data for digest, data in plan.made.items()}
+        for manifest in plan.manifests:
+            self.manifests[repository, str(manifest.digest)] = manifest
+        self.manifests[repository, tag] = plan.root
+        return f"{self.host}/{repository}:{tag}"
+
+    def put_manifest(self, repository: str, tag: str, media_type: str, data: bytes) -> str:
+        """Take a manifest without any check; return its address."""
+        manifest = RemoteManifest(media_type, data, Digest.of(data))
+        self.manifests[repository, tag] = manifest
+        return f"{self.host}/{repository}:{tag}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    registry: ClassVar[StubRegistry]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.registry.requests.append(f"{self.command} {self.path}")
+        match = _PATH.match(self.path)
+        if match is None:
+            self._answer(HTTPStatus.OK if self.path == "/v2/" else HTTPStatus.NOT_FOUND, b"{}")
+        elif match["kind"] == "tags":
+            tags = sorted(
+                tag
+                for repository, tag in self.registry.manifests
+                if repository == match["repository"] and ":" not in tag
+            )
+            body = json.dumps({"name": match["repository"], "tags": tags}).encode()
+            self._answer(HTTPStatus.OK if tags else HTTPStatus.NOT_FOUND, body)
+        elif match["kind"] == "manifests":
+            manifest = self.registry.manifests.get((match["repository"], match["reference"]))
+            if manifest is None:
+                self._answer(HTTPStatus.NOT_FOUND, b"{}")
+            else:
+                self._answer(
+                    HTTPStatus.OK,
+                    manifest.data,
+                    manifest.media_type,
+                    {"Docker-Content-Digest": str(manifest.digest)},
+                )
+        else:
+            self._send_blob(match["reference"])
+
+    def _answer(
+        self,
+        status: HTTPStatus,
+        body: bytes,
+        media_type: str = "application/json",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_blob(self, digest: str) -> None:
+        data = self.registry.blobs.get(digest)
+        if data is None:
+            self._answer(HTTPStatus.NOT_FOUND, b"{}")
+            return
+        begin, end = 0, len(data)
+        headers = {}
+        match = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if match:
+            begin, end = int(match[1]), min(int(match[2]) + 1, len(data))
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if match else HTTPStatus.OK)
+        self.send_header("Content-Type", "application/octet-stream")
+        self.send_header("Content-Length", str(end - begin))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        for offset in range(begin, end, _PIECE):
+            piece = self.registry.alter(digest, offset, data[offset : min(offset + _PIECE, end)])
+            time.sleep(self.registry.pause)
+            limit = self.registry.cut_after.get(digest)
+            if limit is not None and self.registry.sent[digest] >= limit:
+                del self.registry.cut_after[digest]
+                self.close_connection = True
+                self.connection.close()
+                return
+            try:
+                self.wfile.write(piece)
+            except OSError:  # the client is gone
+                self.close_connection = True
+                return
+            self.registry.sent[digest] += len(piece)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.store.local import LocalStore
+from tests.support.frozen import put
+from tests.support.stub_registry import StubRegistry
+from tests.unit.cli.running import command_line, environment, run, run_json
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "origin")
+    put(store, "a", {"x": 1, "y": 2})
+    return store
+
+
+@pytest.fixture
+def registry() -> Iterator[StubRegistry]:
+    with StubRegistry() as server:
+        yield server
+
+
+@pytest.fixture
+def remote(origin: LocalStore, registry: StubRegistry) -> str:
+    return registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/a", "latest")
+
+
+def test_reports_what_was_fetched(store: LocalStore, remote: str) -> None:
+    planned = run("pull", remote, "a", "--dry-run")
+    assert planned.stdout == f"would fetch a:latest from {remote}: 160 kB in 3 blobs\n"
+    assert not store.root.exists()
+    result = run("pull", remote, "a")
+    assert result.stderr == ""
+    assert result.stdout.startswith(f"pulled a:latest from {remote}: 160 kB in 3 blobs; ")
+    run("verify")
+    again = run("pull", remote, "a")
+    assert again.stdout == "a:latest is up to date: 3 blobs present, nothing to fetch\n"
+
+
+def test_says_what_was_there_already(store: LocalStore, remote: str) -> None:
+    put(store, "b", {"x": 1})
+    result = run("pull", f"oci://{remote}")
+    assert result.stdout.startswith(
+        f"pulled {remote}: 80.1 kB in 1 blob, 80.2 kB already present; "
+    )
+
+
+def test_prints_json_with_exact_numbers(store: LocalStore, origin: LocalStore, remote: str) -> None:
+    found = run_json("pull", remote, "a")
+    assert found.pop("seconds") >= 0
+    assert found.pop("digest").startswith("sha256:")
+    assert found == {
+        "dry_run": False,
+        "remote": remote,
+        "name": "a:latest",
+        "remote_shape": "ollama",
+        "blobs": 3,
+        "blobs_fetched": 3,
+        "bytes_fetched": sum(blob.size for blob in origin.resolve("a").blobs),
+        "bytes_resumed": 0,
+        "bytes_present": 0,
+    }
+
+
+def test_says_which_damaged_blob_was_replaced(store: LocalStore, remote: str) -> None:
+    run("pull", remote, "a")
+    blob = store.resolve("a").layers[0]
+    path = Path(store.blob_path(blob.digest))
+    path.chmod(0o644)
+    path.write_bytes(bytes(blob.size))
+    assert f"note: blob {blob.digest} was damaged" in run("pull", remote, "a").stderr
+
+
+def test_an_unknown_model_has_exit_code_3(store: LocalStore, registry: StubRegistry) -> None:
+    result = run("pull", f"{registry.host}/team/none", exit_code=3)
+    assert "team/none" in result.stderr
+    assert not store.root.exists()
+
+
+def test_wrong_bytes_have_exit_code_4(
+    store: LocalStore, registry: StubRegistry, remote: str
+) -> None:
+    registry.alter = lambda _, begin, data: data if begin else bytes([data[0] ^ 1]) + data[1:]
+    result = run("pull", remote, "a", exit_code=4)
+    assert "the registry sent other bytes than those of blob" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("qwen",), ("team/qwen",), ("host.io/A",), ("host.io/a:",), ("host.io/a@sha256:12",)],
+)
+def test_wrong_addresses_have_exit_code_2(store: LocalStore, arguments: tuple[str, ...]) -> None:
+    run("pull", *arguments, exit_code=2)
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_pull_continues(
+    store: LocalStore, registry: StubRegistry, remote: str, origin: LocalStore, number: int
+) -> None:
+    registry.pause = 0.02
+    command = command_line("pull", remote, "a", "--streams", "2")
+    process = subprocess.Popen(
+        command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    while registry.sent.total() < 50_000:
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "the same command continues where this one stopped" in errors
+    assert not store.has_model("a")
+    registry.pause = 0
+    first = registry.sent.total()
+    found = run_json("pull", remote, "a")
+    assert found["bytes_fetched"] == registry.sent.total() - first
+    assert found["bytes_resumed"] > 0
+    assert store.read_manifest("a") == origin.read_manifest("a")
+    run("verify")
