@@ -116,7 +116,7 @@ def pull_model(
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be written, or is short of space.
-        UnsupportedSource: the address is that of something that is no model.
+        UnsupportedSource: the address is that of something other than a model.
         UsageError: an argument is invalid.
     """
     from blobstore.registry.client import RegistryClient

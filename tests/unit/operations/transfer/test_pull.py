@@ -115,7 +115,7 @@ def test_without_a_name_the_address_is_the_name(
     assert pull(remote, store, None).reference == Reference(registry.host, "team", "a", "latest")
 
 
-def test_an_address_that_is_no_name_needs_one(
+def test_an_address_without_a_name_needs_one(
     remote: str, store: LocalStore, registry: StubRegistry, origin: LocalStore
 ) -> None:
     by_digest = f"{registry.host}/team/a@{Digest.of(origin.read_manifest('a'))}"
