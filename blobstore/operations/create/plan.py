@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.create.blobs import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
     from blobstore.operations.create.blobs import ExpertForm
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
+
+
+_LAYER_SIZE = len(
+    '{"mediaType":"","digest":"sha256:","size":0,"name":""},' + media_types.TENSOR + 64 * "0"
+)
+"""The least bytes of a layer in a manifest, besides its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,5 +168,12 @@ def plan_source(
         raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")
     if any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
         quant_type = parse_format(options.quant_type or "").name
+    # Nothing else that limits the number of blobs is known before all of them are written.
+    least = sum(_LAYER_SIZE + len(blob.name) for blob in blobs)
+    if least > MAX_MANIFEST_SIZE:
+        raise UnsupportedSource(
+            f"the model has {len(blobs):,} blobs; a manifest that lists them would have more than "
+            f"{MAX_MANIFEST_SIZE >> 20} MiB"
+        )
     kept = policy.notices() if policy is not None else ()
     return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices, *kept))

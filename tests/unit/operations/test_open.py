@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -1124,6 +1125,24 @@ def test_a_model_that_is_replaced_while_it_is_opened_is_read_again(
     )
     with blobstore.open("m", store=store, **options) as model:
         assert set(model) == set(OTHERS)
+        check_tensors(model, OTHERS)
+
+
+@pytest.mark.parametrize("options", LAZY)
+def test_a_model_that_is_replaced_before_its_blobs_are_leased_is_read_again(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    blobstore.create(write_folder(tmp_path / "new", OTHERS), "new", store=store)
+    really_lease = store.lease_if_writable
+
+    def late(digests: Iterable[Digest]) -> AbstractContextManager[None]:
+        monkeypatch.undo()
+        copy_model("new", "m", store=store, force=True)
+        collect_garbage(store, older_than=0)
+        return really_lease(digests)
+
+    monkeypatch.setattr(store, "lease_if_writable", late)
+    with blobstore.open("m", store=store, **options) as model:
         check_tensors(model, OTHERS)
 
 

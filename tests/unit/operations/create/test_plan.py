@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
+from blobstore.operations.create import plan
 from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
 from blobstore.sources.open import open_source
+from blobstore.store.local import LocalStore
 from tests.support.models import quantizable_tensors, write_folder
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
@@ -59,6 +62,19 @@ def test_decides_every_tensor_and_gives_the_reason(folder: Path) -> None:
     assert (kept.type, kept.group_size, kept.reason) == ("BF16", 0, "embedding")
     promoted = rows[f"{LAYER}.self_attn.v_proj.weight"]
     assert (promoted.type, promoted.group_size) == ("int8", 64)
+
+
+def test_a_model_of_more_blobs_than_a_manifest_lists_is_refused_before_it_is_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(folder, "m", store=store)
+    size = len(store.read_manifest("m"))
+    monkeypatch.setattr(plan, "MAX_MANIFEST_SIZE", size)
+    found = planned(folder)
+    monkeypatch.setattr(plan, "MAX_MANIFEST_SIZE", size - 1000)  # less than the layers take
+    with pytest.raises(UnsupportedSource, match=rf"the model has {len(found.blobs)} blobs"):
+        planned(folder)
 
 
 def test_keeps_weights_that_are_stored_transposed_with_a_notice(tmp_path: Path) -> None:

@@ -560,14 +560,18 @@ def test_exports_quantized_weights_dequantized(
 
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_rejects_a_quantized_stack_of_another_count(
-    stacked: Path, store: LocalStore, out: Path, *, dequantize: bool
+    store: LocalStore, out: Path, *, dequantize: bool
 ) -> None:
-    name = "model.layers.0.mlp.experts.gate_proj.weight"
-    create(stacked, NAME, store=store, quantize="int8", experts="stacked")
+    create_quantized(store, "stacked")
     remove_layers(store, media_types.STACKS)
-    listed = json.dumps({name: [f"x.{number}" for number in range(11)]}).encode()
-    add_layers(store, (media_types.STACKS, "", listed))
-    with pytest.raises(BlobDamaged, match="is listed as a stack of 11 tensors"):
+    stacks = {
+        f"{LAYER}.mlp.experts.{projection}.weight": [
+            f"{projection}.{number}" for number in range(11)
+        ]
+        for projection in ("up_proj", "down_proj")
+    }
+    add_layers(store, (media_types.STACKS, "", json.dumps(stacks).encode()))
+    with pytest.raises(BlobDamaged, match=r"\[12, .* is listed as a stack of 11 tensors"):
         export_model(NAME, out, store=store, dequantize=dequantize)
 
 

@@ -217,6 +217,26 @@ def test_shares_the_bytes_of_such_blobs_if_possible(
     assert len(lengths) == 2
 
 
+def test_files_that_share_bytes_are_synced_when_they_are_complete(
+    store: LocalStore, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_old_model(store)
+    share_blocks(monkeypatch)
+    really_sync = os.fsync
+    synced: dict[int, int] = {}
+
+    def sync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        really_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert link_model(NAME, out, store=store).shared == 2
+    files = [path.stat() for path in out.glob("*.safetensors") if not path.is_symlink()]
+    assert len(files) == 2
+    assert all(synced[status.st_ino] == status.st_size > 30_000 for status in files)
+
+
 def test_copies_only_the_blobs_whose_bytes_cannot_be_shared(
     store: LocalStore, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
