@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
-    from blobstore.operations.sign.sign import Signed
-    from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
+    from blobstore.operations.transfer.push import Pushed
+    from blobstore.operations.transfer.push import push_model as push
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -92,10 +92,10 @@ _HOMES = {
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
+    "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
-    "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreUsage": ("blobstore.operations.maintenance.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
@@ -120,12 +120,12 @@ _HOMES = {
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
+    "push": ("blobstore.operations.transfer.push", "push_model"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "show": ("blobstore.operations.maintenance.show", "describe_model"),
     "show_source": ("blobstore.operations.maintenance.show", "model_source"),
-    "sign": ("blobstore.operations.sign.sign", "sign_model"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
@@ -153,10 +153,10 @@ __all__ = [
     "Named",
     "Packed",
     "Pulled",
+    "Pushed",
     "Reference",
     "RemovedModels",
     "Repaired",
-    "Signed",
     "SourceRecord",
     "StoreUsage",
     "Thawed",
@@ -181,12 +181,12 @@ __all__ = [
     "open_checkpoint",
     "pack",
     "pull",
+    "push",
     "remove",
     "rename",
     "repair",
     "show",
     "show_source",
-    "sign",
     "thaw",
     "unpack",
     "verify",

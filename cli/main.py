@@ -33,7 +33,7 @@ _COMMANDS = (
     *("create", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "pull", "sign", "completion"),
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "completion"),
 )
 _ALIASES = {"ls": "list"}
 # What other programs call our commands.
@@ -45,7 +45,8 @@ _SYNONYMS = {
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),
     **dict.fromkeys(("compress", "archive"), "freeze"),
     **dict.fromkeys(("decompress", "unfreeze"), "thaw"),
-    **dict.fromkeys(("save", "push"), "pack"),
+    **dict.fromkeys(("upload", "publish"), "push"),
+    "save": "pack",
     **dict.fromkeys(("load", "extract"), "unpack"),
     "fetch": "pull",
     "copy": "cp",

@@ -49,7 +49,6 @@ SHORT_LINES = 60
 SHORT: dict[str, str] = {
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
-    "blobstore/registry/shapes/ollama.py": "one shape per module",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
     "blobstore/store/permissions.py": "knows nothing of stores but their folders",
 }

@@ -27,7 +27,7 @@ Folder = Literal[
     "headers",
     "history",
     "partial",
-    "signatures",
+    "remotes",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -61,10 +61,8 @@ class Layout:
         """Former manifests of names; see :mod:`blobstore.store.history`."""
         self.partial = root / ".blobstore" / "partial"
         """Unfinished downloads; see :mod:`blobstore.store.partial`."""
-        self.signatures = root / ".blobstore" / "signatures"
-        """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
-        self.policy = root / ".blobstore" / "trust.toml"
-        """Whose signatures the models of the store need."""
+        self.remotes = root / ".blobstore" / "remotes"
+        """Notes about pushes, a cache."""
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)

@@ -37,20 +37,20 @@ open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, dry_run, plain_http, progress)
+push(reference, remote, *, store, shape, max_layers, mount_from, verify, dry_run, plain_http, streams, limit_rate, progress)
 remove(references, *, store, dry_run)
 rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, dry_run, jobs, progress)
 show(reference, *, store)
 show_source(reference, *, store)
-sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
-unpack(path, references, *, store, signatures, force, jobs, progress)
+unpack(path, references, *, store, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
 CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
-Packed Pulled Reference RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
+Packed Pulled Pushed Reference RemovedModels Repaired SourceRecord StoreUsage Thawed Unpacked Verified
 """
 
 

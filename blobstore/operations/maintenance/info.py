@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.errors import BlobstoreError
-from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models.model_card import card_field, small_texts, stated_license
 from blobstore.operations.maintenance.disk_usage import measure_usage
 from blobstore.operations.maintenance.show import describe_model, model_source
 from blobstore.store.catalog import read_catalog, read_entry
@@ -21,15 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.core.digest import Digest
-    from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.maintenance.show import ModelDescription
 
-_MAX_CARD = 1 << 20
-"""Bytes; larger files are not read for a license or a base."""
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
-_CARD_FIELD = r"^{}:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)"
-_LICENSE_FILES = ("license", "licence", "use_policy")
 _BASE_KEYS = ("base_model", "base_model_name_or_path", "_name_or_path")
 
 
@@ -83,7 +76,7 @@ def model_info(
         source = model_source(reference, store=store)
     except BlobstoreError:  # among the faults of the description, or found by verify
         source = None
-    texts = dict(_small_texts(store, entry.manifest))
+    texts = dict(small_texts(store, entry.manifest))
     aliases = [
         other.reference
         for other in read_catalog(store)
@@ -97,7 +90,7 @@ def model_info(
         aliases=tuple(aliases),
         types=_types(description),
         source=source,
-        license=_license(texts),
+        license=stated_license(texts),
         bases=tuple(dict.fromkeys(_bases(texts))),
         blobs=len(entry.blobs),
         disk_size=usage.together.size,
@@ -115,36 +108,8 @@ def _types(description: ModelDescription) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, counts[name], size) for name, size in sizes.most_common())
 
 
-def _small_texts(store: LocalStore, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the names and contents of the files that may name a license or a base."""
-    for layer in manifest.layers:
-        name = "license" if layer.media_type == media_types.LICENSE else layer.name
-        is_config = name in ("README.md", "config.json", "adapter_config.json")
-        if layer.size <= _MAX_CARD and (is_config or name.lower().startswith(_LICENSE_FILES)):
-            try:
-                yield name, store.read_blob(layer.digest, layer.size).decode(errors="replace")
-            except BlobstoreError:
-                continue  # among the faults of the description
-
-
-def _card_field(texts: dict[str, str], key: str) -> list[str]:
-    """Return the values of a field at the start of the model card."""
-    front_matter = _FRONT_MATTER.match(texts.get("README.md", ""))
-    pattern = re.compile(_CARD_FIELD.format(key), re.MULTILINE)
-    return pattern.findall(front_matter[1]) if front_matter else []
-
-
-def _license(texts: dict[str, str]) -> str | None:
-    for name in _card_field(texts, "license_name") + _card_field(texts, "license"):
-        return name
-    for name, text in texts.items():
-        if name.lower().startswith(_LICENSE_FILES):
-            return next((line.strip() for line in text.splitlines() if line.strip()), None)
-    return None
-
-
 def _bases(texts: dict[str, str]) -> Iterator[str]:
-    yield from _card_field(texts, "base_model")
+    yield from card_field(texts, "base_model")
     for name in ("config.json", "adapter_config.json"):
         try:
             config = json.loads(texts.get(name, "{}"))

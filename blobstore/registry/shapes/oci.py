@@ -89,14 +89,11 @@ def _part(
 
 
 def _index(parts: Sequence[RemoteManifest], annotations: dict[str, str]) -> RemoteManifest:
+    # Without an artifactType, which skopeo 1.9 would drop: a copy would get another digest.
     value = {
         "schemaVersion": 2,
         "mediaType": OCI_INDEX,
-        "artifactType": MODEL_ARTIFACT,
-        "manifests": [
-            _descriptor(OCI_MANIFEST, part.data) | {"artifactType": MODEL_ARTIFACT}
-            for part in parts
-        ],
+        "manifests": [_descriptor(OCI_MANIFEST, part.data) for part in parts],
         "annotations": annotations,
     }
     return remote_manifest(OCI_INDEX, value)

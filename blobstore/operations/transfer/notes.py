@@ -1,0 +1,108 @@
+"""What a store remembers of its pushes: unfinished uploads, and the blobs that repositories have.
+
+All of it is a cache that may vanish or be wrong at any time. Without a note, an upload begins at its first
+byte, and a blob is uploaded that the registry could have mounted from another repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.files import make_folders, read_regular, write_file
+from blobstore.errors import BlobstoreError
+from blobstore.registry.upload import UploadSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.store.local import LocalStore
+
+_MAX_REPOSITORIES: Final = 32
+"""Per registry; the oldest are forgotten first."""
+_MAX_NOTE: Final = 64 * 2**20
+_MAX_AGE: Final = 7 * 86400
+"""Seconds after which registries remove unfinished uploads."""
+_UPLOAD: Final = "upload-"
+
+
+class PushNotes:
+    """Notes about one repository."""
+
+    def __init__(self, store: LocalStore, remote: RemoteReference) -> None:
+        self._root = store.root
+        self._folder = store.folder("remotes")
+        self._host, self._repository = remote.host, remote.repository
+
+    # Unfinished uploads
+
+    def session(self, digest: Digest) -> UploadSession | None:
+        """Return the unfinished upload of a blob, if there is one."""
+        match _read(self._upload(digest)):
+            case {"url": str(url), "offset": int(offset)}:
+                return UploadSession(url, offset)
+        return None
+
+    def keep_session(self, digest: Digest, session: UploadSession) -> None:
+        """Remember an unfinished upload."""
+        self._write(self._upload(digest), {"url": session.url, "offset": session.offset})
+
+    def forget_session(self, digest: Digest) -> None:
+        """Forget an upload, and those that registries have forgotten too."""
+        with contextlib.suppress(OSError):
+            self._upload(digest).unlink(missing_ok=True)
+            for path in self._folder.glob(f"{_UPLOAD}*"):
+                if path.stat().st_mtime < time.time() - _MAX_AGE:
+                    path.unlink(missing_ok=True)
+
+    def _upload(self, digest: Digest) -> Path:
+        key = f"{self._host}/{self._repository}@{digest}"
+        return self._folder / f"{_UPLOAD}{Digest.of(key.encode()).hex}"
+
+    # Blobs of repositories
+
+    def sources(self) -> Mapping[str, str]:
+        """Return another repository of the registry for each blob that one has, by hex digest."""
+        return {
+            blob: other
+            for other, blobs in self._pushed().items()
+            if other != self._repository
+            for blob in blobs
+        }
+
+    def add(self, digests: Iterable[Digest]) -> None:
+        """Remember what the repository has now."""
+        known = self._pushed()
+        blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
+        known[self._repository] = list(blobs)
+        self._write(self._registry, dict(list(known.items())[-_MAX_REPOSITORIES:]))
+
+    @property
+    def _registry(self) -> Path:
+        return self._folder / f"registry-{Digest.of(self._host.encode()).hex}"
+
+    def _pushed(self) -> dict[str, list[str]]:
+        value = _read(self._registry)
+        is_sound = isinstance(value, dict) and all(
+            isinstance(blobs, list) and all(isinstance(blob, str) for blob in blobs)
+            for blobs in value.values()
+        )
+        return value if is_sound else {}
+
+    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Write a note, unless the store cannot be written."""
+        with contextlib.suppress(OSError):
+            make_folders(path.parent, self._root)
+            write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return strict_json.loads(read_regular(path, _MAX_NOTE))
+    except (OSError, ValueError, BlobstoreError):
+        return None

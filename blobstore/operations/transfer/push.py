@@ -1,0 +1,474 @@
+"""The operation ``push``: gives a model to a registry.
+
+Blobs come first, manifests next and the tag last, so that a tag never refers to a model that is not
+complete. Every blob is hashed while it is sent; the end of a damaged one is never sent. A blob that the
+registry has is not sent again, and one that another repository has is mounted from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quote
+from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
+from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.operations.transfer.facts import model_facts
+from blobstore.operations.transfer.notes import PushNotes
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.image import image_layers, plan_image
+from blobstore.registry.shapes.oci import MAX_LAYERS, plan_oci
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.upload import PART
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from blobstore.core.progress import Progress
+    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.registry.shapes.image import TarLayer
+    from blobstore.registry.shapes.plan import RemotePlan, Shape
+
+Sent = Literal["sent", "mounted", "present"]
+_MANY_LAYERS = 100
+"""A registry that refuses a manifest of more layers may have a limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """The result of :func:`push_model`."""
+
+    reference: Reference
+    remote: RemoteReference
+    digest: Digest
+    """Of the remote manifest, which the tag refers to now."""
+    shape: Shape
+    is_unchanged: bool
+    """Whether the registry had this model under this tag already, so that nothing was done."""
+    blobs: int
+    """Blobs that the registry needs for the model."""
+    bytes_sent: int
+    bytes_mounted: int
+    """Bytes of blobs that other repositories of the registry had."""
+    bytes_present: int
+    """Bytes of blobs that the repository had."""
+    bytes_verified: int
+    """Bytes that were read back."""
+    manifests: int
+    is_dry_run: bool
+    seconds: float
+
+
+class _Blob(NamedTuple):
+    """A blob that the registry must have."""
+
+    digest: Digest
+    size: int
+    label: str
+    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
+    """Returns its bytes from the first one on."""
+
+
+def push_model(
+    reference: str | Reference,
+    remote: str | RemoteReference | None = None,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    shape: Shape = "oci",
+    max_layers: int = MAX_LAYERS,
+    mount_from: Sequence[str] = (),
+    verify: bool = False,
+    dry_run: bool = False,
+    plain_http: bool | None = None,
+    streams: int = 8,
+    limit_rate: float | None = None,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Give a model to a registry. Its tag refers to the model only when the registry has all of it.
+
+    Args:
+        reference: the model.
+        remote: where to push it, ``[oci://]host[:port]/repository[:tag]``; by default the model's name,
+            if that has a host.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        shape: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
+            container image with the files in ``/models``.
+        max_layers: layers per manifest of the shape ``oci``; larger models become an index of parts.
+        mount_from: repositories of the registry that may have blobs of the model.
+        verify: read all blobs and manifests back, and compare their digests.
+        dry_run: send nothing, and return what would be sent.
+        plain_http: use HTTP without TLS; by default only for this machine.
+        streams: number of blobs to send at once.
+        limit_rate: bytes to send per second, at most.
+        progress: called with the current blob, bytes done and total bytes.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is damaged, or ``verify`` found that the
+            registry has other bytes.
+        RemoteRefused: the registry denies access or refuses the model.
+        RemoteError: the registry cannot be reached, or misbehaves.
+        UsageError: an argument is invalid.
+    """
+    started = time.monotonic()
+    check_jobs(streams)
+    reference, store = Reference.of(reference), LocalStore.of(store)
+    target = _target(reference, remote)
+    steps = _Steps(streams, progress)
+    plan = _plan(store, reference, shape, max_layers, steps.begin)
+    limiter = RateLimiter(limit_rate) if limit_rate is not None else None
+    with (
+        RegistryClient(
+            target.host, plain_http=plain_http, limiter=limiter, streams=streams
+        ) as client,
+        store.lease_if_writable(blob.digest for blob in plan.blobs),
+    ):
+        push = _Push(store, client, target, plan, mount_from)
+        is_unchanged = client.head_manifest(target.repository, target.tag) == plan.root.digest
+        sent: dict[Sent, int] = {}
+        verified = 0
+        if not is_unchanged:
+            sent = push.send_blobs(
+                steps.begin(push.size, push.size if verify else 0), dry_run=dry_run
+            )
+            if not dry_run:
+                push.send_manifests()
+        if verify and not dry_run:
+            push.verify(steps.begin(push.size))
+            verified = push.size
+    return Pushed(
+        reference=reference,
+        remote=target,
+        digest=plan.root.digest,
+        shape=shape,
+        is_unchanged=is_unchanged,
+        blobs=len(push.blobs),
+        bytes_sent=sent.get("sent", 0),
+        bytes_mounted=sent.get("mounted", 0),
+        bytes_present=sent.get("present", 0),
+        bytes_verified=verified,
+        manifests=len(plan.manifests),
+        is_dry_run=dry_run,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _target(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
+    """Return where to push a model."""
+    if remote is None:
+        if reference.host == DEFAULT_HOST:
+            raise UsageError(
+                f"{quote(reference)} has no host to push to; give a REMOTE such as "
+                f"registry.example.com/{reference.namespace}/{reference.model}".lower()
+            )
+        return RemoteReference.of(reference)
+    target = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    if target.digest is not None:
+        raise UsageError(f"cannot push to the digest {quote(target)}; give a tag")
+    return target
+
+
+def _plan(
+    store: LocalStore,
+    reference: Reference,
+    shape: Shape,
+    max_layers: int,
+    hashing: Callable[[int, int], WorkerPool],
+) -> RemotePlan:
+    """Return what the registry needs, after checking the local manifest.
+
+    ``hashing`` returns the workers that hash so many bytes, given those of later steps too.
+    """
+    store.resolve(reference)
+    data = store.read_manifest(reference)
+    if shape == "ollama":
+        return plan_ollama(data)
+    facts = model_facts(store, reference)
+    if shape == "oci":
+        return plan_oci(data, facts, max_layers=max_layers)
+    if shape == "image":
+        layers = image_layers(data, facts)
+        return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), facts)
+    raise UsageError(f"shape must be 'oci', 'ollama' or 'image', got {quote(shape)}")
+
+
+def _tar_digests(
+    store: LocalStore, tars: Sequence[TarLayer], hashing: Callable[[int, int], WorkerPool]
+) -> list[Digest]:
+    """Return the digests of tars, which are noted in the store: computing them reads all blobs.
+
+    Raises:
+        BlobDamaged: a blob of a tar that was not hashed before is damaged.
+    """
+    digests = {tar: _noted_digest(store, tar) for tar in tars}
+    unknown = [tar for tar, digest in digests.items() if digest is None]
+    workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
+
+    def read(digest: Digest, size: int) -> Iterator[memoryview]:
+        blob = _Blob(digest, size, digest.short, partial(store.read_pieces, digest, size))
+        with contextlib.closing(_CheckedPieces(blob, lambda *_: None)) as pieces:
+            yield from pieces(0)
+
+    def hash_tar(tar: TarLayer) -> Digest:
+        digester = Digester()
+        for piece in tar.pieces(read):
+            digester.update(piece)
+            workers.report(len(piece), "hashing layers")
+        return digester.digest()
+
+    for tar, digest in zip(unknown, workers.run(unknown, hash_tar), strict=True):
+        digests[tar] = digest
+        store.write_index(tar.key, str(digest).encode())
+    return [digest for digest in digests.values() if digest is not None]
+
+
+def _noted_digest(store: LocalStore, tar: TarLayer) -> Digest | None:
+    noted = store.read_index(tar.key)
+    try:
+        return Digest.parse(noted.decode("ascii")) if noted is not None else None
+    except ValueError:  # as InvalidDigest is
+        return None
+
+
+class _Push:
+    """One push: what the registry needs, and how it gets it."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        client: RegistryClient,
+        target: RemoteReference,
+        plan: RemotePlan,
+        mount_from: Sequence[str],
+    ) -> None:
+        self._store = store
+        self._client = client
+        self._target = target
+        self._repository = target.repository
+        self._plan = plan
+        self._mount_from = tuple(dict.fromkeys(mount_from))
+        self._notes = PushNotes(store, target)
+        self._sources = self._notes.sources()
+        made = [
+            _Blob(digest, len(data), "config", partial(_one_piece, data))
+            for digest, data in plan.made.items()
+        ]
+        tars = [
+            _Blob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
+            for digest, tar in plan.tars.items()
+        ]
+        stored = [
+            _Blob(
+                blob.digest,
+                blob.size,
+                blob.name or blob.media_type,
+                partial(store.read_pieces, blob.digest, blob.size),
+            )
+            for blob in (plan.blobs if not tars else ())
+            if blob.digest not in plan.made
+        ]
+        # The largest first, so that none of them is left over for a single stream at the end.
+        self.blobs = sorted(made + tars + stored, key=attrgetter("size"), reverse=True)
+        """Each once."""
+        self.size = sum(blob.size for blob in self.blobs)
+
+    def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> dict[Sent, int]:
+        """Send the blobs that the repository does not have; return bytes by how it got them."""
+
+        def send(blob: _Blob) -> Sent:
+            found = self._client.blob_size(self._repository, blob.digest)
+            if found is not None and found != blob.size:
+                raise RemoteError(
+                    f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
+                    f"{blob.size}: its storage is damaged"
+                )
+            with contextlib.closing(_CheckedPieces(blob, workers.report)) as pieces:
+                if found is not None:
+                    how: Sent = "present"
+                elif not dry_run and self._is_mounted(blob):
+                    how = "mounted"
+                else:
+                    how = "sent"
+                    if not dry_run:
+                        self._upload(blob, pieces)
+                pieces.note_all()
+            return how
+
+        results = workers.run(self.blobs, send)
+        sent: Counter[Sent] = Counter()
+        for blob, how in zip(self.blobs, results, strict=True):
+            sent[how] += blob.size
+        return sent
+
+    def _is_mounted(self, blob: _Blob) -> bool:
+        """Mount a blob from another repository that may have it; return whether that succeeded."""
+        known = self._sources.get(blob.digest.hex)
+        sources = dict.fromkeys((*self._mount_from, *([known] if known else ())))
+        return any(
+            self._client.mount_blob(self._repository, blob.digest, source)
+            for source in sources
+            if source != self._repository
+        )
+
+    def _upload(self, blob: _Blob, pieces: _CheckedPieces) -> None:
+        """Upload a blob, from where an upload that was interrupted ended."""
+        self._client.upload_blob(
+            self._repository,
+            blob.digest,
+            blob.size,
+            pieces,
+            session=self._notes.session(blob.digest) if blob.size > PART else None,
+            on_session=partial(self._notes.keep_session, blob.digest),
+        )
+        if blob.size > PART:
+            self._notes.forget_session(blob.digest)
+
+    def send_manifests(self) -> None:
+        """Send the manifests, the one with the tag last."""
+        *parts, root = self._plan.manifests
+        for part in parts:
+            if self._client.head_manifest(self._repository, str(part.digest)) is None:
+                self._put(str(part.digest), part)
+        self._put(self._target.tag, root)
+        self._notes.add(blob.digest for blob in self.blobs)
+
+    def _put(self, reference: str, manifest: RemoteManifest) -> None:
+        try:
+            self._client.put_manifest(self._repository, reference, manifest)
+        except RemoteRefused as error:
+            layers = manifest.data.count(b'"digest"') - 1
+            if layers <= _MANY_LAYERS:
+                raise
+            is_docker = manifest.media_type == media_types.MANIFEST
+            option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
+            raise RemoteRefused(
+                error.message,
+                advice=f"the manifest has {layers} layers; if that is too many for this registry, "
+                f"push with '{option}'",
+            ) from None
+
+    def verify(self, workers: WorkerPool) -> None:
+        """Read everything back and compare digests."""
+        for manifest in self._plan.manifests:
+            found = self._client.get_manifest(self._repository, str(manifest.digest))
+            if found.data != manifest.data:
+                raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
+
+        def read(blob: _Blob) -> None:
+            digester = Digester()
+            for piece in self._client.read_blob(
+                self._repository, blob.digest, 0, blob.size, size=blob.size
+            ):
+                digester.update(piece)
+                workers.report(len(piece), f"verifying {blob.label}")
+            if digester.digest() != blob.digest:
+                raise BlobDamaged(
+                    f"{quote(self._target)}: the registry returns bytes with digest "
+                    f"{digester.digest()} for {quote(blob.label)}, blob {blob.digest}",
+                    advice="its storage is damaged; remove the blob there and push again",
+                )
+
+        workers.run(self.blobs, read)
+
+
+class _Steps:
+    """Workers for one step of a push after the other, whose progress only grows."""
+
+    def __init__(self, streams: int, progress: Progress | None) -> None:
+        self._streams = streams
+        self._progress = progress
+        self._done = 0
+
+    def begin(self, size: int, later: int = 0) -> WorkerPool:
+        """Return the workers of the next step, for ``size`` bytes; later steps have ``later`` bytes."""
+        before, progress = self._done, self._progress
+        self._done += size
+        total = self._done + later
+
+        def report(what: str, done: int, _: int) -> None:
+            if progress is not None:
+                progress(what, before + done, total)
+
+        return WorkerPool(self._streams, report, size)
+
+
+def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryview, None, None]:
+    yield from tar.pieces(store.read_pieces)
+
+
+def _one_piece(data: bytes) -> Generator[bytes | memoryview, None, None]:
+    yield data
+
+
+class _CheckedPieces:
+    """The bytes of a blob, hashed while they are read once, although they are asked for in parts."""
+
+    def __init__(self, blob: _Blob, report: Callable[[int, str], None]) -> None:
+        self._blob = blob
+        self._report = report
+        self._reported = 0
+        self._source: Generator[bytes | memoryview, None, None] | None = None
+        self._digester = Digester()
+        self._piece = memoryview(b"")
+        """The last piece that was read; it ends where the digest does."""
+
+    def close(self) -> None:
+        """Release what the blob's reader holds."""
+        if self._source is not None:
+            self._source.close()
+
+    def __call__(self, offset: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes from ``offset`` on, the last of them only if all are intact.
+
+        Raises:
+            BlobDamaged: the digest differs.
+        """
+        if self._source is None or offset < self._digester.size - len(self._piece):
+            self._restart()
+        while offset < self._blob.size:
+            end = self._digester.size
+            if offset < end:
+                yield self._piece[offset - end :]
+                offset = end
+                self._note(end)
+            else:
+                self._read_piece()
+
+    def _restart(self) -> None:
+        self.close()
+        self._source = self._blob.pieces()
+        self._digester, self._piece = Digester(), memoryview(b"")
+
+    def _read_piece(self) -> None:
+        blob, digester = self._blob, self._digester
+        piece = next(self._source, None) if self._source is not None else None
+        if piece is not None:
+            self._piece = memoryview(piece).cast("B")
+            digester.update(piece)
+        if (piece is None or digester.size >= blob.size) and digester.digest() != blob.digest:
+            raise BlobDamaged(
+                f"layer {quote(blob.label)}: blob {blob.digest} is damaged: it has digest "
+                f"{digester.digest()}",
+                advice="nothing was published; run 'blobstore repair', then push again",
+            )
+
+    def _note(self, done: int) -> None:
+        """Report progress; bytes that are sent again count once."""
+        if done > self._reported:
+            self._report(done - self._reported, self._blob.label)
+            self._reported = done
+
+    def note_all(self) -> None:
+        """Report the whole blob as done."""
+        self._note(self._blob.size)

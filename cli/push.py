@@ -1,0 +1,121 @@
+"""``blobstore push``: give a model to a registry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import options, render
+
+if TYPE_CHECKING:
+    from blobstore.operations.transfer.push import Pushed
+    from blobstore.registry.shapes.plan import Shape
+    from blobstore.store.local import LocalStore
+
+
+@click.command("push", short_help="Give a model to a registry.")
+@click.argument("name", metavar="NAME", type=options.MODEL)
+@click.argument("remote", metavar="[REMOTE]", required=False)
+@click.option(
+    "--shape",
+    type=click.Choice(["oci", "ollama", "image"]),
+    default="oci",
+    show_default=True,
+    help="A ModelPack artifact, Ollama's manifest, or a container image that runtimes mount.",
+)
+@click.option(
+    "--max-layers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=400,
+    show_default=True,
+    help="Divide models of the shape oci into parts of at most N layers.",
+)
+@click.option(
+    "--mount-from",
+    metavar="REPOSITORY",
+    multiple=True,
+    help="A repository of the registry that may have blobs of the model. May be repeated.",
+)
+@click.option("--verify", is_flag=True, help="Read everything back and compare digests.")
+@click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
+@options.streams_option
+@options.limit_rate_option
+@options.plain_http_option
+@options.store_option
+@options.wait_option
+@options.json_option
+def command(
+    name: str,
+    remote: str | None,
+    store: LocalStore,
+    shape: Shape,
+    max_layers: int,
+    mount_from: tuple[str, ...],
+    verify: bool,
+    dry_run: bool,
+    streams: int,
+    limit_rate: int | None,
+    plain_http: bool,
+    as_json: bool,
+) -> None:
+    """Give the model NAME to a registry, at REMOTE.
+
+    REMOTE is [oci://]host[:port]/repository[:tag]. Without it, NAME must begin with the host of the
+    registry. Blobs that the registry has are not sent again. The tag appears last, when the registry
+    has all of the model. A damaged blob is never published. If push is interrupted, the same command
+    continues where it stopped.
+    """
+    from blobstore.operations.transfer.push import push_model
+
+    with options.model(store, name, needs_name=remote is None) as model:
+        try:
+            with render.progress_bar() as progress:
+                pushed = push_model(
+                    model,
+                    remote,
+                    store=store,
+                    shape=shape,
+                    max_layers=max_layers,
+                    mount_from=mount_from,
+                    verify=verify,
+                    dry_run=dry_run,
+                    plain_http=plain_http or None,
+                    streams=streams,
+                    limit_rate=limit_rate,
+                    progress=progress,
+                )
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, or another request to end
+            render.show_note("interrupted; the same command continues where this one stopped")
+            raise
+    if as_json:
+        fields = (
+            "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
+            "dry_run=is_dry_run blobs manifests bytes_sent bytes_mounted bytes_present "
+            "bytes_verified seconds"
+        )
+        render.show_json(render.record(pushed, fields))
+        return
+    render.show(_as_text(pushed))
+
+
+def _as_text(pushed: Pushed) -> str:
+    remote, seconds = render.cell(pushed.remote), render.human_seconds(pushed.seconds)
+    verified = (
+        f", {render.human_bytes(pushed.bytes_verified)} read back" if pushed.bytes_verified else ""
+    )
+    if pushed.is_unchanged:
+        return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
+    verb = "would push" if pushed.is_dry_run else "pushed"
+    parts = [f"{render.human_bytes(pushed.bytes_sent)} sent"]
+    if pushed.bytes_mounted:
+        parts.append(f"{render.human_bytes(pushed.bytes_mounted)} mounted")
+    if pushed.bytes_present:
+        parts.append(f"{render.human_bytes(pushed.bytes_present)} already there")
+    return (
+        f"{verb} {render.cell(pushed.reference)} to {remote}: "
+        f"{render.count_of(pushed.blobs, 'blob')}, {', '.join(parts)}{verified}; {seconds}"
+    )

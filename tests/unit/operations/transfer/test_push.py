@@ -1,0 +1,411 @@
+"""Pushes to a real registry: what arrives there, what is not sent twice, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    ModelNotFound,
+    RemoteError,
+    RemoteRefused,
+    UsageError,
+)
+from blobstore.manifests import media_types
+from blobstore.operations.transfer import push as pushing
+from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.push import Pushed
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.manifest import RemoteManifest
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.plan import FILE_PATH
+from blobstore.registry.shapes.read import RemoteModel, read_model
+from blobstore.registry.upload import PART, UploadSession
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, write_folder
+from tests.support.registry import Server
+
+SHAPES = ["oci", "ollama", "image"]
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> LocalStore:
+    """A store with one model."""
+    store = LocalStore(tmp_path / "origin")
+    blobstore.create(write_folder(tmp_path / "dense", dense_tensors()), "org/Dense", store=store)
+    return store
+
+
+def push(origin: LocalStore, remote: str, name: str = "org/Dense", **options: Any) -> Pushed:
+    return blobstore.push(name, remote, store=origin, **options)
+
+
+def read_back(remote: str) -> tuple[RemoteModel, dict[Digest, bytes]]:
+    """Return a model and its blobs, as any client reads them."""
+    address = RemoteReference.parse(remote)
+    with RegistryClient(address.host) as client:
+
+        def manifest(reference: object) -> RemoteManifest:
+            return client.get_manifest(address.repository, str(reference))
+
+        def blob(digest: Digest, begin: int, end: int) -> bytes:
+            return b"".join(client.read_blob(address.repository, digest, begin, end))
+
+        model = read_model(
+            manifest(address.tag), manifest, lambda digest, size: blob(digest, 0, size)
+        )
+        assert isinstance(model, RemoteModel)
+        contents = {}
+        for item in model.blobs:
+            place = model.places.get(item.digest)
+            digest, begin = (place.digest, place.offset) if place else (item.digest, 0)
+            contents[item.digest] = blob(digest, begin, begin + item.size)
+        return model, contents
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, *methods: str) -> dict[str, int]:
+    """Count the calls of the client's methods from now on."""
+    counts = dict.fromkeys(methods, 0)
+
+    def counted(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[method] += 1
+            return original(*arguments, **options)
+
+        return call
+
+    for method in methods:
+        original = getattr(RegistryClient, method)
+        monkeypatch.setattr(RegistryClient, method, counted(method, original))
+    return counts
+
+
+def damage(store: LocalStore, digest: Digest) -> None:
+    """Flip a bit of a blob without changing its size."""
+    path = Path(store.blob_path(digest))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_model_comes_back(origin: LocalStore, remote: str, shape: Any) -> None:
+    done = push(origin, remote, shape=shape, verify=True)
+    assert not done.is_unchanged
+    assert done.bytes_verified == done.bytes_sent + done.bytes_mounted + done.bytes_present > 0
+    model, contents = read_back(remote)
+    assert model.shape == shape
+    assert model.manifest == origin.read_manifest("org/Dense")
+    assert all(Digest.of(data) == digest for digest, data in contents.items())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_unchanged_model_costs_one_request(
+    origin: LocalStore, remote: str, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = push(origin, remote, shape=shape)
+    counts = count_calls(
+        monkeypatch, "head_manifest", "blob_size", "mount_blob", "upload_blob", "put_manifest"
+    )
+    again = push(origin, remote, shape=shape)
+    assert again.is_unchanged
+    assert again.digest == first.digest
+    assert again.bytes_sent == 0
+    assert counts == {**dict.fromkeys(counts, 0), "head_manifest": 1}
+
+
+def test_equal_models_of_two_stores_have_equal_remote_digests(
+    origin: LocalStore, remote: str, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    blobstore.create(tmp_path / "dense", "team/Dense", store=other)
+    for shape in SHAPES:
+        first = push(origin, remote, shape=shape)
+        assert push(other, remote, "team/Dense", shape=shape).digest == first.digest
+
+
+def test_a_model_of_more_layers_than_a_manifest_may_have_becomes_an_index(
+    origin: LocalStore, remote: str
+) -> None:
+    done = push(origin, remote, max_layers=3, verify=True)
+    assert done.manifests > 3
+    model, _ = read_back(remote)
+    assert model.manifest == origin.read_manifest("org/Dense")
+
+
+def test_a_registry_that_refuses_many_layers_gets_an_index(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amazon's registry answers 405 to a manifest of more than 500 layers."""
+    original = RegistryClient.put_manifest
+
+    def put(self: Any, repository: str, reference: str, manifest: RemoteManifest) -> None:
+        if len(json.loads(manifest.data).get("layers", ())) > 500:
+            raise RemoteRefused("405 UNSUPPORTED")
+        original(self, repository, reference, manifest)
+
+    monkeypatch.setattr(RegistryClient, "put_manifest", put)
+    store = LocalStore(tmp_path / "many")
+    tensor = dense_tensors()["mask"]
+    tensors = {f"layers.{number}.weight": tensor for number in range(600)}
+    blobstore.create(write_folder(tmp_path / "source", tensors), "many", store=store)
+    with pytest.raises(RemoteRefused, match="layers; if that is too many .* '--max-layers 100'"):
+        push(store, remote, "many", max_layers=10_000)
+    with pytest.raises(RemoteRefused, match="'--shape oci'"):
+        push(store, remote, "many", shape="ollama")
+    assert push(store, remote, "many").manifests == 3
+    assert read_back(remote)[0].manifest == store.read_manifest("many")
+
+
+def test_blobs_of_another_repository_are_mounted(origin: LocalStore, remote: str) -> None:
+    first = push(origin, remote)
+    second = push(origin, f"{remote}-copy")
+    assert (second.bytes_sent, second.bytes_mounted) == (0, first.bytes_sent)
+
+
+def test_blobs_are_mounted_from_a_given_repository(
+    origin: LocalStore, remote: str, tmp_path: Path
+) -> None:
+    first = push(origin, remote)
+    other = LocalStore(tmp_path / "other")  # it has pushed nothing before
+    blobstore.create(tmp_path / "dense", "org/Dense", store=other)
+    repository = RemoteReference.parse(remote).repository
+    second = push(other, f"{remote}-copy", mount_from=["tests/none", repository])
+    assert (second.bytes_sent, second.bytes_mounted) == (0, first.bytes_sent)
+
+
+def test_wrong_notes_cost_only_requests(origin: LocalStore, remote: str) -> None:
+    push(origin, remote)
+    (note,) = origin.folder("remotes").glob("registry-*")
+    known = json.loads(note.read_text())
+    for content in (
+        b"\xff",
+        b"[]",
+        b'{"a": 1}',
+        json.dumps({"tests/gone": [blob for blobs in known.values() for blob in blobs]}).encode(),
+    ):
+        note.write_bytes(content)
+        done = push(origin, f"{remote}-{len(content)}")
+        assert done.bytes_mounted == 0
+        assert done.bytes_sent > 0
+
+
+def test_frozen_blobs_are_decompressed_on_the_way(origin: LocalStore, remote: str) -> None:
+    blobstore.freeze("org/Dense", store=origin)
+    push(origin, remote, verify=True)
+    assert read_back(remote)[0].manifest == origin.read_manifest("org/Dense")
+
+
+def test_a_dry_run_sends_nothing(origin: LocalStore, remote: str) -> None:
+    planned = push(origin, remote, dry_run=True)
+    assert planned.is_dry_run
+    with RegistryClient(RemoteReference.parse(remote).host) as client:
+        assert client.head_manifest(RemoteReference.parse(remote).repository, "latest") is None
+    assert push(origin, remote).bytes_sent == planned.bytes_sent > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_progress_only_grows_and_ends_at_the_total(
+    origin: LocalStore, remote: str, shape: Any
+) -> None:
+    reports: list[tuple[int, int]] = []
+    push(
+        origin,
+        remote,
+        shape=shape,
+        verify=True,
+        progress=lambda _, done, total: reports.append((done, total)),
+    )
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1][0] == reports[-1][1]
+
+
+# Facts about the model
+
+
+def test_the_config_states_what_the_model_is(tmp_path: Path, remote: str) -> None:
+    files = {
+        "config.json": b'{"architectures": ["TinyForCausalLM"], "model_type": "tiny"}',
+        "README.md": b"---\nlicense: apache-2.0\n---\nA model.\n",
+    }
+    store = LocalStore(tmp_path / "store")
+    tensors = {"a.weight": dense_tensors()["model.embed_tokens.weight"]}
+    blobstore.create(write_folder(tmp_path / "tiny", tensors, files=files), "Tiny-32", store=store)
+    push(store, remote, "Tiny-32")
+    address = RemoteReference.parse(remote)
+    with RegistryClient(address.host) as client:
+        manifest = json.loads(client.get_manifest(address.repository, "latest").data)
+        config = manifest["config"]
+        digest = Digest.parse(config["digest"])
+        content = b"".join(client.read_blob(address.repository, digest, 0, config["size"]))
+    value = json.loads(content)
+    assert value["descriptor"] == {"family": "tiny", "name": "Tiny-32", "licenses": ["Apache-2.0"]}
+    assert value["config"] == {
+        "architecture": "TinyForCausalLM",
+        "format": "safetensors",
+        "paramSize": "0.0K",
+        "precision": "float32",
+    }
+    paths = [layer["annotations"][FILE_PATH] for layer in manifest["layers"]]
+    assert "model.safetensors" in paths
+    assert "config.json" in paths
+
+
+# Damage, and errors of arguments
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_damaged_blob_is_never_published(origin: LocalStore, remote: str, shape: Any) -> None:
+    layer = origin.resolve("org/Dense").layers_of(media_types.TENSOR)[2]
+    damage(origin, layer.digest)
+    with pytest.raises(BlobDamaged, match="is damaged.*repair") as caught:
+        push(origin, remote, shape=shape)
+    assert shape == "image" or layer.name in str(caught.value)
+    address = RemoteReference.parse(remote)
+    with RegistryClient(address.host) as client:
+        assert client.head_manifest(address.repository, "latest") is None
+        assert client.blob_size(address.repository, layer.digest) is None
+
+
+def test_a_missing_blob_is_an_error_before_anything_is_sent(
+    origin: LocalStore, remote: str
+) -> None:
+    layer = origin.resolve("org/Dense").layers_of(media_types.TENSOR)[0]
+    Path(origin.blob_path(layer.digest)).unlink()
+    with pytest.raises(BlobMissing):
+        push(origin, remote)
+
+
+def test_verifying_finds_bits_that_the_server_has_lost(
+    origin: LocalStore, server: Server, remote: str
+) -> None:
+    push(origin, remote)
+    layer = max(origin.resolve("org/Dense").layers, key=lambda layer: layer.size)
+    path = server.blob(str(layer.digest))
+    intact = path.read_bytes()
+    path.write_bytes(bytes([intact[0] ^ 1]) + intact[1:])
+    try:
+        with pytest.raises(BlobDamaged, match="the registry returns bytes with digest"):
+            push(origin, remote, verify=True)
+    finally:
+        path.write_bytes(intact)
+
+
+def test_an_unknown_model_is_an_error(origin: LocalStore, remote: str) -> None:
+    with pytest.raises(ModelNotFound):
+        push(origin, remote, "none")
+
+
+def test_a_name_without_a_host_needs_a_remote(origin: LocalStore) -> None:
+    with pytest.raises(UsageError, match="has no host to push to"):
+        blobstore.push("org/Dense", store=origin)
+
+
+def test_a_name_with_a_host_is_its_own_remote(origin: LocalStore, server: Server) -> None:
+    name = f"{server.host}/Own/Model:v1"
+    blobstore.copy("org/Dense", name, store=origin)
+    done = blobstore.push(name, store=origin)
+    assert str(done.remote) == f"{server.host}/own/model:v1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": "tar"}, "shape must be"),
+        ({"streams": 0}, "at least 1"),
+        ({"max_layers": 0}, "at least 1"),
+        ({"limit_rate": 0}, "above 0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    origin: LocalStore, remote: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        push(origin, remote, **options)
+
+
+def test_a_digest_is_nothing_to_push_to(origin: LocalStore, remote: str) -> None:
+    with pytest.raises(UsageError, match="cannot push to the digest"):
+        push(origin, f"{remote}@sha256:{'0' * 64}")
+
+
+def test_a_registry_that_does_not_answer_is_an_error(
+    origin: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RegistryClient, "head_manifest", refuse_connection)
+    with pytest.raises(RemoteError):
+        push(origin, "127.0.0.1:1/a/b")
+
+
+def refuse_connection(*_: object) -> None:
+    raise RemoteError("connection refused")
+
+
+# Large blobs
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[LocalStore, bytes]:
+    """A store with a model of one blob that is uploaded in two parts."""
+    from tests.support.models import add_blobs, blob
+
+    data = os.urandom(2**20) * (PART // 2**20 + 1)
+    content = blob(("x", "U8", (len(data),), data))
+    store = LocalStore(tmp_path / "large")
+    add_blobs(store, "large", {"x": content})
+    return store, content
+
+
+def test_a_killed_upload_goes_on_where_it_stopped(
+    large: tuple[LocalStore, bytes], remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = large
+    keep = PushNotes.keep_session
+
+    def die(self: Any, digest: Digest, session: UploadSession) -> None:
+        keep(self, digest, session)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PushNotes, "keep_session", die)
+        push(store, remote, "large", shape="ollama")
+    offsets: list[int] = []
+    pieces = pushing._CheckedPieces.__call__
+
+    def recorded(self: Any, offset: int) -> Any:
+        offsets.append(offset)
+        return pieces(self, offset)
+
+    monkeypatch.setattr(pushing._CheckedPieces, "__call__", recorded)
+    push(store, remote, "large", shape="ollama", verify=True)
+    assert [offset for offset in offsets if offset] == [PART]
+    assert read_back(remote)[1][Digest.of(content)] == content
+    assert not list(store.folder("remotes").glob("upload-*"))
+
+
+def test_a_large_blob_is_read_and_hashed_once_although_it_is_sent_in_parts(
+    large: tuple[LocalStore, bytes], remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = large
+    read = 0
+    original = store.read_pieces
+
+    def counted(digest: Digest, size: int) -> Any:
+        nonlocal read
+        for piece in original(digest, size):
+            read += len(piece)
+            yield piece
+
+    monkeypatch.setattr(store, "read_pieces", counted)
+    push(store, remote, "large", shape="ollama")
+    assert read < len(content) + 1000
