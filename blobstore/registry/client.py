@@ -18,14 +18,15 @@ from blobstore.errors import (
     RemoteError,
 )
 from blobstore.registry import protocol
+from blobstore.registry.credentials import Credentials, DockerCredentials
 from blobstore.registry.manifest import ACCEPTED, MAX_SIZE, OCI_INDEX, ImageIndex, RemoteManifest
-from blobstore.registry.protocol import Patience, TransientError
+from blobstore.registry.protocol import Patience, Reply, Request, TransientError
 from blobstore.registry.reference import check_host, check_reference, check_repository
-from blobstore.registry.transport import Reply, Request, Transport
+from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from typing import Self
 
     from blobstore.core.workers import RateLimiter
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
+_PULL: Final = "pull"
+_PUSH: Final = "pull,push"
 _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
@@ -48,6 +51,7 @@ class RegistryClient:
         host: str,
         *,
         plain_http: bool | None = None,
+        credentials: Credentials | None = None,
         limiter: RateLimiter | None = None,
         streams: int = 8,
         patience: Patience | None = None,
@@ -57,6 +61,8 @@ class RegistryClient:
         Args:
             host: ``host[:port]``.
             plain_http: whether to do without TLS; by default only for this machine.
+            credentials: where to look for a login when the registry asks for one; by default in
+                Docker's configuration.
             limiter: limits the bytes of blobs per second, in both directions together.
             streams: connections that stay open between requests.
             patience: how long to wait and how often to try again.
@@ -66,12 +72,14 @@ class RegistryClient:
         """
         check_host(host)
         self.host = host
+        known = credentials or DockerCredentials()
         url = f"https://{_API_HOSTS.get(host, host)}"
         if plain_http is None:
             plain_http = protocol.is_loopback(protocol.host_of(url))
         self._transport = Transport(
             _API_HOSTS.get(host, host),
             plain_http=plain_http,
+            find_login=lambda: known.find(host),
             limiter=limiter,
             connections=streams,
             patience=patience or Patience(),
@@ -86,6 +94,17 @@ class RegistryClient:
     def close(self) -> None:
         """Close all connections."""
         self._transport.close()
+
+    def check_login(self) -> bool:
+        """Check that the registry accepts the credentials; return whether it asked for any.
+
+        Raises:
+            RemoteRefused: it does not.
+            RemoteError: it cannot be reached, or is no registry.
+        """
+        what = f"login at {quote(self.host)}"
+        self._transport.fetch(Request(what=what, method="GET", url=f"{self._transport.base}/v2/"))
+        return self._transport.has_login
 
     def get_manifest(self, repository: str, reference: str) -> RemoteManifest:
         """Return the manifest of a tag or digest.
@@ -138,6 +157,7 @@ class RegistryClient:
                 headers={"content-type": manifest.media_type},
                 body=lambda: (manifest.data,),
                 size=len(manifest.data),
+                scopes=_scopes(repository, _PUSH),
             )
         )
 
@@ -147,7 +167,7 @@ class RegistryClient:
         Raises:
             RemoteError: the registry cannot be reached, or fails.
         """
-        request = self._blob_request("HEAD", repository, digest, *_MISSING)
+        request = self._blob_request("HEAD", repository, digest)
         reply = self._transport.fetch(request)
         if reply.status == HTTPStatus.NOT_FOUND:
             return None
@@ -170,11 +190,13 @@ class RegistryClient:
             BlobDamaged: it has another length.
             RemoteError: the registry cannot be reached, or fails.
         """
-        url = f"{self._url(repository)}/blobs/{digest}"
         retry = self._transport.retry()
         counted = begin
         for attempt in retry if begin < end else ():
-            with attempt, contextlib.closing(self._read(url, digest, begin, end, size)) as pieces:
+            with (
+                attempt,
+                contextlib.closing(self._read(repository, digest, begin, end, size)) as pieces,
+            ):
                 for piece in pieces:
                     begin += len(piece)
                     if begin - counted > _ADVANCE:
@@ -198,6 +220,7 @@ class RegistryClient:
                 url=f"{self._url(repository)}/blobs/uploads/?mount={digest}&from={source}",
                 expected=(HTTPStatus.CREATED, HTTPStatus.ACCEPTED),
                 body=lambda: (),
+                scopes=_scopes(repository, _PUSH) | _scopes(source, _PULL),
             )
         )
         return reply.status == HTTPStatus.CREATED
@@ -228,7 +251,8 @@ class RegistryClient:
             BlobDamaged: the pieces end early.
         """
         blobs = f"{self._url(repository)}/blobs"
-        Upload(self._transport, blobs, digest, size, pieces, on_session).run(session)
+        scopes = _scopes(repository, _PUSH)
+        Upload(self._transport, blobs, scopes, digest, size, pieces, on_session).run(session)
 
     def tags(self, repository: str) -> Iterator[str]:
         """Yield the tags of a repository.
@@ -239,7 +263,7 @@ class RegistryClient:
         """
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
-        for reply in self._pages(Request(what=what, method="GET", url=url, expected=_MISSING)):
+        for reply in self._pages(repository, what, url):
             if reply.status == HTTPStatus.NOT_FOUND:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             try:
@@ -260,7 +284,7 @@ class RegistryClient:
         what = f"referrers of {digest.short}"
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
-        for reply in self._pages(Request(what=what, method="GET", url=url, expected=_MISSING)):
+        for reply in self._pages(repository, what, url):
             if reply.status == HTTPStatus.NOT_FOUND:
                 return self._tagged_referrers(repository, digest)
             found += _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
@@ -272,31 +296,27 @@ class RegistryClient:
         except ModelNotFound:
             return ()
 
-    def _pages(self, request: Request) -> Iterator[Reply]:
-        url: str | None = request.url
+    def _pages(self, repository: str, what: str, first: str) -> Iterator[Reply]:
+        """Yield the responses to a request for a list, which may be missing."""
+        url: str | None = first
         for _ in range(_MAX_PAGES):
             if url is None:
                 return
-            page = Request(
-                what=request.what, method=request.method, url=url, expected=request.expected
-            )
-            reply = self._transport.fetch(page, MAX_SIZE)
+            scopes = _scopes(repository, _PULL)
+            request = Request(what=what, method="GET", url=url, expected=_MISSING, scopes=scopes)
+            reply = self._transport.fetch(request, MAX_SIZE)
             yield reply
             url = protocol.next_page(reply.headers.get("link"), reply.url)
-        raise RemoteError(f"{request.what}: the list has more than {_MAX_PAGES} pages")
+        raise RemoteError(f"{what}: the list has more than {_MAX_PAGES} pages")
 
     def _read(
-        self, url: str, digest: Digest, begin: int, end: int, size: int | None
+        self, repository: str, digest: Digest, begin: int, end: int, size: int | None
     ) -> Generator[bytes, None, None]:
         """Yield bytes of a blob from one response."""
         is_whole = begin == 0 and end == size
-        request = Request(
-            what=f"blob {digest.short}",
-            method="GET",
-            url=url,
-            expected=(HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT, HTTPStatus.NOT_FOUND),
-            headers={} if is_whole else {"range": protocol.range_of(begin, end)},
-        )
+        headers = {} if is_whole else {"range": protocol.range_of(begin, end)}
+        expected = (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT, HTTPStatus.NOT_FOUND)
+        request = self._blob_request("GET", repository, digest, expected, headers)
         with self._transport.send(request) as response:
             if response.status_code == HTTPStatus.NOT_FOUND:
                 raise BlobMissing(f"{request.what}: the registry does not have it")
@@ -319,13 +339,20 @@ class RegistryClient:
                 raise TransientError(f"{request.what}: the response ends {length} bytes early")
 
     def _blob_request(
-        self, method: str, repository: str, digest: Digest, *expected: int
+        self,
+        method: str,
+        repository: str,
+        digest: Digest,
+        expected: tuple[int, ...] = _MISSING,
+        headers: Mapping[str, str] | None = None,
     ) -> Request:
         return Request(
             what=f"blob {digest.short}",
             method=method,
             url=f"{self._url(repository)}/blobs/{digest}",
             expected=expected,
+            headers=headers or {},
+            scopes=_scopes(repository, _PULL),
         )
 
     def _manifest_request(self, method: str, repository: str, reference: str) -> Request:
@@ -337,11 +364,16 @@ class RegistryClient:
             url=f"{self._url(repository)}/manifests/{reference}",
             expected=_MISSING,
             headers={"accept": ", ".join(ACCEPTED)},
+            scopes=_scopes(repository, _PULL),
         )
 
     def _url(self, repository: str) -> str:
         check_repository(repository)
         return f"{self._transport.base}/v2/{repository}"
+
+
+def _scopes(repository: str, actions: str) -> frozenset[str]:
+    return frozenset({protocol.scope(repository, actions)})
 
 
 def _index(manifest: RemoteManifest) -> ImageIndex:

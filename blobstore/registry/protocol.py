@@ -7,11 +7,13 @@ differ. All text of a server is shortened and escaped before it enters an error.
 
 from __future__ import annotations
 
+import base64
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urljoin, urlsplit
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode, urljoin, urlsplit
 
 from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
@@ -23,22 +25,31 @@ from blobstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from datetime import datetime
 
 MAX_URL: Final = 16 * 2**10
 """Characters; signed URLs of object stores have up to 3,000."""
 MAX_ERROR: Final = 64 * 2**10
 """Bytes that are read of the document that explains an error."""
+MAX_TOKEN: Final = 64 * 2**10
+"""Bytes of a token with the JSON around it; those of large registries have about 5,000."""
+IDENTITY_TOKEN: Final = "<token>"  # noqa: S105 - a name
+"""The user name that stands for a token in place of a password."""
+_MAX_CHALLENGE: Final = 8 * 2**10
+_LIFETIMES: Final = (60, 3600)
+"""Seconds that a token is used for, at least and at most, whatever the server says."""
 _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-_TOO_MANY: Final = 429
-_NOT_SATISFIABLE: Final = 416
 _REFUSALS: Final = range(400, 500)
-_PARTIAL: Final = 206
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.ASCII)
 _RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,19})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,19}", re.ASCII)
 _LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
+_PARAMETER = re.compile(
+    r"(?:([A-Za-z][\w-]{0,31}) +)?([A-Za-z][\w-]{0,31}) *= *(?:\"((?:[^\"\\]|\\.)*)\"|([^\s,\"]+))",
+    re.ASCII,
+)
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
 _LOOPBACK = re.compile(r"localhost|127(?:\.\d{1,3}){3}|::1", re.ASCII | re.IGNORECASE)
 
 
@@ -49,6 +60,72 @@ class TransientError(RemoteError):
         super().__init__(message, advice=advice)
         self.retry_after = retry_after
         """Seconds that the server asks to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a registry, or of the server that issues its tokens."""
+
+    what: str
+    """What it is about, as the start of an error."""
+    method: str
+    url: str
+    expected: tuple[int, ...] = (HTTPStatus.OK,)
+    """The statuses of a success."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: Callable[[], Iterable[bytes]] | None = None
+    """Returns the bytes from the start, each time it is called."""
+    size: int = 0
+    """Bytes of the body."""
+    timeout: float = 0
+    """Seconds that the response may take, if more than usual."""
+    scopes: frozenset[str] = frozenset()
+    """What the request needs access to, in the words of the token specification."""
+    is_for_token: bool = False
+    """Whether it asks for a token: it needs none, and no redirect is followed."""
+
+
+class Reply(NamedTuple):
+    """A small response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+    """Where it came from at last."""
+
+
+class Login(NamedTuple):
+    """A user and a password; or an identity token, with ``<token>`` as the user."""
+
+    user: str
+    password: str
+
+    def __repr__(self) -> str:
+        return f"<Login of {quote(self.user)}>"
+
+    @property
+    def basic(self) -> str:
+        """The value of the header that sends it."""
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+class Challenge(NamedTuple):
+    """How a registry wants requests to be authorized."""
+
+    scheme: str
+    """``bearer`` or ``basic``."""
+    realm: str = ""
+    service: str = ""
+    scopes: frozenset[str] = frozenset()
+
+
+class Token(NamedTuple):
+    """What a request is authorized with."""
+
+    value: str
+    lifetime: float
+    """Seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +280,105 @@ def check_encoding(headers: Mapping[str, str]) -> None:
         raise RemoteError(f"a response has the encoding {quote(encoding)}, which was not accepted")
 
 
+def scope(repository: str, actions: str) -> str:
+    """Return the scope of a repository, for ``pull`` or ``pull,push``."""
+    return f"repository:{repository}:{actions}"
+
+
+def challenge_of(text: str) -> Challenge | None:
+    """Return the challenge in ``WWW-Authenticate`` that can be met: Bearer, or else Basic.
+
+    Raises:
+        RemoteError: it is too long.
+    """
+    if len(text) > _MAX_CHALLENGE:
+        raise RemoteError(f"the registry sent a challenge of {len(text)} characters")
+    found: dict[str, dict[str, str]] = {}
+    parameters: dict[str, str] = {}
+    for scheme, key, quoted, plain in _PARAMETER.findall(text):
+        if scheme:
+            parameters = found.setdefault(scheme.lower(), {})
+        parameters.setdefault(key.lower(), re.sub(r"\\(.)", r"\1", quoted) or plain)
+    if "bearer" in found:
+        bearer = found["bearer"]
+        scopes = frozenset(bearer.get("scope", "").split())
+        return Challenge("bearer", bearer.get("realm", ""), bearer.get("service", ""), scopes)
+    return Challenge("basic") if "basic" in found or text.strip().lower() == "basic" else None
+
+
+def check_secrecy(url: str, host: str) -> None:
+    """Check that credentials for a registry may be sent to a URL.
+
+    Raises:
+        RemoteRefused: anyone in between could read them.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "https" and not is_loopback(parts.hostname or ""):
+        raise RemoteRefused(
+            f"the credentials for {quote(host)} must not be sent to {quote(url)}, which is not encrypted",
+            advice="use https, or log out to go on without credentials",
+        )
+
+
+def token_request(
+    challenge: Challenge, scopes: frozenset[str], login: Login | None, base: str
+) -> Request:
+    """Return the request that asks the realm of a challenge for a token.
+
+    Raises:
+        RemoteError: the realm is malformed, or leads from https to http.
+        RemoteRefused: the credentials would be sent unencrypted.
+    """
+    host = host_of(base)
+    realm = resolve(challenge.realm, base)
+    if login is not None:
+        check_secrecy(realm, host)
+    asked = [("scope", text) for text in sorted(scopes)]
+    if challenge.service:
+        asked.insert(0, ("service", challenge.service))
+    what = f"token for {quote(host)}"
+    if login is None or login.user != IDENTITY_TOKEN:
+        headers = {"authorization": login.basic} if login else {}
+        url = with_query(realm, urlencode(asked)) if asked else realm
+        return Request(what=what, method="GET", url=url, headers=headers, is_for_token=True)
+    grant = [
+        ("grant_type", "refresh_token"),
+        ("refresh_token", login.password),
+        ("client_id", "blobstore"),
+    ]
+    scope_text = " ".join(sorted(scopes))
+    form = urlencode([*grant, ("service", challenge.service), ("scope", scope_text)]).encode()
+    return Request(
+        what=what,
+        method="POST",
+        url=realm,
+        headers={"content-type": "application/x-www-form-urlencoded"},
+        body=lambda: (form,),
+        size=len(form),
+        is_for_token=True,
+    )
+
+
+def token_of(body: bytes) -> Token:
+    """Return the token in the response of a realm.
+
+    Raises:
+        RemoteError: there is none.
+    """
+    try:
+        value: Any = strict_json.loads(body)
+        text = value.get("token") or value.get("access_token")
+        lifetime = value.get("expires_in", 0)
+    except (ValueError, AttributeError):
+        text = None
+    if not isinstance(text, str) or _TOKEN.fullmatch(text) is None:
+        raise RemoteError("the server that issues tokens sent none")
+    if not isinstance(lifetime, int | float):
+        lifetime = 0
+    shortest, longest = _LIFETIMES
+    return Token(text, min(max(lifetime, shortest), longest))
+
+
 def range_of(begin: int, end: int) -> str:
     """Return the header that asks for the bytes from ``begin`` to before ``end``.
 
@@ -226,7 +402,7 @@ def span_of(
         RemoteError: the response does not fit the request.
     """
     length = content_length(headers.get("content-length"))
-    if status != _PARTIAL:  # the server ignored the range, which it may
+    if status != HTTPStatus.PARTIAL_CONTENT:  # the server ignored the range, which it may
         if length is not None and (length < end or (size is not None and length != size)):
             raise BlobDamaged(f"has {length} bytes, expected {size or f'at least {end}'}")
         return Span(begin, end - begin)
@@ -284,7 +460,7 @@ def failure(
     message = f"{what}: status {status}{f': {explained}' if explained else ''}"
     if status in _TRANSIENT:
         return TransientError(message, retry_after=retry_after(headers.get("retry-after"), now))
-    if status == _NOT_SATISFIABLE:
+    if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
         return BlobDamaged(f"{what}: has fewer bytes than expected")
     if status in _REFUSALS:
         return RemoteRefused(message)

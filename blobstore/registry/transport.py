@@ -16,58 +16,30 @@ import random
 import ssl
 import threading
 import time
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import httpx2
 
 from blobstore.core.escape import quote
-from blobstore.errors import RemoteError
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
-from blobstore.registry.protocol import Patience, TransientError
+from blobstore.registry.protocol import Login, Patience, Reply, Request, TransientError
+from blobstore.registry.tokens import Authorizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from typing import Self
 
     from blobstore.core.workers import RateLimiter
 
 _MAX_REDIRECTS: Final = 5
+_MAX_CHALLENGES: Final = 3
+"""Attempts to authorize one request: without a token, with one that has expired, with a new one."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
-Body = "Callable[[], Iterable[bytes]]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What is asked of a registry."""
-
-    what: str
-    """What it is about, as the start of an error."""
-    method: str
-    url: str
-    expected: tuple[int, ...] = (HTTPStatus.OK,)
-    """The statuses of a success."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    body: Callable[[], Iterable[bytes]] | None = None
-    """Returns the bytes from the start, each time it is called."""
-    size: int = 0
-    """Bytes of the body."""
-    timeout: float = 0
-    """Seconds that the response may take, if more than usual."""
-
-
-class Reply(NamedTuple):
-    """A small response."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-    url: str
-    """Where it came from at last."""
 
 
 class Transport:
@@ -78,6 +50,7 @@ class Transport:
         host: str,
         *,
         plain_http: bool,
+        find_login: Callable[[], Login | None],
         limiter: RateLimiter | None,
         connections: int,
         patience: Patience,
@@ -87,6 +60,7 @@ class Transport:
         self._limiter = limiter
         self._closed = threading.Event()
         self._has_answered = False
+        self._authorizer = Authorizer(self.base, find_login, self.fetch)
         self._client = httpx2.Client(
             # As curl does, this takes proxies and certificates from the environment. A connection within
             # this machine has no proxy: it may carry credentials without TLS.
@@ -96,6 +70,11 @@ class Transport:
             timeout=httpx2.Timeout(patience.stall, pool=None),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
         )
+
+    @property
+    def has_login(self) -> bool:
+        """Whether the registry asked for credentials, and there are some."""
+        return self._authorizer.has_login
 
     def close(self) -> None:
         """Close the connections, and wake threads that wait for the next attempt."""
@@ -137,13 +116,13 @@ class Transport:
         url = request.url
         with self._network_errors(request):
             for _ in range(_MAX_REDIRECTS + 1):
-                with contextlib.closing(self._send(request, url)) as response:
-                    self._has_answered = True
+                with contextlib.closing(self._send_authorized(request, url)) as response:
                     protocol.check_encoding(response.headers)
                     if response.status_code in request.expected:
                         yield response
                         return
-                    if response.status_code not in _REDIRECTS or request.body is not None:
+                    is_final = request.body is not None or request.is_for_token
+                    if response.status_code not in _REDIRECTS or is_final:
                         raise self._failure(request, response)
                     url = protocol.resolve(response.headers.get("location"), url)
                     self._read(request, response, 0)  # so that its connection can be used again
@@ -180,8 +159,27 @@ class Transport:
         """Return an iterator over attempts; see :class:`Retry`."""
         return Retry(self.patience, self._closed)
 
-    def _send(self, request: Request, url: str) -> httpx2.Response:
+    def _send_authorized(self, request: Request, url: str) -> httpx2.Response:
+        """Send a request, with authorization if it goes to the registry and that asks for it."""
+        if request.is_for_token or not protocol.has_same_origin(url, self.base):
+            return self._send(request, url, None)
+        for _ in range(_MAX_CHALLENGES):
+            authorization = self._authorizer.authorization(request.scopes)
+            response = self._send(request, url, authorization)
+            text = ", ".join(response.headers.get_list("www-authenticate"))
+            challenge = protocol.challenge_of(text) if text else None
+            if response.status_code != HTTPStatus.UNAUTHORIZED or challenge is None:
+                return response
+            with contextlib.closing(response):
+                failure = self._failure(request, response)
+            if not self._authorizer.learn(challenge, request.scopes, authorization):
+                break
+        raise failure
+
+    def _send(self, request: Request, url: str, authorization: str | None) -> httpx2.Response:
         headers = dict(request.headers)
+        if authorization is not None:
+            headers["authorization"] = authorization
         timeout = httpx2.Timeout(max(self.patience.stall, request.timeout), pool=None)
         content = request.body() if request.body is not None else None
         if content is not None:
@@ -189,7 +187,9 @@ class Transport:
         built = self._client.build_request(
             request.method, url, headers=headers, content=content, timeout=timeout
         )
-        return self._client.send(built, stream=True)
+        response = self._client.send(built, stream=True)
+        self._has_answered = True
+        return response
 
     def _read(self, request: Request, response: httpx2.Response, limit: int) -> bytes:
         """Return the body, of ``limit`` bytes at most; without a limit, skip it if it is short."""
@@ -202,7 +202,7 @@ class Transport:
             raise RemoteError(f"{request.what}: the response has more than {limit} bytes")
         return bytes(body)
 
-    def _failure(self, request: Request, response: httpx2.Response) -> Exception:
+    def _failure(self, request: Request, response: httpx2.Response) -> BlobstoreError:
         """Return the error for a response that was not expected."""
         status, body = response.status_code, b""
         # The body of the latter may be shorter than announced; see protocol.range_of.
@@ -210,7 +210,16 @@ class Transport:
             with contextlib.suppress(httpx2.TransportError, TransientError):
                 body = self._read(request, response, 0)
         now = datetime.now(UTC)
-        return protocol.failure(request.what, status, response.headers, body, now)
+        error = protocol.failure(request.what, status, response.headers, body, now)
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            host = protocol.host_of(self.base)
+            advice = (
+                f"the credentials for {host} give no access to it"
+                if self._authorizer.has_login
+                else f"'blobstore login {self.base.partition('://')[2]}' may be needed"
+            )
+            return RemoteRefused(error.message, advice=advice)
+        return error
 
     @contextlib.contextmanager
     def _network_errors(self, request: Request) -> Iterator[None]:

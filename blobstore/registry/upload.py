@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
 from blobstore.registry import protocol
-from blobstore.registry.protocol import TransientError
-from blobstore.registry.transport import Reply, Request
+from blobstore.registry.protocol import Reply, Request, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +41,7 @@ class Upload:
         self,
         transport: Transport,
         blobs: str,
+        scopes: frozenset[str],
         digest: Digest,
         size: int,
         pieces: Callable[[int], Iterable[bytes | memoryview]],
@@ -52,6 +52,7 @@ class Upload:
         Args:
             transport: sends the requests.
             blobs: the URL of the repository's blobs.
+            scopes: what the upload needs access to.
             digest: the digest of the blob.
             size: its bytes.
             pieces: yields its bytes from an offset on.
@@ -59,6 +60,7 @@ class Upload:
         """
         self._transport = transport
         self._blobs = blobs
+        self._scopes = scopes
         self._digest = digest
         self._size = size
         self._pieces = pieces
@@ -126,6 +128,7 @@ class Upload:
             method="HEAD",
             url=f"{self._blobs}/{self._digest}",
             expected=(HTTPStatus.OK, HTTPStatus.NOT_FOUND),
+            scopes=self._scopes,
         )
         return self._transport.fetch(request).status == HTTPStatus.OK
 
@@ -172,6 +175,7 @@ class Upload:
             headers=headers if method != "GET" else {},
             body=None if method == "GET" else lambda: self._bytes(offset, length),
             size=length,
+            scopes=self._scopes,
             timeout=self._size / _HASHED,
         )
         return self._transport.exchange(request)

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from blobstore.core import strict_json
+from tests.support.token_server import ISSUER, SERVICE, TokenServer
 
 PROGRAM = "docker-registry"
 SECONDS = 30
@@ -82,3 +83,35 @@ def _wait_until_ready(host: str, process: subprocess.Popen[bytes], log: Path) ->
             return
         time.sleep(0.05)
     raise RuntimeError(f"{PROGRAM} does not answer: {log.read_text(encoding='utf-8')}")
+
+
+@contextlib.contextmanager
+def htpasswd_registry(folder: Path, user: str, password: str) -> Iterator[Server]:
+    """Run a registry that asks for a password."""
+    if shutil.which("htpasswd") is None:
+        pytest.skip("htpasswd is not installed (Debian: apt-get install apache2-utils)")
+    folder.mkdir(parents=True, exist_ok=True)
+    line = subprocess.run(
+        ["htpasswd", "-nbB", user, password], check=True, capture_output=True
+    ).stdout
+    (folder / "htpasswd").write_bytes(line)
+    auth = {"htpasswd": {"realm": "tests", "path": str(folder / "htpasswd")}}
+    with running_registry(folder, auth) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def token_registry(folder: Path, tokens: TokenServer) -> Iterator[Server]:
+    """Run a registry that asks for tokens of a server."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "issuer.pem").write_bytes(tokens.certificate)
+    auth = {
+        "token": {
+            "realm": tokens.realm,
+            "service": SERVICE,
+            "issuer": ISSUER,
+            "rootcertbundle": str(folder / "issuer.pem"),
+        }
+    }
+    with running_registry(folder, auth) as server:
+        yield server
