@@ -139,6 +139,11 @@ def _from_tars(digest: Digest, layers: Sequence[Descriptor], read_blob: ReadBlob
     """Return a model whose blobs are files in tar layers; the first layer says where."""
     if not layers:
         raise _not_a_model()
+    if any(layer.media_type != image.TAR_LAYER for layer in layers):
+        raise UnsupportedSource(
+            "the layers of this image were compressed when it was copied",
+            advice="copy it from its first registry with 'skopeo copy --preserve-digests'",
+        )
     first = layers[0]
     catalog = _read_small(first.digest, first.size, read_blob, image.MAX_CATALOG)
     data, listed = image.read_catalog(catalog)

@@ -221,3 +221,12 @@ def test_refuses_an_image_without_layers() -> None:
     data = json.dumps(value).encode()
     with pytest.raises(UnsupportedSource):
         read(plan, remote, replace(plan.manifests[0], data=data, digest=Digest.of(data)))
+
+
+def test_refuses_layers_that_a_copy_has_compressed() -> None:
+    _, plan, remote = planned(NAMES)
+    value = json.loads(plan.manifests[0].data)
+    value["layers"][1]["mediaType"] += "+gzip"
+    data = json.dumps(value).encode()
+    with pytest.raises(UnsupportedSource, match="compressed.*--preserve-digests"):
+        read(plan, remote, replace(plan.manifests[0], data=data, digest=Digest.of(data)))
