@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.operations.sign.sign import Signed
+    from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.operations.transfer.push import Pushed
@@ -96,6 +98,7 @@ _HOMES = {
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
+    "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
     "StoreUsage": ("blobstore.operations.maintenance.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
@@ -126,6 +129,7 @@ _HOMES = {
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "show": ("blobstore.operations.maintenance.show", "describe_model"),
     "show_source": ("blobstore.operations.maintenance.show", "model_source"),
+    "sign": ("blobstore.operations.sign.sign", "sign_model"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
     "verify": ("blobstore.operations.maintenance.verify", "verify_models"),
@@ -157,6 +161,7 @@ __all__ = [
     "Reference",
     "RemovedModels",
     "Repaired",
+    "Signed",
     "SourceRecord",
     "StoreUsage",
     "Thawed",
@@ -187,6 +192,7 @@ __all__ = [
     "repair",
     "show",
     "show_source",
+    "sign",
     "thaw",
     "unpack",
     "verify",

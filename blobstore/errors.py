@@ -119,6 +119,14 @@ class StoreError(BlobstoreError):
     """The store's folder cannot be used: it is not a folder, read-only, full, or failing."""
 
 
+class InvalidPolicy(BlobstoreError):
+    """The policy file cannot be read or breaks the format, so no model is trusted."""
+
+
+class NotTrusted(BlobstoreError):
+    """The policy refuses a model: it is not signed by a required key, or is not a pinned one."""
+
+
 class TooManyMaps(StoreError):
     """The system does not let this process map any more files."""
 
@@ -159,6 +167,10 @@ class BlobDamaged(Damaged):
 
 class ColdDamaged(Damaged):
     """A cold blob is truncated, altered, hostile, or was given the wrong base."""
+
+
+class InvalidSignature(Damaged):
+    """A signature is malformed, does not match its key, or signs something else."""
 
 
 class ArchiveDamaged(Damaged):

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 @click.argument("file", metavar="FILE.bsar", type=options.FILE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
+@click.option(
+    "--signature",
+    "signatures",
+    metavar="FILE",
+    type=options.FILE,
+    multiple=True,
+    help="A signature of a model, which is stored with it; may be repeated.",
+)
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
 @options.store_option
 @options.jobs_option
@@ -33,6 +41,7 @@ def command(
     names: tuple[str, ...],
     store: LocalStore,
     verify_only: bool,
+    signatures: tuple[str, ...],
     force: bool,
     jobs: int | None,
     as_json: bool,
@@ -42,8 +51,9 @@ def command(
     Blobs that the store already has are not written again. The names appear last, when all blobs are
     safe on disk. Nothing is imported from a truncated or modified archive.
     """
-    if verify_only and force:
-        raise click.UsageError("--verify-only and --force contradict each other", ctx)
+    if verify_only and (force or signatures):
+        option = "--force" if force else "--signature"
+        raise click.UsageError(f"--verify-only and {option} contradict each other", ctx)
     from blobstore.operations.archive.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
     from blobstore.store.name_patterns import select_references
@@ -57,8 +67,16 @@ def command(
             checked = check_archive(file, chosen, jobs=jobs, progress=progress)
         else:
             unpacked = unpack_archive(
-                file, chosen, store=store, force=force, jobs=jobs, progress=progress
+                file,
+                chosen,
+                store=store,
+                signatures=signatures,
+                force=force,
+                jobs=jobs,
+                progress=progress,
             )
+            for notice in unpacked.notices:
+                render.show_note(notice)
     done: CheckedArchive | Unpacked = checked if verify_only else unpacked
     if as_json:
         sizes = "bytes=size stored_bytes=stored" if verify_only else "bytes_written bytes_present"

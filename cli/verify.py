@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,10 +11,15 @@ from blobstore.core.escape import escape, quote
 from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.operations.maintenance.verify import Fault, Verified
+    from blobstore.operations.sign.report import SignedModel
     from blobstore.store.local import LocalStore
 
 FAULT_FIELDS = "reference layer tensor message blob"
+_SHOWN = 16
+"""Digits of a key's fingerprint that are shown."""
 _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing blobs"
 
 
@@ -29,6 +34,15 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
     callback=options.parse_rate,
     help="Read at most RATE bytes per second, such as 50MB/s.",
 )
+@click.option("--signatures", is_flag=True, help="Report who signed the models, too.")
+@click.option(
+    "--key",
+    "keys",
+    metavar="FILE",
+    type=options.FILE,
+    multiple=True,
+    help="A public key in PEM to check signatures with, besides those of the policy; may be repeated.",
+)
 @options.store_option
 @options.jobs_option
 @options.json_option
@@ -39,14 +53,19 @@ def command(
     store: LocalStore,
     quick: bool,
     rate: int | None,
+    signatures: bool,
+    keys: tuple[str, ...],
     jobs: int | None,
     as_json: bool,
 ) -> None:
     """Hash and parse every blob of the models NAME, or of all models.
 
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
-    removed during the run is not a fault.
+    removed during the run is not a fault. With --signatures, an invalid signature is a fault, and so
+    is a model that the policy refuses.
     """
+    if keys and not signatures:
+        raise click.UsageError("--key needs --signatures", ctx)
     from blobstore.manifests.check import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
@@ -57,17 +76,23 @@ def command(
         verified = verify_models(
             chosen, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
         )
+    signed: Sequence[SignedModel] = ()
+    if signatures:
+        from blobstore.operations.sign.report import check_signatures
+
+        signed = check_signatures(chosen, keys=keys, store=store)
     if as_json:
         faults = render.records(verified.faults, FAULT_FIELDS)
         work = render.record(verified, "models blobs bytes_read seconds")
-        render.show_json(work | {"faults": faults})
+        found = {"signatures": list(map(_signed_record, signed))} if signatures else {}
+        render.show_json(work | {"faults": faults} | found)
     else:
-        render.show(_as_text(verified, quick=quick))
+        render.show("\n".join([*map(_signed_text, signed), _as_text(verified, quick=quick)]))
     if verified.damaged:
         render.show_note(_ADVICE)
     if any(not fault.blob for fault in verified.faults):
         render.show_note(f"for manifests: {ADVICE}")
-    if verified.faults:
+    if verified.faults or any(model.is_faulty for model in signed):
         ctx.exit(Damaged.exit_code)
 
 
@@ -87,6 +112,41 @@ def _as_text(verified: Verified, *, quick: bool) -> str:
         f"{render.count_of(verified.blobs, 'blob')}, {work}"
     )
     return "\n".join([*map(fault_line, verified.faults), summary])
+
+
+def _signed_record(model: SignedModel) -> dict[str, Any]:
+    fields = "kind state signer key signed_as message"
+    listed = [
+        render.record(one, fields)
+        | {"created": None if one.created is None else render.timestamp(one.created)}
+        for one in model.signatures
+    ]
+    value = render.record(model, "name=reference digest action trusted=is_trusted reason")
+    return value | {"signatures": listed}
+
+
+def _signed_text(model: SignedModel) -> str:
+    lines = [f"{render.cell(model.reference)} ({model.digest.short}): {_trust(model)}"]
+    for one in model.signatures:
+        by = {
+            "valid": f"signed by {render.cell(one.signer)}",
+            "invalid": f"invalid: {escape(one.message)}",
+            "unknown key": "not verified: signed by another key",
+        }[one.state]
+        key = f" (key {render.cell(one.key[:_SHOWN])})" if one.key else ""
+        moment = f" at {render.timestamp(one.created)}" if one.created is not None else ""
+        lines.append(f"  {one.kind}: {by}{key}{moment}")
+    return "\n".join(lines)
+
+
+def _trust(model: SignedModel) -> str:
+    count = render.count_of(len(model.signatures), "signature")
+    if model.action in {None, "off"}:
+        return count
+    if model.is_trusted:
+        return f"{count}, trusted by the policy"
+    refused = "refused by the policy" if model.action == "enforce" else "the policy warns"
+    return f"{count}, {refused}: {escape(model.reason)}"
 
 
 def fault_line(fault: Fault) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,15 @@ def is_public(module: str, name: str) -> bool:
     return module.startswith(PUBLIC_MODULES)
 
 
-@pytest.mark.parametrize("document", ["docs/cli.md"])
+needs_signing = pytest.mark.skipif(
+    find_spec("cryptography") is None, reason="it is in the test group, and in the extra [sign]"
+)
+WITH_EXAMPLES = {"docs/cli.md": 30, "docs/signatures.md": 5}
+
+
+@pytest.mark.parametrize(
+    "document", ["docs/cli.md", pytest.param("docs/signatures.md", marks=needs_signing)]
+)
 def test_commands_print_what_the_document_says(document: str, tmp_path: Path) -> None:
     found = examples((ROOT / document).read_text(encoding="utf-8"))
     printed = outputs([example.command for example in found], tmp_path)
@@ -49,17 +58,17 @@ def test_commands_print_what_the_document_says(document: str, tmp_path: Path) ->
         if not is_as_expected(example.expected, output)
     ]
 
-    assert len(found) > 30
+    assert len(found) > WITH_EXAMPLES[document]
     assert differences == []
 
 
 def test_every_command_has_an_example() -> None:
     from blobstore.cli.main import program
 
-    document = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
     shown = {
         example.command.split()[1]
-        for example in examples(document)
+        for document in WITH_EXAMPLES
+        for example in examples((ROOT / document).read_text(encoding="utf-8"))
         if "blobstore " in example.command
     }
 

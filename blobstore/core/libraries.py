@@ -16,6 +16,7 @@ _PACKAGES = {
     "transformers": "'tensor-blobstore[torch]' transformers",
     "mlx_lm": "'tensor-blobstore[mlx]' mlx-lm",
     "vllm": "vllm",
+    "cryptography": "'tensor-blobstore[sign]'",
 }
 """What to install for a library."""
 

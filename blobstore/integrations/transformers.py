@@ -36,6 +36,7 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.models.files import ModelFiles
 from blobstore.operations.open import open_model
+from blobstore.operations.sign.trust import require_trust
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import SourceQuantConfig
 
@@ -291,6 +292,7 @@ def config_from_store(
         BlobstoreError: transformers cannot read ``config.json``. Otherwise as :func:`from_store`.
     """
     model = ModelFiles.of(name, store)
+    require_trust(model.store, model.reference, model.data)
     stated = _stated_config(model, subfolder)
     what = f"transformers cannot make a config of that of {model.reference}"
     with (
@@ -318,6 +320,7 @@ def tokenizer_from_store(
         BlobstoreError: transformers cannot make a tokenizer of the files. Otherwise as :func:`from_store`.
     """
     model = ModelFiles.of(name, store)
+    require_trust(model.store, model.reference, model.data)
     with (
         temporary_folder(model) as folder,
         library_errors(f"transformers cannot make a tokenizer of the files of {model.reference}"),

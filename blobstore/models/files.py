@@ -61,6 +61,11 @@ class ModelFiles:
         """The store that holds the model."""
         self._manifest = manifest
 
+    @property
+    def data(self) -> bytes:
+        """The content of the manifest's file."""
+        return self._manifest
+
     @functools.cached_property
     def manifest(self) -> Manifest:
         """The model's manifest."""

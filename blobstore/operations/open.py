@@ -11,6 +11,7 @@ from blobstore.models.checks import Verify, check_level, reads_headers
 from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.sign.trust import require_trust
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ def open_model(
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
+        NotTrusted: the policy refuses the model; see docs/signatures.md.
+        InvalidPolicy: the policy cannot be used.
         UsageError: an unknown framework or level, or a device that the framework does not have.
         MissingLibrary: the framework is not installed.
     """
@@ -123,9 +126,11 @@ def open_model(
         version = store.manifest_version(reference)
         try:
             with contextlib.ExitStack() as lease:
+                data = store.read_manifest(reference)
+                require_trust(store, reference, data)
                 model = Model(
                     reference,
-                    store.read_manifest(reference),
+                    data,
                     store,
                     framework=framework,
                     device=device,

@@ -28,6 +28,7 @@ Folder = Literal[
     "history",
     "partial",
     "remotes",
+    "signatures",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -63,6 +64,10 @@ class Layout:
         """Unfinished downloads; see :mod:`blobstore.store.partial`."""
         self.remotes = root / ".blobstore" / "remotes"
         """Notes about pushes, a cache."""
+        self.signatures = root / ".blobstore" / "signatures"
+        """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
+        self.policy = root / ".blobstore" / "trust.toml"
+        """Whose signatures the models of the store need."""
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)

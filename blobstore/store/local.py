@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import (
     FileVersion,
@@ -35,11 +36,12 @@ from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
 from blobstore.store.partial import bytes_done
 from blobstore.store.scan import is_folder, list_names, scan_folder
+from blobstore.store.signatures import Signatures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from blobstore.core.digest import BlobId, Digest
+    from blobstore.core.digest import BlobId
     from blobstore.manifests.descriptor import Descriptor
 
 
@@ -73,6 +75,7 @@ class LocalStore(BlobReader):
         super().__init__(Layout(path.absolute()))
         self._locks = Locks(self._layout, lock_timeout)
         self._history = History(self._layout)
+        self._signatures = Signatures(self._layout)
 
     @classmethod
     def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
@@ -410,6 +413,39 @@ class LocalStore(BlobReader):
         except BlobstoreError:
             return False
         return True
+
+    # Signatures and the policy; see blobstore.operations.sign
+
+    def keep_signature(self, manifest: Digest, data: bytes) -> None:
+        """Store a signature of the manifest with that digest durably. Its content is not checked.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        with self.writing():
+            self._signatures.keep(manifest, data)
+
+    def signatures(self, manifest: Digest) -> tuple[bytes, ...]:
+        """Return the signatures that :meth:`keep_signature` stored for a manifest.
+
+        Raises:
+            StoreError: the folder cannot be listed.
+        """
+        return tuple(self._signatures.of(manifest))
+
+    def lost_signatures(self, manifests: set[Digest]) -> Iterator[Path]:
+        """Yield the files of signatures of manifests that neither ``manifests`` nor the history has."""
+        former = {Digest.of(item.data) for item in self._history.all()}
+        return self._signatures.without(manifests | former)
+
+    def prune_signatures(self) -> None:
+        """Remove folders of signatures that are empty."""
+        self._signatures.remove_empty_folders()
+
+    @property
+    def policy_path(self) -> Path:
+        """The file that says whose signatures the models of the store need, if it exists."""
+        return self._layout.policy
 
     # The header index, a cache that may vanish at any time
 

@@ -28,6 +28,8 @@ _VARIES = (
     (re.compile(r"\d+(?:\.\d+)? [kMGT]?B/s"), "RATE"),
     (re.compile(r"just now|\d+ (?:second|minute)s? ago"), "AGE"),
     (re.compile(r"in \d+ (?:second|minute)s?"), "WAIT"),
+    (re.compile(r"key [0-9a-f]{16}"), "KEY"),
+    (re.compile(r"at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"), "MOMENT"),
     (re.compile(r" {2,}"), "  "),
 )
 

@@ -43,14 +43,15 @@ rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, dry_run, jobs, progress)
 show(reference, *, store)
 show_source(reference, *, store)
+sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
-unpack(path, references, *, store, force, jobs, progress)
+unpack(path, references, *, store, signatures, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
 CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
-Packed Pulled Pushed Reference RemovedModels Repaired SourceRecord StoreUsage Thawed Unpacked Verified
+Packed Pulled Pushed Reference RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
 """
 
 

@@ -14,24 +14,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import ArchiveDamaged, BlobstoreError, NameTaken, StoreError
+from blobstore.errors import (
+    ArchiveDamaged,
+    BlobstoreError,
+    InvalidSignature,
+    NameTaken,
+    StoreError,
+)
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
+from blobstore.operations.sign.trust import check_trust, read_policy, read_signature
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.reader import ArchiveReader
+    from blobstore.operations.sign.signature import Signature
     from blobstore.store.ingest import Ingest, Ingested
 
 
@@ -47,6 +56,8 @@ class Unpacked:
     bytes_present: int
     """Bytes of blobs that the store already had."""
     seconds: float
+    notices: tuple[str, ...] = ()
+    """Models that the policy does not trust, and only warns about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,7 @@ def unpack_archive(
     references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
+    signatures: Iterable[str | os.PathLike[str]] = (),
     force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -79,11 +91,15 @@ def unpack_archive(
         path: the archive.
         references: the models, by default all. Only their members are read.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        signatures: files with signatures of the models, which are stored with them.
         force: replace other models that have the names.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
 
     Raises:
+        NotTrusted: the policy refuses a model.
+        InvalidPolicy: the policy cannot be used.
+        InvalidSignature: one of ``signatures`` is malformed, or signs no model of the archive.
         ArchiveDamaged: the archive is truncated or altered, or breaks the format.
         ModelNotFound: it has no such model.
         NotFound: there is no such file.
@@ -101,9 +117,13 @@ def unpack_archive(
         models = archive.models(names)
         check_case(model.reference for model in models)
         _check_names(store, models, force=force)
+        given = _read_signatures(signatures, models)
+        notices = tuple(_notices(store, models, [signature for _, signature in given]))
         with store.ingest() as ingest:
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
+            for manifest, signature in given:
+                store.keep_signature(manifest, signature.data)
             with ingest.exclusive_lock(), contextlib.ExitStack() as undo:
                 _check_names(store, models, force=force)
                 for model in models:  # all of them get their names, or none if one fails
@@ -120,6 +140,7 @@ def unpack_archive(
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),
         seconds=time.monotonic() - started,
+        notices=notices,
     )
 
 
@@ -154,6 +175,31 @@ def check_archive(
         stored=sum(member.stored_size for member in members),
         seconds=time.monotonic() - started,
     )
+
+
+def _read_signatures(
+    files: Iterable[str | os.PathLike[str]], models: Sequence[ArchivedModel]
+) -> list[tuple[Digest, Signature]]:
+    """Return the signatures in files, each with the digest of the manifest that it signs."""
+    manifests = {Digest.of(model.data) for model in models} if files else set()
+    found = []
+    for file in files:
+        signature = read_signature(local_path(file))
+        if signature.manifest not in manifests:
+            raise InvalidSignature(f"{quote(file)} signs none of the models that are unpacked")
+        found.append((signature.manifest, signature))
+    return found
+
+
+def _notices(
+    store: LocalStore, models: Sequence[ArchivedModel], signatures: Sequence[Signature]
+) -> Iterator[str]:
+    """Check that the policy does not refuse a model, and yield what it warns about."""
+    policy = read_policy(store)
+    for model in models if policy is not None else ():
+        verdict = check_trust(store, model.reference, model.data, signatures, policy)
+        if verdict is not None and not verdict.is_trusted:
+            yield f"model {model.reference} is not trusted: {verdict.reason}"
 
 
 def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:

@@ -30,7 +30,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -109,30 +109,13 @@ def _write_file(
 ) -> None:
     """Write all tensors of a file whose digest is known, in their order: a job of ``pool``."""
     digester = Digester()
-    digester.update(file.header)
-    buffer = memoryview(bytearray(_BUFFER_SIZE))
-    parts: list[tuple[int, FolderTensor | bytes]] = [
-        *((offset, tensors[name]) for name, offset in file.offsets.items()),
-        *file.constants,
-    ]
-    layers = {}
     with (folder / file.name).open("r+b", buffering=0) as stream:
-        stream.seek(len(file.header))
-        for _, part in sorted(parts, key=itemgetter(0)):
-            if isinstance(part, bytes):
-                digester.update(part)
-                write_all(stream.fileno(), part)
-                continue
-            layer = part.layer
-            layers[layer.id] = layer
-            for done in range(0, part.spec.nbytes, _BUFFER_SIZE):
-                piece = buffer[: part.spec.nbytes - done]
-                store.read_into(layer.digest, layer.size, part.begin + done, piece)
-                digester.update(piece)
-                write_all(stream.fileno(), piece)
-                pool.report(len(piece), layer.name)
+        for piece in read_file(store, file, tensors, pool.report):
+            digester.update(piece)
+            write_all(stream.fileno(), piece)
     if digester.digest() == file.sha256:
         return
+    layers = {tensors[name].layer.id: tensors[name].layer for name in file.offsets}
     for layer in layers.values():  # the damaged one, if any, explains it
         try:
             store.check_digest(layer.digest, layer.size)
@@ -142,6 +125,38 @@ def _write_file(
         f"file {quote(file.name)} of the source has digest {digester.digest()}, but the source layer "
         f"records {file.sha256}, although all blobs are whole"
     )
+
+
+def read_file(
+    store: LocalStore,
+    file: WeightFile,
+    tensors: Mapping[str, FolderTensor],
+    report: Callable[[int, str], None],
+) -> Iterator[Buffer]:
+    """Yield the bytes of a weight file in order; a piece is valid until the next one.
+
+    ``report`` is called with the bytes and the layer of each piece of a tensor. Digests of blobs are not
+    checked. The tensors are as stored, none of them dequantized.
+
+    Raises:
+        BlobMissing, BlobDamaged: a blob is missing, or has another size.
+    """
+    buffer = memoryview(bytearray(_BUFFER_SIZE))
+    parts: list[tuple[int, FolderTensor | bytes]] = [
+        *((offset, tensors[name]) for name, offset in file.offsets.items()),
+        *file.constants,
+    ]
+    yield file.header
+    for _, part in sorted(parts, key=itemgetter(0)):
+        if isinstance(part, bytes):
+            yield part
+            continue
+        layer = part.layer
+        for done in range(0, part.spec.nbytes, _BUFFER_SIZE):
+            piece = buffer[: part.spec.nbytes - done]
+            store.read_into(layer.digest, layer.size, part.begin + done, piece)
+            yield from _reciprocal(iter([piece])) if part.is_reciprocal else [piece]
+            report(len(piece), layer.name)
 
 
 def _write_blob(

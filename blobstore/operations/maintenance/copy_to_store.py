@@ -87,6 +87,9 @@ def copy_to_store(
         _check_name(other, target, data, force=force)
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
         ingest.publish()
+        digest = Digest.of(data)
+        for signature in store.signatures(digest):
+            other.keep_signature(digest, signature)
         with other.writing(), ingest.exclusive_lock():
             replaced = _check_name(other, target, data, force=force)
             other.place(target, data, manifest.blobs)
@@ -94,7 +97,7 @@ def copy_to_store(
         source=source,
         target=target,
         store=other.root,
-        digest=Digest.of(data),
+        digest=digest,
         replaced=replaced,
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),

@@ -386,12 +386,18 @@ class _Collection:
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
             ages += [(Path(entry.path), age) for entry in entries]
         ages += [(path, 0.0) for path in self._store.lost_history()]
+        if not self._marks.lost():  # else a damaged manifest may be the one that was signed
+            # An import stores signatures before it publishes their manifest.
+            lost = self._store.lost_signatures(self._marks.manifests())
+            ages += [(path, self._older_than) for path in lost]
         for path, age in ages:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 if _age(status) >= age:
                     yield self._remove(path, status.st_size)
         yield from self._remove_partial()
+        if not self._is_dry:
+            self._store.prune_signatures()
 
     def _remove_partial(self) -> Iterator[Removed]:
         """Remove unfinished downloads that no process continues; young ones are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import torch
 
 from blobstore.cli.main import program
 from blobstore.core.digest import Digest
+from blobstore.operations.sign.bundle import statement, write_bundle
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
@@ -53,6 +55,7 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--shape=ollama"),
     "pull": ("%remote", "new"),
+    "sign": ("dense", "--key", "@key.pem"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "completion")
@@ -71,6 +74,7 @@ VARIANTS = {
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
+    "verify --signatures": ("verify", "dense", "--signatures"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
@@ -112,6 +116,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run(*arguments)
         put(LocalStore(store), "cold", {"x": 1})
         put(LocalStore(store), "gone", {"y": 2})
+        files_of_dense = {"config.json": Digest.of(DENSE_CONFIG)}
+        digest = Digest.of(LocalStore(store).read_manifest("dense"))
+        bundle = write_bundle(statement("dense", files_of_dense, digest), b"no signature", "")
+        LocalStore(store).keep_signature(digest, bundle)
+        with contextlib.suppress(pytest.skip.Exception):  # the library is not installed
+            from tests.support.signing import key_files
+
+            key_files(folder)
         run("freeze", "cold")
         run("rm", "gone")
     with StubRegistry() as registry:
@@ -146,10 +158,19 @@ def paths_in(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def run_in(folder: Path, command: str) -> Any:
+    need_libraries(command)
     if command in DAMAGED:
         (folder / "store" / "blobs" / Digest.of(b"a b\n").file_name).unlink()
     store = () if command in STORELESS else ("--store", folder / "store")
     return run_json(*arguments_of(command, folder), *store, exit_code=EXIT_CODES.get(command, 0))
+
+
+def need_libraries(command: str) -> None:
+    """Skip the test of a command that needs an extra which is not installed."""
+    if command == "sign":
+        pytest.importorskip(
+            "cryptography", reason="it is in the test group, and in the extra [sign]"
+        )
 
 
 def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:
@@ -189,6 +210,7 @@ def test_json_has_the_documented_keys_and_exact_numbers(command: str, folder: Pa
 
 @pytest.mark.parametrize("command", ARGUMENTS)
 def test_text_is_plain_and_goes_to_standard_output(command: str, folder: Path) -> None:
+    need_libraries(command)
     store = () if command in STORELESS else ("--store", folder / "store")
     result = run(*arguments_of(command, folder), *store, exit_code=1 if command == "diff" else 0)
     assert result.stdout.endswith("\n")
@@ -219,6 +241,7 @@ def test_a_model_that_does_not_exist_is_not_found_and_near_names_are_suggested(
     "command", [name for name in ARGUMENTS if "dense" in ARGUMENTS[name]] + ["verify"]
 )
 def test_a_model_can_be_named_by_a_glob_or_its_id(command: str, folder: Path) -> None:
+    need_libraries(command)
     store = ("--store", folder / "store")
     run("rm", "same", *store)  # an ID must have one name
     plain = arguments_of(command, folder) + ["dense"] * (command == "verify")

@@ -1,0 +1,106 @@
+"""Signatures of a manifest's digest in the form that cosign and its verifiers read. Pure.
+
+The payload is a small JSON document of Red Hat's "simple signing" with the digest, signed with ECDSA over
+SHA-256. In a registry, it is a layer of an image manifest whose tag is made of the digest that it signs, and
+the signature is an annotation of that layer. In a store, payload and signature are one JSON file.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidDigest, InvalidSignature
+from blobstore.operations.sign.bundle import (
+    BUNDLE,
+    decoded,
+    json_object,
+    member,
+    parse_bundle,
+    wrong,
+)
+from blobstore.operations.sign.signature import Signature
+from blobstore.store.signatures import MAX_SIGNATURE_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SIMPLE_SIGNING: Final = "application/vnd.dev.cosign.simplesigning.v1+json"
+"""The media type of a payload."""
+ANNOTATION: Final = "dev.cosignproject.cosign/signature"
+"""The annotation of a layer that holds the signature, in base64."""
+_TYPE = "cosign container image signature"
+_MAX_TEXT = 500
+
+
+def payload(identity: str, manifest: Digest, created: int) -> bytes:
+    """Return what is signed: the name of a repository, and the digest of a manifest in it."""
+    value = {
+        "critical": {
+            "identity": {"docker-reference": identity},
+            "image": {"docker-manifest-digest": str(manifest)},
+            "type": _TYPE,
+        },
+        "optional": {"creator": "blobstore", "timestamp": created},
+    }
+    return strict_json.dumps(value).encode()
+
+
+def tag_of(manifest: Digest) -> str:
+    """Return the tag under which cosign looks for the signatures of a manifest."""
+    return f"{manifest.file_name}.sig"
+
+
+def write_signature(signed: bytes, signature: bytes) -> bytes:
+    """Return the file of a payload and its signature."""
+    value = {
+        "mediaType": SIMPLE_SIGNING,
+        "payload": base64.b64encode(signed).decode(),
+        "signature": base64.b64encode(signature).decode(),
+    }
+    return strict_json.dumps(value).encode()
+
+
+def parse_signature(data: bytes) -> Signature:
+    """Return the signature in a file of either kind. It is not verified.
+
+    Raises:
+        InvalidSignature: it is malformed, contradicts itself, or is of another kind.
+    """
+    if len(data) > MAX_SIGNATURE_SIZE:
+        raise InvalidSignature(f"a signature of {len(data)} bytes is over {MAX_SIGNATURE_SIZE}")
+    value = json_object(data, "the signature")
+    kind = value.get("mediaType")
+    if kind == BUNDLE:
+        return parse_bundle(data, value)
+    if kind == SIMPLE_SIGNING:
+        return _parse_cosign(data, value)
+    raise InvalidSignature(f"signatures of type {quote(kind)} are not supported")
+
+
+def _parse_cosign(data: bytes, value: Mapping[str, Any]) -> Signature:
+    signed = decoded(member(value, "payload", str), "payload")
+    content = json_object(signed, "the payload")
+    critical = member(content, "critical", dict)
+    if critical.get("type") != _TYPE:
+        raise wrong("critical.type", _TYPE, critical.get("type"))
+    stated = member(member(critical, "image", dict), "docker-manifest-digest", str)
+    try:
+        manifest = Digest.parse(stated)
+    except InvalidDigest as error:
+        raise InvalidSignature(f"critical.image: {error}") from None
+    name = member(member(critical, "identity", dict), "docker-reference", str)
+    optional = content.get("optional")
+    created = optional.get("timestamp") if isinstance(optional, dict) else None
+    return Signature(
+        kind="cosign",
+        manifest=manifest,
+        name=name[:_MAX_TEXT],
+        created=created if type(created) is int and 0 <= created < 2**40 else None,
+        signed=signed,
+        signature=decoded(member(value, "signature", str), "signature"),
+        data=data,
+    )

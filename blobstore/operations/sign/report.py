@@ -1,0 +1,146 @@
+"""Who signed what: ``verify --signatures`` reports the signatures of models, and what the policy says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import escape
+from blobstore.errors import InvalidSignature
+from blobstore.manifests.reference import Reference
+from blobstore.operations.sign.cosign import parse_signature
+from blobstore.operations.sign.keys import PublicKey, read_key
+from blobstore.operations.sign.policy import Verdict, decide
+from blobstore.operations.sign.trust import read_policy
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Sequence
+
+    from blobstore.manifests.reference import Names
+    from blobstore.operations.sign.policy import Action
+    from blobstore.operations.sign.signature import Kind, Signature
+
+State = Literal["valid", "invalid", "unknown key"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedSignature:
+    """A signature of a model."""
+
+    kind: Kind | Literal["unknown"]
+    state: State
+    """Whether a known key made it; ``invalid`` if it is malformed or was altered."""
+    signer: str = ""
+    """The name of that key."""
+    key: str = ""
+    """Its fingerprint, or the one that the signature states."""
+    signed_as: str = ""
+    """The name that the model had."""
+    created: int | None = None
+    """In seconds since the epoch, if the signature says so."""
+    message: str = ""
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignedModel:
+    """The signatures of a model, and what the policy says about it."""
+
+    reference: Reference
+    digest: Digest
+    """The digest of its manifest."""
+    signatures: tuple[CheckedSignature, ...]
+    verdict: Verdict | None
+    """None if there is no policy."""
+
+    @property
+    def action(self) -> Action | None:
+        """What happens if the model is not trusted; None without a policy."""
+        return self.verdict.action if self.verdict else None
+
+    @property
+    def is_trusted(self) -> bool | None:
+        """Whether the model has what the policy asks for; None without a policy."""
+        return self.verdict.is_trusted if self.verdict else None
+
+    @property
+    def reason(self) -> str:
+        """Why the model is not trusted."""
+        return self.verdict.reason if self.verdict else ""
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether a signature is invalid, or the policy refuses the model."""
+        is_invalid = any(one.state == "invalid" for one in self.signatures)
+        return is_invalid or bool(self.verdict and self.verdict.is_refused)
+
+
+def check_signatures(
+    references: Names = (),
+    *,
+    keys: Sequence[str | os.PathLike[str]] = (),
+    store: LocalStore | str | os.PathLike[str] | None = None,
+) -> tuple[SignedModel, ...]:
+    """Return who signed models, as far as that can be verified.
+
+    Args:
+        references: names of models, by default all.
+        keys: files of public keys, besides those of the policy.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        UsageError, NotFound: a key cannot be used.
+        InvalidPolicy: the policy cannot be used.
+        StoreError: the store cannot be read.
+        MissingLibrary: ``cryptography`` is not installed.
+    """
+    store = LocalStore.of(store)
+    policy = read_policy(store)
+    known = [PublicKey.from_pem(read_key(Path(path)), Path(path).name) for path in keys]
+    known += policy.keys if policy is not None else ()
+    found = []
+    for reference in Reference.all_of(references) or tuple(store.references()):
+        digest = Digest.of(store.read_manifest(reference))
+        parsed: list[Signature] = []
+        checked = [_check(data, digest, known, parsed) for data in store.signatures(digest)]
+        checked.sort(key=lambda one: (one.kind, one.created or 0, one.key))
+        verdict = decide(policy, reference, digest, parsed) if policy is not None else None
+        found.append(
+            SignedModel(
+                reference=reference, digest=digest, signatures=tuple(checked), verdict=verdict
+            )
+        )
+    return tuple(found)
+
+
+def _check(
+    data: bytes, manifest: Digest, keys: Iterable[PublicKey], parsed: list[Signature]
+) -> CheckedSignature:
+    """Check one signature, and add it to ``parsed`` if it can be parsed."""
+    try:
+        signature = parse_signature(data)
+    except InvalidSignature as error:
+        return CheckedSignature(kind="unknown", state="invalid", message=str(error))
+    parsed.append(signature)
+    state: State = "unknown key"
+    signer, key, message = "", signature.hint, ""
+    if signature.manifest != manifest:
+        state, message = "invalid", f"it signs {signature.manifest or 'no manifest'}"
+    elif found := next((one for one in keys if signature.is_by(one)), None):
+        state, signer, key = "valid", found.name, found.fingerprint
+    elif signature.hint and any(one.fingerprint == signature.hint for one in keys):
+        state, message = "invalid", "it was altered: it names a key that did not make it"
+    return CheckedSignature(
+        kind=signature.kind,
+        state=state,
+        signer=signer,
+        key=escape(key, 64),
+        signed_as=signature.name,
+        created=signature.created,
+        message=message,
+    )

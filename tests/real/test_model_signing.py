@@ -1,0 +1,96 @@
+"""The upstream command of OpenSSF Model Signing accepts our bundles, and only for the same files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import blobstore
+from blobstore.operations.create.create import create
+from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
+from blobstore.operations.sign.folder_digests import Layout
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.support.signing import CURVES, KeyFiles, key_files
+
+COMMAND = (
+    [sys.executable, "-m", "model_signing"]
+    if find_spec("model_signing")
+    else [shutil.which("model_signing") or ""]
+)
+pytestmark = pytest.mark.skipif(COMMAND == [""], reason="model-signing is not installed")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
+    folder = tmp_path_factory.mktemp("models")
+    store = LocalStore(folder / "store")
+    files = {".gitattributes": b"*.safetensors filter=lfs\n", "onnx/config.json": b"{}"}
+    create(write_folder(folder / "a", dense_tensors(), shards=2, files=files), "dense", store=store)
+    create(write_folder(folder / "b", moe_tensors()), "moe", store=store)
+    quantized = write_folder(folder / "c", quantizable_tensors())
+    create(quantized, "quantized", store=store, quantize="int8")
+    return store
+
+
+def verify(folder: Path, bundle: Path, key: KeyFiles) -> subprocess.CompletedProcess[str]:
+    arguments = ["verify", "key", folder, "--signature", bundle, "--public_key", key.public]
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def written(store: LocalStore, name: str, layout: Layout, folder: Path) -> Path:
+    if layout == "export":
+        export_model(name, folder, store=store)
+    else:
+        link_model(name, folder, store=store, hard=True)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["export", "link"])
+@pytest.mark.parametrize("name", ["dense", "moe", "quantized"])
+def test_accepts_the_bundle_of_each_folder(
+    store: LocalStore, tmp_path: Path, name: str, layout: Layout
+) -> None:
+    key, bundle = key_files(tmp_path), tmp_path / "model.sig"
+    folder = written(store, name, layout, tmp_path / "folder")
+
+    blobstore.sign(name, key.private, store=store, out=bundle, layout=layout)
+
+    done = verify(folder, bundle, key)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_accepts_keys_of_each_curve_and_no_other_key(
+    store: LocalStore, tmp_path: Path, curve: str
+) -> None:
+    key, other = (key_files(tmp_path, name, curve) for name in ("ours", "theirs"))
+    bundle, folder = tmp_path / "model.sig", written(store, "moe", "export", tmp_path / "folder")
+
+    blobstore.sign("moe", key.private, store=store, out=bundle)
+
+    assert verify(folder, bundle, key).returncode == 0
+    assert verify(folder, bundle, other).returncode != 0
+
+
+def test_refuses_a_folder_that_was_changed(store: LocalStore, tmp_path: Path) -> None:
+    key, bundle = key_files(tmp_path), tmp_path / "model.sig"
+    folder = written(store, "dense", "export", tmp_path / "folder")
+    blobstore.sign("dense", key.private, store=store, out=bundle)
+    config = folder / "config.json"
+    content = config.read_bytes()
+
+    config.write_bytes(content.replace(b"tiny", b"tony"))
+    assert verify(folder, bundle, key).returncode != 0
+    config.write_bytes(content)
+    assert verify(folder, bundle, key).returncode == 0
+    (folder / "extra.bin").write_bytes(b"x")
+    assert verify(folder, bundle, key).returncode != 0
