@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.store.bases import WholeBases, states, which_are_whole
+from blobstore.store.bases import WholeBases, link_base, states, which_are_whole
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, flip_in_place, layer, layers, put, tuned, weights
 from tests.support.models import add_blobs
@@ -192,3 +194,24 @@ def test_returns_which_forms_are_intact(
     assert which_are_whole(store, item.digest, item.size, lambda _: None) == expected
     there = states(store, item.digest)
     assert [state is None for state in there] == [hot is None, cold is None]
+
+
+def test_a_second_link_outlives_the_hot_file(store: LocalStore, base: Descriptor) -> None:
+    Path(store.blob_path(base.digest)).unlink()
+    assert link_base(store, base.digest)
+    Path(store.base_path(base.digest)).unlink()
+    assert not link_base(store, base.digest)
+
+
+def test_a_base_that_changes_while_it_is_hashed_is_not_intact(
+    store: LocalStore, base: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases, check = WholeBases(store), store.check_digest
+
+    def changing(digest: Digest, size: int) -> None:
+        check(digest, size)
+        os.utime(store.blob_path(digest), (1, 1))
+
+    monkeypatch.setattr(store, "check_digest", changing)
+    assert not bases.is_whole(*base.id, bases.form(base.digest))
+    assert bases.is_whole(*base.id, bases.form(base.digest))

@@ -53,6 +53,18 @@ def test_a_job_that_finds_no_space_runs_again_after_a_commit() -> None:
         list(run_in_batches(pool, blobs([6]), job))
 
 
+def test_a_job_that_fails_for_another_reason_is_not_run_again() -> None:
+    runs: list[int] = []
+
+    def job(blob: Descriptor) -> None:
+        runs.append(blob.size)
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        list(run_in_batches(WorkerPool(1, None, 0), blobs([1]), job))
+    assert runs == [1]
+
+
 def test_an_error_stops_the_other_jobs() -> None:
     def job(blob: Descriptor) -> int:
         if blob.size == 3:

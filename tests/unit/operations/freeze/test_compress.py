@@ -164,3 +164,23 @@ def test_a_cold_blob_is_synced_before_its_state_is_noted(
     monkeypatch.setattr(ColdBlobBuilder, "_verify", noting)
     freeze_models(["child"], store=store)
     assert "verified" in events
+
+
+def test_a_base_that_never_keeps_still_is_not_used(
+    store: LocalStore, base: Digest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = store.blob_path(base), ColdBlob.check
+    times: list[int] = []
+
+    def then(self: ColdBlob, *arguments: Any) -> None:
+        check(self, *arguments)
+        if self.base is not None:
+            times.append(len(times))
+            os.utime(path, ns=(times[-1], times[-1]))
+
+    monkeypatch.setattr(ColdBlob, "check", then)
+    frozen = freeze_models(["child"], store=store, base="base")
+    assert [(item.outcome, item.base) for item in frozen.blobs] == [("frozen", None)]
+    assert frozen.fallbacks == 1
+    assert len(times) > 1
+    assert_whole(store)

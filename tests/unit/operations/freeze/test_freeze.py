@@ -114,6 +114,24 @@ def test_freezing_again_has_nothing_to_do(store: LocalStore) -> None:
     assert again.stored == first.stored
 
 
+def test_a_blob_that_another_process_has_just_thawed_is_in_use(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a", {"x": 1})
+    freeze_models(["a"], store=store)
+    open_cold = LocalStore.open_cold
+
+    def late(self: LocalStore, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        thaw_models(["a"], store=LocalStore(store.root))
+        return open_cold(self, *arguments)
+
+    monkeypatch.setattr(LocalStore, "open_cold", late)
+    frozen = freeze_models(["a"], store=store)
+    assert (outcomes(frozen), frozen.faults) == ({"x": "in use"}, ())
+    assert forms_of(store, "a") == {"x": "hot"}
+
+
 def test_incompressible_blobs_stay_hot(store: LocalStore) -> None:
     noise = os.urandom(50_000)
     add_blobs(store, "a", {"n": blob(("n", "U8", (50_000,), noise)), "t": layer("t", b"12")})
@@ -737,6 +755,18 @@ def test_a_damaged_base_of_unreferenced_deltas_does_not_stop_gc(family: LocalSto
     assert collect_garbage(family, older_than=1000).blobs == ()  # because their deltas are young
     assert family.has_cold(child)
     assert len(collect_garbage(family, older_than=0, force=True).blobs) == 4
+
+
+def test_a_dry_run_of_gc_reports_deltas_and_their_bases(family: LocalStore) -> None:
+    freeze_models([CHILD, "base"], store=family, base="base")
+    remove_models([CHILD, "base"], store=family)
+    dry, real = (
+        collect_garbage(family, older_than=0, force=True, dry_run=is_dry)
+        for is_dry in (True, False)
+    )
+    assert set(dry.blobs) == set(real.blobs)
+    assert len(real.blobs) == 4
+    assert dry.kept_blobs == real.kept_blobs == ()
 
 
 def test_usage_counts_bases_without_a_model_separately_from_garbage(family: LocalStore) -> None:

@@ -159,6 +159,22 @@ def test_keeps_the_cold_file_if_the_hot_one_vanishes_again(
     assert forms_of(store, "a") == {"x": "cold", "y": "hot"}
 
 
+def test_a_blob_that_another_process_has_just_thawed_is_not_a_fault(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cold = LocalStore.open_cold
+
+    def late(self: LocalStore, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        thaw_models(["a"], store=LocalStore(store.root))
+        return open_cold(self, *arguments)
+
+    monkeypatch.setattr(LocalStore, "open_cold", late)
+    thawed = thaw_models(["a"], store=store, jobs=1)
+    assert (thawed.blobs, thawed.faults) == (0, ())
+    assert set(forms_of(store, "a").values()) == {"hot"}
+
+
 def test_thaws_shared_blobs_for_all_models(store: LocalStore) -> None:
     put(store, "b", {"x": 1, "z": 3})
     freeze_models(["b"], store=store)

@@ -430,6 +430,22 @@ def test_releases_the_lock_between_batches(
     assert len(times) == 7 + 1
 
 
+def test_two_collections_at_once_remove_each_blob_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    garbage = put(store, b"garbage")
+    sweep, found = collect._Collection.sweep, list[collect.Collected]()
+
+    def late(self: Any, candidates: Any) -> Any:
+        monkeypatch.undo()
+        found.append(collect_garbage(store, older_than=0, force=True))
+        return sweep(self, candidates)
+
+    monkeypatch.setattr(collect._Collection, "sweep", late)
+    found.append(collect_garbage(store, older_than=0, force=True))
+    assert [names(it.blobs) for it in found] == [{garbage.file_name}, set()]
+
+
 def test_reports_a_busy_store(store: LocalStore) -> None:
     put(store, b"x")
     with store.shared_lock(), pytest.raises(StoreBusy):
