@@ -81,8 +81,8 @@ def copy_to_store(
     store, other = LocalStore.of(store), LocalStore.of(to)
     if other.root.exists() and store.root.exists() and other.root.samefile(store.root):
         raise UsageError(f"both are the store {quote(store.root)}; cp without --to gives a name")
-    manifest = store.resolve(source)
-    data = store.read_manifest(source)
+    store.resolve(source)  # checks it
+    data, manifest = store.parse(source)  # it may be another one by now
     with store.lease_if_writable(blob.digest for blob in manifest.blobs), other.ingest() as ingest:
         _check_name(other, target, data, force=force)
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, NameTaken, UsageError
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import put
@@ -100,3 +106,52 @@ def test_reads_from_a_store_without_write_permission() -> None:
 
         assert sandbox.call(copy, unprivileged=True) == "0"
         assert verify_models(store=other).faults == ()
+
+
+def test_a_model_that_is_replaced_in_the_meantime_is_copied_with_its_own_blobs(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = LocalStore.resolve
+
+    def late(self: LocalStore, reference: str | Reference) -> Manifest:
+        manifest = resolve(self, reference)
+        monkeypatch.undo()
+        put(store, "model", {"z": 3})
+        return manifest
+
+    monkeypatch.setattr(LocalStore, "resolve", late)
+    copy_to_store("model", "model", other, store=store)
+    assert other.read_manifest("model") == store.read_manifest("model")
+    assert verify_models(store=other).faults == ()
+
+
+def test_a_model_that_is_removed_while_it_is_copied_is_copied_completely(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingest = LocalStore.ingest
+
+    def late(self: LocalStore) -> AbstractContextManager[Ingest]:
+        remove_models(["model"], store=store)
+        collect_garbage(store, older_than=0)
+        return ingest(self)
+
+    monkeypatch.setattr(LocalStore, "ingest", late)
+    copy_to_store("model", "model", other, store=store)
+    assert verify_models(store=other).faults == ()
+    assert not store.read_leases().digests
+
+
+def test_a_name_that_another_model_takes_in_the_meantime_is_not_replaced(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Ingest.publish
+
+    def late(self: Ingest) -> None:
+        monkeypatch.undo()
+        put(other, "model", {"z": 3})
+        publish(self)
+
+    monkeypatch.setattr(Ingest, "publish", late)
+    with pytest.raises(NameTaken):
+        copy_to_store("model", "model", other, store=store)
+    assert [layer.name for layer in other.resolve("model").layers] == ["z"]
