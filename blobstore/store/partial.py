@@ -74,7 +74,7 @@ class PartialBlob:
             make_folders(folder, root)
         while True:
             try:
-                descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666)
+                descriptor = _open_or_create(path)
             except OSError as error:
                 if error.errno not in _NOT_OURS:
                     raise
@@ -209,6 +209,14 @@ class PartialBlob:
             if not data:
                 return
             self._digester.update(data)
+
+
+def _open_or_create(path: Path) -> int:
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, _FLAGS)
+        with contextlib.suppress(FileExistsError):  # another process has just created it
+            return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666)
 
 
 def bytes_done(folder: Path, blob: BlobId) -> int:

@@ -25,7 +25,18 @@ from blobstore.store.local import LocalStore
 from tests.faults.known import Known, command
 
 _BLOB = re.compile(r"sha256-[0-9a-f]{64}")
-_OURS = {"lock", "tmp", "leases", "headers", "quarantine", "cold", "cold-index", "bases", "history"}
+_OURS = {
+    "lock",
+    "tmp",
+    "leases",
+    "headers",
+    "quarantine",
+    "cold",
+    "cold-index",
+    "bases",
+    "history",
+    "partial",
+}
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4
 """Parts of a name: host, namespace, model and tag."""
@@ -191,7 +202,7 @@ def _check_collection(root: Path, found: Findings) -> None:
 
 def _leftovers(root: Path) -> Iterator[str]:
     """Yield what a collection must not leave, where no process lives."""
-    for folder in ("tmp", "leases"):
+    for folder in ("tmp", "leases", "partial"):
         if left := [entry.name for entry in _entries(root / ".blobstore" / folder)]:
             yield f"gc has left {left} in {folder}"
     for path in sorted((root / ".blobstore").rglob(".*")):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import random
 import shutil
 from collections.abc import Callable
@@ -10,9 +13,12 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.store.local import LocalStore
 from tests.faults.invariants import Expected, Findings, check_store, forget, layers
 from tests.faults.known import Known, command, has_command, write_models
 from tests.faults.processes import Ended
+from tests.support.stub_registry import StubRegistry
 
 
 class Scene:
@@ -301,6 +307,33 @@ def _before_unpack(scene: Scene) -> list[object]:
     return ["unpack", _archive(scene), *_before_create(scene)[3:]]
 
 
+# pull
+
+
+@functools.cache
+def registry() -> StubRegistry:
+    """Return a registry that stays for the life of this process."""
+    return _at_exit.enter_context(StubRegistry())
+
+
+def offered(scene: Scene) -> str:
+    """Return the address of the guest in the registry."""
+    origin = LocalStore(scene.folder / "origin")
+    code, _, errors = command("create", scene.guest.folder, "guest", "--store", origin.root)
+    assert code == 0, errors
+    plan = plan_ollama(origin.read_manifest("guest"))
+    return registry().put(origin, plan, "team/guest", "latest")
+
+
+def _before_pull(scene: Scene) -> list[object]:
+    """Let unfinished downloads of the last attempt be there or not."""
+    options = _before_create(scene)[3:]
+    return ["pull", offered(scene), scene.guest.name, "--streams", "1", *options]
+
+
+_at_exit = contextlib.ExitStack()
+atexit.register(_at_exit.close)
+
 _OPERATIONS = (
     Operation("create", _before_create, _after_create),
     Operation("create in a new store", _before_first_create, _after_create),
@@ -316,4 +349,5 @@ _OPERATIONS = (
     Operation("link", _before_link, _after_export),
     Operation("pack", _before_pack, _after_pack),
     Operation("unpack", _before_unpack, _after_create),
+    Operation("pull", _before_pull, _after_create),
 )

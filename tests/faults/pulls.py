@@ -1,0 +1,257 @@
+"""Pulls that are killed, disturbed and repeated: nothing is fetched twice, and no name is incomplete.
+
+What a registry sends is counted. A pull that was killed may have to fetch again what was on its way: for
+each stream no more than a few pieces.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from blobstore.core.digest import Digest
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.store.local import LocalStore
+from tests.faults import disks
+from tests.faults.known import command
+from tests.faults.outcomes import EVERY, Effort, Outcome
+from tests.faults.processes import Ended, nursery, workspace
+from tests.support.frozen import put, weights
+from tests.support.models import add_blobs, blob
+from tests.support.stub_registry import StubRegistry
+
+_STREAMS = 4
+_IN_FLIGHT = 2**20
+"""Bytes that a stream may have fetched in vain when its process is killed: buffers of both sides."""
+_PAGE = 4096
+
+
+class Case:
+    """A registry with one model, and a store that it is pulled into."""
+
+    def __init__(self, folder: Path, registry: StubRegistry, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.registry = registry
+        self.origin = LocalStore(folder / "origin")
+        layers = {
+            name: blob((name, "U8", (size,), weights(number, size // 2)))
+            for number, (name, size) in enumerate(
+                {"small": 10_000, "one": 900_000, "two": 1_500_000, "large": 3_000_000}.items()
+            )
+        }
+        add_blobs(self.origin, "model", layers)
+        self.data = self.origin.read_manifest("model")
+        self.blobs = self.origin.resolve("model").blobs
+        self.size = sum(item.size for item in self.blobs)
+        self.remote = registry.put(self.origin, plan_ollama(self.data), "team/model", "latest")
+        self.store = LocalStore(folder / "store")
+
+    def arguments(self, name: str = "model") -> list[object]:
+        """Return the command that pulls the model."""
+        where = ["--store", self.store.root]
+        return ["blobstore", "pull", self.remote, name, "--streams", _STREAMS, *where]
+
+    def pull(self, name: str = "model") -> Ended:
+        """Pull the model in a child."""
+        return nursery().run(*self.arguments(name))
+
+    def forget(self) -> None:
+        """Let the store have no model, no blob and no unfinished download."""
+        command("rm", "*", "--store", self.store.root)
+        command("gc", "--force", "--older-than", "0s", "--store", self.store.root)
+        self.registry.sent.clear()
+
+    def check(self, outcome: Outcome, how: str, *, is_there: bool | None = None) -> None:
+        """Check that the model is complete or absent, or as ``is_there`` says."""
+        has_name = self.store.has_model("model")
+        if is_there is not None and has_name != is_there:
+            outcome.violate(f"{how}: the name is {'there' if has_name else 'absent'}")
+        if has_name:
+            code, output, errors = command("verify", "model", "--store", self.store.root)
+            if code or self.store.read_manifest("model") != self.data:
+                outcome.names_lost += 1
+                outcome.violate(f"{how}: the model is not complete: {output[-300:]}{errors[-300:]}")
+
+    def must_pull(self, outcome: Outcome, how: str) -> None:
+        """Check that a pull succeeds now."""
+        ended = self.pull()
+        if ended.code:
+            outcome.violate(f"{how}: the next pull exits with {ended.code}: {ended.stderr[-300:]}")
+        self.check(outcome, how, is_there=True)
+
+
+def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
+    """Inject each kind ``effort.count`` times."""
+    rows = []
+    chosen = {fault: disturb for fault, disturb in CASES.items() if fault in only}
+    for number, (fault, disturb) in enumerate(chosen.items()):
+        outcome = Outcome(fault)
+        rows.append(outcome)
+        share = effort.share(len(chosen) - number)
+        with workspace() as folder, StubRegistry() as registry:
+            disturb(Case(folder, registry, effort.seed), share, outcome)
+    return rows
+
+
+def _killed(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Kill each pull at a random instant until one ends; count what the registry has sent."""
+    case.registry.pause = 0.002
+    kills = 0
+    for _ in effort:
+        child = nursery().start(*case.arguments())
+        time.sleep(case.chance.uniform(0, 1.2))
+        child.kill()
+        ended = child.wait()
+        kills += ended.is_killed
+        outcome.injected += ended.is_killed
+        case.check(outcome, "killed", is_there=None if ended.is_killed else True)
+        if not ended.is_killed:
+            _count(case, kills, outcome)
+            case.forget()
+            kills = 0
+    case.must_pull(outcome, "after the last kill")
+    _count(case, kills, outcome)
+
+
+def _count(case: Case, kills: int, outcome: Outcome) -> None:
+    wasted = case.registry.sent.total() - case.size
+    outcome.notes.append(f"{kills} kills: {wasted} of {case.size} bytes were fetched twice")
+    if wasted > kills * _STREAMS * _IN_FLIGHT:
+        outcome.violate(f"{kills} kills: {wasted} bytes were fetched twice")
+
+
+def _cut(case: Case, effort: Effort, outcome: Outcome) -> None:
+    for _ in effort:
+        case.forget()
+        for item in case.blobs:
+            case.registry.cut_after[str(item.digest)] = case.chance.randrange(item.size)
+            outcome.injected += 1
+        case.must_pull(outcome, "connections were cut")
+        case.registry.cut_after.clear()
+        if case.registry.sent.total() > case.size + len(case.blobs) * _IN_FLIGHT:
+            outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
+
+
+def _flipped(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Flip a bit of a blob of the registry: the pull fails and names the layer."""
+    for _ in effort:
+        item = case.chance.choice(case.blobs)
+        data = bytearray(case.registry.blobs[str(item.digest)])
+        data[case.chance.randrange(len(data))] ^= 1 << case.chance.randrange(8)
+        _refused(case, item.digest, bytes(data), outcome)
+
+
+def _truncated(case: Case, effort: Effort, outcome: Outcome) -> None:
+    for _ in effort:
+        item = case.chance.choice(case.blobs)
+        data = case.registry.blobs[str(item.digest)]
+        _refused(case, item.digest, data[: case.chance.randrange(len(data))], outcome)
+
+
+def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Remove a blob of the registry, as a collection of garbage does at the wrong time."""
+    for _ in effort:
+        _refused(case, case.chance.choice(case.blobs).digest, None, outcome)
+
+
+def _refused(case: Case, digest: Digest, instead: bytes | None, outcome: Outcome) -> None:
+    """Check that a pull fails with one line while the registry has other bytes, and works afterwards."""
+    case.forget()
+    outcome.injected += 1
+    blobs = case.registry.blobs
+    data = blobs.pop(str(digest))
+    if instead is not None:
+        blobs[str(digest)] = instead
+    ended = case.pull()
+    blobs[str(digest)] = data
+    if ended.code != 4 or ended.complaint:
+        outcome.violate(f"exit code {ended.code}: {ended.stderr[-300:]}")
+    case.check(outcome, "refused", is_there=False)
+    case.registry.sent.clear()
+    case.must_pull(outcome, "the registry is repaired")
+
+
+def _full(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Fill the disk while a pull runs; give the space back, and continue."""
+    if reason := disks.why_not():
+        outcome.skipped = reason
+        return
+    case.registry.pause = 0.001
+    for number in effort:
+        outcome.injected += 1
+        with disks.in_memory(case.origin.root.parent / "disk", 12 * 2**20) as disk:
+            case.store = LocalStore(disk / "store")
+            case.registry.sent.clear()
+            child = nursery().start(*case.arguments())
+            free = case.size * (number + 1) // (effort.count + 1) // _PAGE * _PAGE
+            filler = disk / "filler"
+            while not case.registry.sent:
+                time.sleep(0.002)
+            with filler.open("wb") as file:
+                file.write(bytes(12 * 2**20 - free - 64 * 2**10))
+            ended = child.wait()
+            if ended.code not in (0, 1) or ended.complaint:
+                outcome.violate(f"{free} bytes free: {ended.code}: {ended.stderr[-300:]}")
+            case.check(outcome, f"{free} bytes free", is_there=not ended.code)
+            filler.unlink()
+            case.must_pull(outcome, f"after {free} bytes free")
+            wasted = case.registry.sent.total() - case.size
+            if wasted > _STREAMS * _IN_FLIGHT:
+                outcome.violate(f"{wasted} bytes were fetched twice")
+
+
+def _two(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Pull one model twice at once, and kill one of the two sometimes."""
+    case.registry.pause = 0.0005
+    for _ in effort:
+        case.forget()
+        outcome.injected += 1
+        children = [nursery().start(*case.arguments(name)) for name in ("model", "other")]
+        if is_killed := case.chance.random() < 0.5:
+            time.sleep(case.chance.uniform(0.2, 0.8))
+            children[1].send(signal.SIGKILL)
+        first, second = [child.wait() for child in children]
+        if first.code or not (is_killed or second.code == 0):
+            outcome.violate(f"exit codes {first.code} and {second.code}: {first.stderr[-300:]}")
+        case.check(outcome, "two at once", is_there=True)
+        if case.registry.sent.total() > case.size + is_killed * _STREAMS * _IN_FLIGHT:
+            outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
+
+
+def _beside_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
+    case.registry.pause = 0.0005
+    put(case.store, "stays", {"x": 1})
+    for _ in effort:
+        case.forget()
+        put(case.store, "stays", {"x": 1})
+        outcome.injected += 1
+        child = nursery().start(*case.arguments())
+        while not child.has_ended and not case.store.has_model("model"):
+            code, _, errors = command(
+                "gc", "--force", "--older-than", "0s", "--store", case.store.root
+            )
+            if code:
+                outcome.violate(f"gc exits with {code}: {errors[-300:]}")
+            if case.registry.sent.total() >= case.size:
+                break
+        ended = child.wait()
+        if ended.code:
+            outcome.violate(f"beside gc: exit code {ended.code}: {ended.stderr[-300:]}")
+        case.check(outcome, "beside gc", is_there=True)
+        if case.registry.sent.total() > case.size:
+            outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
+
+
+CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
+    "pull killed and repeated": _killed,
+    "connection lost during pull": _cut,
+    "bit flipped in a blob of the registry": _flipped,
+    "blob of the registry truncated": _truncated,
+    "blob of the registry collected": _collected,
+    "disk full during pull": _full,
+    "two pulls of one model at once": _two,
+    "pull beside gc": _beside_gc,
+}
