@@ -22,8 +22,8 @@ _DIFFERENT = 1
 
 
 @click.command("diff", short_help="Show the differences between two models.")
-@click.argument("ours", metavar="A", type=options.MODEL)
-@click.argument("theirs", metavar="B", type=options.MODEL)
+@click.argument("ours", metavar="A", type=options.MODEL_OR_ADDRESS)
+@click.argument("theirs", metavar="B", type=options.MODEL_OR_ADDRESS)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
 @options.store_option
 @options.jobs_option
@@ -40,6 +40,9 @@ def command(
 ) -> None:
     """Show which tensors and files differ between the models A and B, or are in only one of them.
 
+    A name that begins with oci:// is the address of a model in a registry. Of that, headers are
+    fetched, and tensors that the store does not have and whose types and shapes agree.
+
     Tensors are matched by the names that they had in their source, however experts are stored. They
     are equal if type, shape and bytes are equal; "blobstore compare" measures how much values differ. Shared
     blobs are not read. Only the size of other blobs is checked; "blobstore verify" hashes them.
@@ -50,8 +53,8 @@ def command(
 
     begin = time.monotonic()
     with (
-        options.model(store, ours) as first,
-        options.model(store, theirs) as second,
+        options.model_or_address(store, ours) as first,
+        options.model_or_address(store, theirs) as second,
         render.progress_bar() as progress,
     ):
         found = diff_models(first, second, store=store, jobs=jobs, progress=progress)

@@ -32,7 +32,7 @@ _SPACES = {
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL_OR_ADDRESS)
 @click.option(
     "--sort",
     "order",
@@ -52,9 +52,18 @@ def command(
     UNIQUE is the part that no other name needs; it is free once the name is removed and "blobstore
     gc" has run. SHARED is the rest. Sizes are those of the files on disk. Blobs that are missing or
     have a wrong size are reported, and the exit code is then 4.
+
+    If NAME begins with oci://, it is the address of a model in a registry, and how much of it the
+    store has is shown.
     """
     from blobstore.operations.maintenance.disk_usage import measure_usage
+    from blobstore.registry.reading import is_address
 
+    if any(map(is_address, names)):
+        if not all(map(is_address, names)):
+            raise click.UsageError("names and addresses in registries cannot be combined", ctx)
+        _show_remote(store, names, as_json=as_json)
+        return
     with options.models(store, names) as chosen:
         usage = measure_usage(chosen, store=store)
     by_name = order == "name"
@@ -74,6 +83,27 @@ def command(
         render.show_error(f"{error}; its blobs count as needed by no model")
     if usage.unreadable or any(model.faults for model in usage.models):
         ctx.exit(Damaged.exit_code)
+
+
+def _show_remote(store: LocalStore, addresses: Sequence[str], *, as_json: bool) -> None:
+    from blobstore.operations.maintenance.disk_usage import measure_remote
+
+    models = [measure_remote(address, store=store) for address in addresses]
+    if as_json:
+        fields = "name=address blobs bytes=size bytes_present=present bytes_missing=missing"
+        render.show_json({"models": render.records(models, fields)})
+        return
+    rows = [
+        (
+            render.cell(model.address),
+            *map(render.human_bytes, (model.size, model.present, model.missing)),
+            f"{model.blobs:,}",
+        )
+        for model in models
+    ]
+    render.show(
+        render.table(("NAME", "SIZE", "IN STORE", "TO FETCH", "BLOBS"), rows, right=(1, 2, 3, 4))
+    )
 
 
 def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:

@@ -25,7 +25,7 @@ _FIELDS = (
 
 
 @click.command("list", short_help="List the models of the store.")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.MODEL)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.MODEL_OR_ADDRESS)
 @click.option(
     "--sort",
     "order",
@@ -45,26 +45,25 @@ def command(
     A PATTERN is a name, a glob such as 'team/*', or the start of an ID; a name without a tag stands
     for all of its tags. With --quiet, only names are printed.
 
+    If the only PATTERN is oci://host/repository, the tags of that repository are listed.
+
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest. A manifest that cannot be read is listed with its error, and
     the exit code is then 4.
     """
     from blobstore.operations.maintenance.list import list_models
+    from blobstore.registry.reading import is_address
 
+    if any(map(is_address, patterns)):
+        _show_tags(ctx, patterns, as_json=as_json)
+        return
     models: Sequence[ListedModel] = list_models(store, read_sources=as_json)
     models = _selected(models, patterns)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
-        shown = render.records(models, _FIELDS)
-        for model in shown:
-            model["modified"] = render.timestamp(model["modified"])
-            if model["error"]:
-                model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
-            if model["source"]:
-                model["source"] = render.record(model["source"], "kind repository commit options")
-        render.show_json({"models": shown})
+        _show_json(models)
     elif models:
         render.show(_as_table(models))
     elif not store.root.exists():
@@ -74,6 +73,33 @@ def command(
         render.show_error(str(error))
     if errors:
         ctx.exit(Damaged.exit_code)
+
+
+def _show_tags(ctx: click.Context, addresses: Sequence[str], *, as_json: bool) -> None:
+    from blobstore.registry.store import list_tags
+
+    if len(addresses) > 1:
+        raise click.UsageError("a repository cannot be combined with other patterns", ctx)
+    found = list_tags(addresses[0])
+    if as_json:
+        models = [{"name": str(name), "digest": digest and str(digest)} for name, digest in found]
+        render.show_json({"models": models})
+    elif render.is_quiet():
+        render.show("\n".join(render.cell(name) for name, _ in found))
+    else:
+        rows = [(render.cell(name), digest.short if digest else "-") for name, digest in found]
+        render.show(render.table(("NAME", "ID"), rows))
+
+
+def _show_json(models: Sequence[ListedModel]) -> None:
+    shown = render.records(models, _FIELDS)
+    for model in shown:
+        model["modified"] = render.timestamp(model["modified"])
+        if model["error"]:
+            model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
+        if model["source"]:
+            model["source"] = render.record(model["source"], "kind repository commit options")
+    render.show_json({"models": shown})
 
 
 def _selected(models: Sequence[ListedModel], patterns: Sequence[str]) -> Sequence[ListedModel]:

@@ -64,16 +64,22 @@ class _ModelName(_ParamType):
 
     name = "name"
 
-    def __init__(self, *, or_path: bool = False) -> None:
+    def __init__(self, *, or_path: bool = False, or_address: bool = False) -> None:
         self._or_path = or_path
+        self._or_address = or_address
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text unchanged, after checking its grammar."""
         del param, ctx
         from blobstore.manifests.reference import Reference
+        from blobstore.registry.reading import is_address
         from blobstore.store.name_patterns import is_pattern
 
-        if not (self._or_path or is_pattern(value)):
+        if is_address(value) and self._or_address:
+            from blobstore.registry.reference import RemoteReference
+
+            RemoteReference.parse(value)
+        elif not (self._or_path or is_pattern(value)):
             Reference.parse(value)
         return value
 
@@ -152,7 +158,8 @@ class _QuantType(_ParamType):
 
 
 FILE, FOLDER = _Path("file"), _Path("dir")
-MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True)
+MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
+MODEL_OR_ADDRESS = _ModelName(or_address=True)
 NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
 
@@ -371,3 +378,15 @@ def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Iterator
             listed = join_some([quote(name) for name in found], _MAX_LISTED)
             raise UsageError(f"{quote(text)} matches {len(found)} models: {listed}; name one")
         yield found[0]
+
+
+@contextlib.contextmanager
+def model_or_address(store: LocalStore, text: str) -> Iterator[Reference | str]:
+    """Yield the address of a model in a registry unchanged, and otherwise do as :func:`model`."""
+    from blobstore.registry.reading import is_address
+
+    if is_address(text):
+        yield text
+        return
+    with model(store, text) as reference:
+        yield reference

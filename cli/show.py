@@ -91,6 +91,9 @@ def command(
 ) -> None:
     """Show the tensors of the model NAME: types, shapes, sizes and digests.
 
+    A NAME that begins with oci:// is the address of a model in a registry, of which only headers and
+    small files are fetched.
+
     PATH is a model that is not in the store: anything that create imports, an archive, or a folder
     of models such as the Hub's cache. A model in the store wins over a path of the same spelling.
 
@@ -99,19 +102,21 @@ def command(
     reads the data itself. Long names are shortened, except in JSON.
     """
     from blobstore.operations.maintenance.show import describe_model, model_source
+    from blobstore.registry.reading import is_address, reading_models
 
     view: View | None = ctx.meta.get(_VIEW_KEY)
-    if _is_path(name, store):
+    if not is_address(name) and _is_path(name, store):
         if view or order:
             raise click.UsageError(f"--{view or 'sort'} applies only to models in the store", ctx)
         show_path(name, patterns, as_json=as_json)
         return
-    with options.model(store, name) as reference:
+    with options.model_or_address(store, name) as reference:
         if view in ("manifest", "source"):
             if patterns or order:
                 raise click.UsageError(f"--{view} takes no PATTERN and no --sort", ctx)
             if view == "manifest":
-                render.show_bytes(store.read_manifest(reference))
+                with reading_models(store, reference) as (reader, (own,)):
+                    render.show_bytes(reader.read_manifest(own))
             else:
                 _show_source(reference, model_source(reference, store=store), as_json=as_json)
             return
@@ -270,7 +275,7 @@ def _show_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> None
     render.show_json(shown | {view: listed, "faults": faults})
 
 
-def _show_source(name: Reference, source: SourceRecord | None, *, as_json: bool) -> None:
+def _show_source(name: Reference | str, source: SourceRecord | None, *, as_json: bool) -> None:
     if source is None:
         raise NotFound(f"model {name} does not say what it was imported from; import it again")
     if as_json:

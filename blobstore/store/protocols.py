@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
+    from blobstore.errors import Damaged, StoreError
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.safetensors.header import Header
     from blobstore.store.ingest import Ingested
 
 
@@ -136,6 +138,37 @@ class ManifestPublisher(Protocol):
 
 class ModelReader(BlobFetcher, ManifestResolver, Protocol):
     """A place to read models from."""
+
+
+class ModelInspector(ModelReader, Protocol):
+    """A place whose models can be described: by their manifests, headers and small files."""
+
+    def resolve(self, reference: str | Reference) -> Manifest:
+        """Return the manifest of a model.
+
+        Raises:
+            ModelNotFound: there is no such model.
+            InvalidManifest: the manifest breaks the format, or has changed since it was written.
+        """
+        ...
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        ...
+
+    def is_cold(self, digest: Digest) -> bool:
+        """Return whether the blob is here in its cold form only."""
+        ...
+
+    def read_blob(self, digest: Digest, size: int) -> bytes:
+        """Return the bytes of a small blob after checking its digest. Raises BlobMissing or BlobDamaged."""
+        ...
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]]
+    ) -> Iterable[Header | Damaged | StoreError]:
+        """Return for each tensor blob its checked header, or the error that reading it raised."""
+        ...
 
 
 class ModelStore(ModelReader, BlobIngester, ManifestPublisher, Protocol):

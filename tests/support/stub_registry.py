@@ -23,6 +23,13 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _PIECE = 16 * 2**10
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of clients that are killed."""
+
+
 class StubRegistry:
     """The server, with what it has and what it sent."""
 
@@ -39,10 +46,7 @@ class StubRegistry:
         """Bytes of a blob after which its connection breaks, once."""
         self.pause = 0.0
         """Seconds before each 16 KiB."""
-        self._server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"registry": self})
-        )
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"registry": self}))
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()

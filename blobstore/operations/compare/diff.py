@@ -9,7 +9,7 @@ that are read only the size is checked.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,15 +18,18 @@ from blobstore.manifests import media_types
 from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pair, source_tensors
+from blobstore.registry.reading import is_address, reading_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.operations.compare.pairs import SourceTensor
+    from blobstore.store.protocols import ModelInspector
 
 _BUFFER_SIZE = 1 << 20
 
@@ -74,8 +77,9 @@ class FileDifference:
 class Difference:
     """What :func:`diff_models` found."""
 
-    ours: Reference
-    theirs: Reference
+    ours: Reference | str
+    """The name of the first model; a text if it is an address in a registry."""
+    theirs: Reference | str
     tensors: tuple[TensorDifference, ...] = field(repr=False)
     """All tensors, including equal ones: those of the first model, then the others."""
     files: tuple[FileDifference, ...] = field(repr=False)
@@ -99,7 +103,7 @@ def diff_models(
     """List which tensors and files of two models are equal, changed, or in only one of them.
 
     Args:
-        ours: the first model.
+        ours: the first model; ``oci://`` begins an address in a registry.
         theirs: the second model.
         store: the store of both models, or its folder; by default the store of
             ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
@@ -109,11 +113,23 @@ def diff_models(
     Raises:
         ModelNotFound: a model does not exist.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
+        RemoteError: a registry cannot be reached, refuses access or misbehaves.
         UsageError: ``jobs`` is below 1.
     """
     check_jobs(jobs)
-    ours, theirs = Reference.of(ours), Reference.of(theirs)
-    store = LocalStore.of(store)
+    with reading_models(LocalStore.of(store), ours, theirs) as (reader, names):
+        found = _diff(reader, names, jobs, progress)
+    spelled = [name if is_address(name) else Reference.of(name) for name in (ours, theirs)]
+    return replace(found, ours=spelled[0], theirs=spelled[1])
+
+
+def _diff(
+    store: ModelInspector,
+    names: Sequence[Reference],
+    jobs: int | None,
+    progress: Progress | None,
+) -> Difference:
+    ours, theirs = names
     manifests = store.resolve(ours), store.resolve(theirs)
     found, others = source_tensors(store, (ours, manifests[0]), (theirs, manifests[1]))
     pairs: list[_Sides] = [(tensor, others.get(name)) for name, tensor in found.items()]
@@ -139,7 +155,7 @@ def _bytes_to_read(pair: _Sides) -> int:
     return sum(size for _, size in _extents(ours))
 
 
-def _compare(store: LocalStore, pool: WorkerPool, pair: _Sides) -> TensorDifference:
+def _compare(store: ModelInspector, pool: WorkerPool, pair: _Sides) -> TensorDifference:
     """Return how the tensors of a pair differ: a job of ``pool``."""
     ours, theirs = pair
     changes: tuple[str, ...] = ()
@@ -159,7 +175,7 @@ def _compare(store: LocalStore, pool: WorkerPool, pair: _Sides) -> TensorDiffere
 
 
 def _has_same_bytes(
-    store: LocalStore, pool: WorkerPool, ours: SourceTensor, theirs: SourceTensor
+    store: ModelInspector, pool: WorkerPool, ours: SourceTensor, theirs: SourceTensor
 ) -> bool:
     def read(tensor: SourceTensor, begin: int, count: int, buffer: bytearray) -> bytearray:
         layer = tensor.stored.layer
@@ -214,7 +230,9 @@ def _extents(part: SourceTensor) -> list[tuple[int, int]]:
 # Files
 
 
-def _diff_files(store: LocalStore, ours: Manifest, theirs: Manifest) -> tuple[FileDifference, ...]:
+def _diff_files(
+    store: ModelInspector, ours: Manifest, theirs: Manifest
+) -> tuple[FileDifference, ...]:
     found, others = _other_layers(ours), _other_layers(theirs)
     have_tensors = all(manifest.layers_of(media_types.TENSOR) for manifest in (ours, theirs))
     differences = []

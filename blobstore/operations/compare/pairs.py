@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import ModelTensors, StoredTensor
-    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import ModelInspector
 
 _PLAIN_GROUP = 64
 """Group size of a pair in which neither tensor is quantized."""
@@ -103,7 +103,7 @@ class Pairing(NamedTuple):
 
 
 def pair_tensors(
-    store: LocalStore, reference: Reference, base: Reference, patterns: Sequence[str]
+    store: ModelInspector, reference: Reference, base: Reference, patterns: Sequence[str]
 ) -> Pairing:
     """Return the tensors of two models whose names match a pattern, or all if there is none.
 
@@ -146,7 +146,7 @@ def pair_tensors(
 
 
 def source_tensors(
-    store: LocalStore, ours: tuple[Reference, Manifest], base: tuple[Reference, Manifest]
+    store: ModelInspector, ours: tuple[Reference, Manifest], base: tuple[Reference, Manifest]
 ) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor]]:
     """Return the tensors of two models by the names that they had in their sources.
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
-from blobstore.manifests.reference import Reference
 from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
+from blobstore.registry.reading import is_address, reading_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.store.protocols import ModelInspector
 
 CONFIG_NAME = "(config)"
 """The name under which the config blob is listed; it has none of its own."""
@@ -89,7 +91,8 @@ class BlobDescription:
 class ModelDescription:
     """A model, as far as it can be read."""
 
-    reference: Reference
+    reference: Reference | str
+    """A text if it is an address in a registry."""
     format: Literal["tensors", "gguf"]
     """``gguf`` for a model of Ollama whose weights are in one GGUF file."""
     architecture: str
@@ -129,16 +132,22 @@ def describe_model(
     """Describe a model. Missing and damaged blobs are part of the description, not errors.
 
     Args:
-        reference: the model's name.
+        reference: the model's name; ``oci://`` begins an address in a registry.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest: the manifest is damaged.
         BlobDamaged: two blobs of the model contain a tensor of the same name.
+        RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    store, reference = LocalStore.of(store), Reference.of(reference)
+    with reading_models(LocalStore.of(store), reference) as (reader, (name,)):
+        found = _describe(reader, name)
+    return replace(found, reference=str(reference)) if is_address(reference) else found
+
+
+def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
     manifest = store.resolve(reference)
     contents = read_tensors(store, manifest, collect_faults=True)
     faults = dict(contents.faults)
@@ -216,8 +225,8 @@ def model_source(
     """
     from blobstore.models.source_layers import read_source_record
 
-    store = LocalStore.of(store)
-    record = read_source_record(store, store.resolve(reference))
+    with reading_models(LocalStore.of(store), reference) as (reader, (name,)):
+        record = read_source_record(reader, reader.resolve(name))
     if record is not None:
         check_options(record)
     return record

@@ -22,29 +22,23 @@ from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_job
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
-    BlobstoreError,
-    InvalidManifest,
     NameTaken,
     StoreError,
-    UnsupportedSource,
     UsageError,
 )
-from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.read import Place, RemoteModel, read_model
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.registry.client import RegistryClient
-    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.registry.store import RemoteSource
     from blobstore.store.ingest import Ingest
     from blobstore.store.partial import PartialBlob
 
@@ -120,6 +114,7 @@ def pull_model(
         UsageError: an argument is invalid.
     """
     from blobstore.registry.client import RegistryClient
+    from blobstore.registry.store import RemoteSource
 
     started = time.monotonic()
     check_jobs(jobs)
@@ -133,7 +128,7 @@ def pull_model(
     with RegistryClient(
         address.host, plain_http=plain_http, limiter=limiter, streams=streams
     ) as client:
-        source = _Source.of(client, address)
+        source = RemoteSource.resolve(client, address)
         _check_name(store, reference, source.model.manifest, force=force)
         if dry_run:
             done = _Done(*_planned(store, source), {})
@@ -152,64 +147,6 @@ def pull_model(
         repaired=done.repaired,
         seconds=time.monotonic() - started,
     )
-
-
-class _Source(NamedTuple):
-    """A model in a registry whose manifest was checked."""
-
-    client: RegistryClient
-    repository: str
-    root: RemoteManifest
-    model: RemoteModel
-    manifest: Manifest
-    """The local manifest."""
-
-    @classmethod
-    def of(cls, client: RegistryClient, address: RemoteReference) -> _Source:
-        """Resolve the manifest of an address and check it. Raises as :func:`pull_model`."""
-
-        def read_blob(digest: Digest, size: int) -> bytes:
-            with contextlib.closing(
-                client.read_blob(address.repository, digest, 0, size, size=size)
-            ) as found:
-                return b"".join(found)
-
-        root = client.get_manifest(address.repository, address.reference)
-        try:
-            model = read_model(
-                root,
-                lambda digest: client.get_manifest(address.repository, str(digest)),
-                read_blob,
-            )
-            if not isinstance(model, RemoteModel):
-                raise UnsupportedSource(
-                    "this model was pushed as files by another tool",
-                    advice="download the files and import them with 'blobstore create'",
-                )
-            manifest = Manifest.from_bytes(model.manifest)
-            _check_sizes(manifest)
-        except BlobstoreError as error:
-            raise error.at(quote(address)) from None
-        return cls(client, address.repository, root, model, manifest)
-
-    def read(self, blob: Descriptor, missing: range) -> Generator[bytes, None, None]:
-        """Yield the bytes of a blob at these offsets."""
-        whole = Place(blob.digest, blob.size, 0)
-        place = self.model.places.get(blob.digest, whole)
-        begin, end = place.offset + missing.start, place.offset + missing.stop
-        return self.client.read_blob(self.repository, place.digest, begin, end, size=place.size)
-
-
-def _check_sizes(manifest: Manifest) -> None:
-    """Check that a manifest gives each blob one size."""
-    sizes = {manifest.config.digest: manifest.config.size}
-    for index, layer in enumerate(manifest.layers):
-        size = sizes.setdefault(layer.digest, layer.size)
-        if size != layer.size:
-            raise InvalidManifest(
-                f"$.layers[{index}].size: blob {layer.digest} has {layer.size} bytes here and "
-                f"{size} before"
-            )
 
 
 def _check_name(store: LocalStore, reference: Reference, data: bytes, *, force: bool) -> None:
@@ -236,7 +173,7 @@ class _Done(NamedTuple):
         return self.size - self.bytes_resumed
 
 
-def _planned(store: LocalStore, source: _Source) -> tuple[int, int, int]:
+def _planned(store: LocalStore, source: RemoteSource) -> tuple[int, int, int]:
     """Return how many blobs the store lacks, their bytes, and how many of these are there already."""
     missing: list[BlobId] = []
     for blob in source.model.blobs:
@@ -250,7 +187,7 @@ def _planned(store: LocalStore, source: _Source) -> tuple[int, int, int]:
 def _pull(
     store: LocalStore,
     reference: Reference,
-    source: _Source,
+    source: RemoteSource,
     streams: int,
     jobs: int | None,
     progress: Progress | None,
@@ -308,7 +245,7 @@ class _Transfer:
 
     def __init__(
         self,
-        source: _Source,
+        source: RemoteSource,
         ingest: Ingest,
         blobs: Iterable[Descriptor],
         workers: WorkerPool,
@@ -384,7 +321,9 @@ class _Transfer:
         """Fetch what a part lacks."""
         try:
             missing = file.missing_bytes(part)
-            with contextlib.closing(self._source.read(fetch.blob, missing)) as pieces:
+            with contextlib.closing(
+                self._source.read(*fetch.blob.id, missing.start, missing.stop)
+            ) as pieces:
                 for piece in pieces:
                     file.write(part, piece)
                     with self._changed:

@@ -71,6 +71,9 @@ VARIANTS = {
     "show --layers": ("show", "dense", "--layers"),
     "show --source": ("show", "dense", "--source"),
     "show PATH": ("show", "@dense"),
+    "show oci://": ("show", "%address"),
+    "list oci://": ("list", "%address"),
+    "du oci://": ("du", "%address"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
@@ -129,7 +132,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with StubRegistry() as registry:
         origin = LocalStore(store)
         plan = plan_ollama(origin.read_manifest("dense"))
-        (folder / "remote").write_text(registry.put(origin, plan, "team/dense", "latest"))
+        address = registry.put(origin, plan, "team/dense", "latest")
+        (folder / "remote").write_text(address)
+        (folder / "address").write_text(f"oci://{address}")
         yield folder
 
 

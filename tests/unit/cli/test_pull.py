@@ -125,3 +125,62 @@ def test_an_interrupted_pull_continues(
     assert found["bytes_resumed"] > 0
     assert store.read_manifest("a") == origin.read_manifest("a")
     run("verify")
+
+
+# Other commands with the address of a model
+
+
+def test_show_reads_the_headers_of_a_model_in_a_registry(
+    store: LocalStore, origin: LocalStore, registry: StubRegistry, remote: str
+) -> None:
+    found = run_json("show", f"oci://{remote}")
+    assert found.pop("name") == f"oci://{remote}"
+    there = run_json("show", "a", "--store", origin.root)
+    there.pop("name")
+    assert found == there
+    assert registry.sent.total() < 2 * 2**16 + 2000
+    assert not store.root.exists()
+    assert run("show", f"oci://{remote}", "--manifest").stdout.encode() == (
+        origin.read_manifest("a")
+    )
+
+
+def test_show_reports_a_blob_that_the_registry_lost(
+    store: LocalStore, origin: LocalStore, registry: StubRegistry, remote: str
+) -> None:
+    del registry.blobs[str(origin.resolve("a").layers[0].digest)]
+    result = run("show", f"oci://{remote}", exit_code=4)
+    assert "layer 'x'" in result.stderr
+    assert "the registry does not have" in result.stderr
+
+
+def test_diff_compares_a_model_with_one_in_a_registry(
+    store: LocalStore, registry: StubRegistry, remote: str
+) -> None:
+    put(store, "b", {"x": 1, "y": 3})
+    found = run_json("diff", "b", f"oci://{remote}", exit_code=1)
+    assert {item["name"]: item["change"] for item in found["tensors"]} == {
+        "x": "same",
+        "y": "changed",
+    }
+    run("pull", remote, "a")
+    assert run_json("diff", "a", f"oci://{remote}")["same"]
+
+
+def test_du_says_how_much_of_a_model_in_a_registry_the_store_has(
+    store: LocalStore, origin: LocalStore, remote: str
+) -> None:
+    put(store, "b", {"x": 1})
+    (found,) = run_json("du", f"oci://{remote}")["models"]
+    assert found["bytes"] == sum(blob.size for blob in origin.resolve("a").blobs)
+    assert found["bytes_present"] + found["bytes_missing"] == found["bytes"]
+    assert run_json("pull", remote, "a")["bytes_fetched"] == found["bytes_missing"]
+    assert "IN STORE" in run("du", f"oci://{remote}").stdout
+    run("du", f"oci://{remote}", "b", exit_code=2)
+
+
+def test_list_prints_the_tags_of_a_repository(store: LocalStore, remote: str) -> None:
+    repository = remote.rpartition(":")[0]
+    assert remote in run("list", f"oci://{repository}").stdout
+    assert run("list", f"oci://{repository}", "-q").stdout == f"{remote}\n"
+    run("list", f"oci://{repository}", "a", exit_code=2)

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobDamaged, ModelNotFound
+from blobstore.manifests.reference import Reference
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.oci import plan_oci
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.shapes.plan import ModelFacts
+from blobstore.registry.store import RegistryReader, RemoteSource, list_tags
+from blobstore.safetensors.header import Header
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+from tests.support.store_suite import NAMES, ModelReaderSuite
+from tests.support.stub_registry import StubRegistry
+
+
+@pytest.fixture
+def registry() -> Iterator[StubRegistry]:
+    with StubRegistry() as server:
+        yield server
+
+
+class TestRegistryReader(ModelReaderSuite):
+    @pytest.fixture(params=["ollama", "oci"])
+    def reader(
+        self, origin: LocalStore, registry: StubRegistry, request: pytest.FixtureRequest
+    ) -> Iterator[RegistryReader]:
+        with RegistryClient(registry.host) as client:
+            sources = {}
+            for number, name in enumerate(NAMES):
+                data = origin.read_manifest(name)
+                is_oci = request.param == "oci"
+                plan = plan_oci(data, ModelFacts()) if is_oci else plan_ollama(data)
+                address = registry.put(origin, plan, f"team/m{number}", "latest")
+                source = RemoteSource.resolve(client, RemoteReference.parse(address))
+                sources[Reference.parse(name)] = source
+            yield RegistryReader(sources)
+
+
+@contextlib.contextmanager
+def reader_of(
+    registry: StubRegistry, origin: LocalStore, local: LocalStore | None = None
+) -> Iterator[RegistryReader]:
+    plan = plan_ollama(origin.read_manifest("a"))
+    address = RemoteReference.parse(registry.put(origin, plan, "team/a", "latest"))
+    with RegistryClient(registry.host) as client:
+        source = RemoteSource.resolve(client, address)
+        yield RegistryReader({Reference.parse("a"): source}, local)
+
+
+@pytest.fixture
+def origin(store: LocalStore) -> LocalStore:
+    origin = LocalStore(store.root.parent / "origin")
+    frozen.put(origin, "a", {"x": 1, "y": 2})
+    return origin
+
+
+def headers(reader: RegistryReader) -> list[object]:
+    layers = reader.resolve("a").layers
+    return list(reader.read_headers([layer.id for layer in layers]))
+
+
+def expected(origin: LocalStore) -> list[object]:
+    return [origin.read_blob_header(*layer.id) for layer in origin.resolve("a").layers]
+
+
+def test_one_request_of_64_kib_reads_a_header(registry: StubRegistry, origin: LocalStore) -> None:
+    with reader_of(registry, origin) as reader:
+        registry.requests.clear()
+        assert headers(reader) == expected(origin)
+        assert len(registry.requests) == 2
+        assert registry.sent.total() == 2 * 2**16
+
+
+def test_a_larger_header_takes_a_second_request(
+    registry: StubRegistry, origin: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.registry.store.HEADER_REQUEST", 20)
+    with reader_of(registry, origin) as reader:
+        assert headers(reader) == expected(origin)
+
+
+def test_headers_are_cached_in_the_local_store(
+    registry: StubRegistry, origin: LocalStore, store: LocalStore
+) -> None:
+    frozen.put(store, "other", {"z": 3})
+    for _ in range(2):
+        with reader_of(registry, origin, store) as reader:
+            assert headers(reader) == expected(origin)
+    assert registry.sent.total() == 2 * 2**16
+    (cache,) = store.folder("headers").iterdir()
+    cache.write_bytes(cache.read_bytes()[:-1] + b"x")
+    with reader_of(registry, origin, store) as reader:
+        assert headers(reader) == expected(origin)
+    assert registry.sent.total() == 4 * 2**16
+
+
+def test_blobs_of_the_local_store_are_not_fetched(
+    registry: StubRegistry, origin: LocalStore, store: LocalStore
+) -> None:
+    frozen.put(store, "other", {"x": 1})
+    layer = frozen.layers(origin, "a")["x"]
+    with reader_of(registry, origin, store) as reader:
+        assert headers(reader) == expected(origin)
+        assert registry.sent.keys() == {str(frozen.layers(origin, "a")["y"].digest)}
+        assert Digest.of_pieces(reader.read_pieces(*layer.id)) == layer.digest
+
+
+def test_a_broken_header_is_reported_for_its_blob(
+    registry: StubRegistry, origin: LocalStore
+) -> None:
+    with reader_of(registry, origin) as reader:
+        digest = str(frozen.layers(origin, "a")["x"].digest)
+        registry.blobs[digest] = b"\xff" * len(registry.blobs[digest])
+        found = headers(reader)
+    assert [type(item) for item in found] == [BlobDamaged, Header]
+
+
+def test_a_small_blob_is_hashed(registry: StubRegistry, origin: LocalStore) -> None:
+    config = origin.resolve("a").config
+    with reader_of(registry, origin) as reader:
+        assert Digest.of(reader.read_blob(*config.id)) == config.digest
+        registry.blobs[str(config.digest)] = bytes(config.size)
+        with pytest.raises(BlobDamaged, match="the registry sent bytes with digest"):
+            reader.read_blob(*config.id)
+
+
+def test_tags_are_listed_with_digests(registry: StubRegistry, origin: LocalStore) -> None:
+    plan = plan_ollama(origin.read_manifest("a"))
+    for tag in ("v2", "v1"):
+        registry.put(origin, plan, "team/a", tag)
+    found = list_tags(f"oci://{registry.host}/team/a")
+    assert [(item.tag, digest) for item, digest in found] == [
+        ("v1", plan.root.digest),
+        ("v2", plan.root.digest),
+    ]
+    with pytest.raises(ModelNotFound):
+        list_tags(f"oci://{registry.host}/team/none")
