@@ -222,7 +222,7 @@ def _two(case: Case, effort: Effort, outcome: Outcome) -> None:
             outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
 
 
-def _beside_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
+def _with_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
     case.registry.pause = 0.0005
     put(case.store, "stays", {"x": 1})
     for _ in effort:
@@ -240,8 +240,8 @@ def _beside_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
                 break
         ended = child.wait()
         if ended.code:
-            outcome.violate(f"beside gc: exit code {ended.code}: {ended.stderr[-300:]}")
-        case.check(outcome, "beside gc", is_there=True)
+            outcome.violate(f"during gc: exit code {ended.code}: {ended.stderr[-300:]}")
+        case.check(outcome, "during gc", is_there=True)
         if case.registry.sent.total() > case.size:
             outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
 
@@ -254,5 +254,5 @@ CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
     "blob of the registry collected": _collected,
     "disk full during pull": _full,
     "two pulls of one model at once": _two,
-    "pull beside gc": _beside_gc,
+    "pull during gc": _with_gc,
 }
