@@ -24,10 +24,13 @@ from blobstore.errors import (
     StoreError,
     UnsupportedSource,
 )
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.media_types import FILE
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.files import RemoteFile, folder_of
 from blobstore.registry.shapes.read import Place, RemoteModel, read_model
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
@@ -54,10 +57,14 @@ class RemoteSource(NamedTuple):
     model: RemoteModel
     manifest: Manifest
     """The local manifest."""
+    files: tuple[RemoteFile, ...] = ()
+    """The files of a model that another tool has pushed; its blobs are these, and it has no manifest yet."""
 
     @classmethod
-    def resolve(cls, client: RegistryClient, address: RemoteReference) -> RemoteSource:
-        """Find the model at an address.
+    def resolve(
+        cls, client: RegistryClient, address: RemoteReference, *, with_files: bool = False
+    ) -> RemoteSource:
+        """Find the model at an address; ``with_files``, also one that another tool has pushed.
 
         Raises:
             BlobDamaged, BlobMissing: the registry does not have what its manifest lists.
@@ -77,16 +84,25 @@ class RemoteSource(NamedTuple):
             model = read_model(
                 root, lambda digest: client.get_manifest(address.repository, str(digest)), read_blob
             )
-            if not isinstance(model, RemoteModel):
+            if isinstance(model, RemoteModel):
+                files: tuple[RemoteFile, ...] = ()
+                manifest = Manifest.from_bytes(model.manifest)
+            elif with_files:
+                files = folder_of(model.layers)
+                layers = (Descriptor(FILE, one.digest, one.size, one.path) for one in files)
+                config = Descriptor(FILE, model.config.digest, model.config.size)
+                manifest = Manifest(config=config, layers=tuple(layers))
+                blobs = tuple({layer.digest: layer for layer in manifest.layers}.values())
+                model = RemoteModel(shape="files", manifest=b"", blobs=blobs)
+            else:
                 raise UnsupportedSource(
                     "this model was pushed as files by another tool",
-                    advice="download the files and import them with 'blobstore create'",
+                    advice="import it with 'blobstore pull'",
                 )
-            manifest = Manifest.from_bytes(model.manifest)
             _check_sizes(manifest)
         except BlobstoreError as error:
             raise error.at(quote(address)) from None
-        return cls(client, address, root, model, manifest)
+        return cls(client, address, root, model, manifest, files)
 
     def place(self, digest: Digest, size: int) -> Place:
         """Return where the registry has the bytes of a blob."""

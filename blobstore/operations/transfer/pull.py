@@ -15,9 +15,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import (
@@ -28,19 +28,17 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.trust import check_trust
-from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
-    from blobstore.core.digest import BlobId
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.registry.shapes.files import RemoteFile
     from blobstore.registry.store import RemoteSource
     from blobstore.store.ingest import Ingest
     from blobstore.store.partial import PartialBlob
@@ -60,7 +58,7 @@ class Pulled:
     digest: Digest
     """Of the manifest in the registry."""
     shape: str
-    """How the model lies in the registry: ``oci``, ``ollama`` or ``image``."""
+    """How the model lies in the registry: ``oci``, ``ollama``, ``image``, or ``files`` of another tool."""
     blobs: int
     """Blobs of the model."""
     blobs_fetched: int
@@ -73,11 +71,7 @@ class Pulled:
     """Bytes of blobs that the store already had."""
     repaired: dict[Digest, Path | None]
     """The damaged blobs that were replaced, and where the damaged files are now."""
-    signatures: int
-    """Signatures that came with the model; none of them has to be trusted."""
     seconds: float
-    notices: tuple[str, ...] = ()
-    """What the policy warns about."""
 
 
 def pull_model(
@@ -114,8 +108,6 @@ def pull_model(
         ModelNotFound: the registry has no such model.
         NameConflict: the name differs only in case from another one.
         NameTaken: the name belongs to another model.
-        NotTrusted: the policy refuses the model.
-        InvalidPolicy: the policy cannot be used.
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be written, or is short of space.
@@ -137,17 +129,12 @@ def pull_model(
     with RegistryClient(
         address.host, plain_http=plain_http, limiter=limiter, streams=streams
     ) as client:
-        source = RemoteSource.resolve(client, address)
-        data = source.model.manifest
-        _check_name(store, reference, data, force=force)
-        digest = Digest.of(data)
-        signatures = fetch_signatures(client, address.repository, source.root, digest)
-        verdict = check_trust(store, reference, data, signatures)
+        source = RemoteSource.resolve(client, address, with_files=True)
+        _check_name(store, reference, source.model.manifest, force=force)
         if dry_run:
             done = _Done(*_planned(store, source), {})
         else:
-            kept = [(digest, signature.data) for signature in signatures]
-            done = _pull(store, reference, source, kept, streams, jobs, progress, force=force)
+            done = _pull(store, reference, source, streams, jobs, progress, force=force)
     return Pulled(
         remote=address,
         reference=reference,
@@ -159,9 +146,7 @@ def pull_model(
         bytes_resumed=done.bytes_resumed,
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=done.repaired,
-        signatures=len(signatures),
         seconds=time.monotonic() - started,
-        notices=verdict.notices(reference) if verdict is not None else (),
     )
 
 
@@ -204,7 +189,6 @@ def _pull(
     store: LocalStore,
     reference: Reference,
     source: RemoteSource,
-    signatures: Iterable[tuple[Digest, bytes]],
     streams: int,
     jobs: int | None,
     progress: Progress | None,
@@ -220,15 +204,41 @@ def _pull(
         _check_space(store, size - resumed + len(model.manifest))
         transfer = _Transfer(source, ingest, missing, WorkerPool(streams, progress, size))
         transfer.run(streams)
+        if source.files:
+            _import(store, reference, source, transfer, jobs, progress)
+            return _Done(len(missing), size, size - transfer.bytes_fetched, {})
         ingest.publish()
         store.check_manifest(model.manifest, source.manifest)
-        for digest, signature in signatures:
-            store.keep_signature(digest, signature)
         with ingest.exclusive_lock():
             _check_name(store, reference, model.manifest, force=force)
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                 store.place(reference, model.manifest, model.blobs)
         return _Done(len(missing), size, size - transfer.bytes_fetched, dict(ingest.repaired))
+
+
+def _import(
+    store: LocalStore,
+    reference: Reference,
+    source: RemoteSource,
+    transfer: _Transfer,
+    jobs: int | None,
+    progress: Progress | None,
+) -> None:
+    """Import the files of another tool, which are in partial files or in the store; remove the former."""
+    from blobstore.operations.transfer.import_files import import_files
+
+    def path_of(file: RemoteFile) -> Path | None:
+        if file.digest in transfer.paths:
+            return transfer.paths[file.digest]
+        return Path(store.blob_path(file.digest)) if store.has_hot(file.digest) else None
+
+    def report(what: str, done: int, total: int) -> None:
+        if progress is not None:  # it goes on where the transfer ended
+            progress(what, transfer.size + done, transfer.size + total)
+
+    import_files(source.files, path_of, reference, store=store, jobs=jobs, progress=report)
+    for path in transfer.paths.values():
+        path.unlink(missing_ok=True)
 
 
 def _check_space(store: LocalStore, needed: int) -> None:
@@ -279,6 +289,9 @@ class _Transfer:
         self._unfinished = len(self._tasks)
         self._changed = threading.Condition()
         self.bytes_fetched = 0
+        self.size = sum(fetch.blob.size for fetch in self._fetches)
+        self.paths: dict[Digest, Path] = {}
+        """The complete partial files."""
 
     def run(self, streams: int) -> None:
         """Fetch all blobs. What an error or an interrupt stops can be continued."""
@@ -361,6 +374,7 @@ class _Transfer:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
         if file.has_right_digest():
             self._ingest.adopt_partial(file)
+            self.paths[file.blob.digest] = file.path
             self._end(fetch, file)
             return
         file.discard()

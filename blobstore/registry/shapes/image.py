@@ -22,11 +22,10 @@ from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
+from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from blobstore.registry.shapes.plan import (
     FOLDER,
     LOCAL_MANIFEST,
-    OCI_INDEX,
-    OCI_MANIFEST,
     RemotePlan,
     folder_files,
     remote_manifest,

@@ -15,13 +15,12 @@ from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.errors import UsageError
 from blobstore.manifests.model import Manifest
+from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from blobstore.registry.shapes.plan import (
     FILE_PATH,
     LOCAL_MANIFEST,
     MODEL_ARTIFACT,
     MODEL_CONFIG,
-    OCI_INDEX,
-    OCI_MANIFEST,
     TITLE,
     RemotePlan,
     folder_files,

@@ -16,7 +16,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import RemoteRefused
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import is_valid_name
-from blobstore.registry.manifest import RemoteManifest
+from blobstore.registry.manifest import MAX_SIZE, RemoteManifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Shape = Literal["oci", "ollama", "image"]
 
-OCI_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
-OCI_INDEX: Final = "application/vnd.oci.image.index.v1+json"
 MODEL_ARTIFACT: Final = "application/vnd.cncf.model.manifest.v1+json"
 MODEL_CONFIG: Final = "application/vnd.cncf.model.config.v1+json"
 WEIGHT: Final = "application/vnd.cncf.model.weight.v1.raw"
@@ -41,8 +39,6 @@ TITLE: Final = "org.opencontainers.image.title"
 LOCAL_MANIFEST: Final = "vnd.blobstore.manifest"
 """The annotation that names the digest of the local manifest, which is a layer or in one."""
 
-MAX_REMOTE_MANIFEST: Final = 4 * 2**20
-"""Bytes that every registry must accept; most refuse more."""
 FOLDER: Final = "blobstore"
 """Of files that only blobstore reads."""
 _TENSORS: Final = "tensors"
@@ -180,11 +176,10 @@ def remote_manifest(media_type: str, value: Mapping[str, Any]) -> RemoteManifest
 
 def checked_manifest(media_type: str, data: bytes) -> RemoteManifest:
     """Return a manifest of these bytes. Raises as :func:`remote_manifest`."""
-    if len(data) > MAX_REMOTE_MANIFEST:
+    if len(data) > MAX_SIZE:
         raise RemoteRefused(
-            f"the manifest has {len(data)} bytes, and registries refuse more than "
-            f"{MAX_REMOTE_MANIFEST}",
+            f"the manifest has {len(data)} bytes, and registries refuse more than {MAX_SIZE}",
             advice="import the model again with its experts packed, or push it with '--shape oci', "
             "which divides it into parts",
         )
-    return RemoteManifest(media_type=media_type, data=data, digest=Digest.of(data))
+    return RemoteManifest.of(media_type, data)

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest, UnsupportedSource
-from blobstore.manifests import media_types
-from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.registry.manifest import DOCKER_MANIFEST, OCI_MANIFEST, ImageManifest
 from blobstore.registry.shapes import image, ollama
 from blobstore.registry.shapes.plan import (
     LOCAL_MANIFEST,
-    MAX_REMOTE_MANIFEST,
     MODEL_CONFIG,
-    OCI_INDEX,
-    OCI_MANIFEST,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.registry.manifest import ImageIndex, RemoteDescriptor, RemoteManifest
 
 MAX_PARTS: Final = 1024
 """Manifests that an index may list."""
@@ -54,7 +49,7 @@ class Place(NamedTuple):
 class RemoteModel:
     """A model in a registry."""
 
-    shape: Literal["oci", "ollama", "image"]
+    shape: Literal["oci", "ollama", "image", "files"]
     manifest: bytes = field(repr=False)
     """The bytes of the local manifest."""
     blobs: tuple[Descriptor, ...] = field(repr=False)
@@ -67,8 +62,8 @@ class RemoteModel:
 class RemoteFiles:
     """A model that another tool has pushed as files. It has to be imported."""
 
-    config: Descriptor
-    layers: tuple[Descriptor, ...] = field(repr=False)
+    config: RemoteDescriptor
+    layers: tuple[RemoteDescriptor, ...] = field(repr=False)
 
 
 def read_model(
@@ -86,21 +81,20 @@ def read_model(
         UnsupportedSource: the manifest is not that of a model.
         BlobDamaged: the registry has other bytes than the manifest lists.
     """
-    value = _parsed(root)
-    if root.media_type == media_types.MANIFEST:
-        return _from_docker(root.data)
-    if root.media_type not in (OCI_MANIFEST, OCI_INDEX):
-        raise UnsupportedSource(f"manifests of type {quote(root.media_type)} are not supported")
-    spelled = _annotations(value).get(LOCAL_MANIFEST)
-    values = [value]
-    if root.media_type == OCI_INDEX:
-        if spelled is None:
-            raise _not_a_model()
-        values = [_parsed(part) for part in _parts(value, get_manifest)]
-    config = _descriptor(values[0].get("config"), "$.config")
+    content = root.parse()
+    if root.media_type == DOCKER_MANIFEST and isinstance(content, ImageManifest):
+        return _from_docker(root.data, content)
+    spelled = content.annotations.get(LOCAL_MANIFEST)
+    if isinstance(content, ImageManifest):
+        parts = [content]
+    elif spelled is None:
+        raise _not_a_model()
+    else:
+        parts = [_part(entry, get_manifest) for entry in _entries(content)]
+    config = parts[0].config
     if spelled is None:
         if config.media_type.startswith(FILE_CONFIGS):
-            return RemoteFiles(config=config, layers=tuple(_layers(value)))
+            return RemoteFiles(config=config, layers=parts[0].layers)
         raise _not_a_model()
     try:
         digest = Digest.parse(spelled)
@@ -108,21 +102,41 @@ def read_model(
         raise InvalidManifest(f"$.annotations.{LOCAL_MANIFEST}: {error}") from None
     if config.media_type == image.IMAGE_CONFIG:
         # The other parts are for other processors, and have the same layers.
-        return _from_tars(digest, _layers(values[0]), read_blob)
-    return _from_layers(digest, [layer for part in values for layer in _layers(part)], read_blob)
+        return _from_tars(digest, parts[0].layers, read_blob)
+    return _from_layers(digest, [layer for part in parts for layer in part.layers], read_blob)
 
 
-def _from_docker(data: bytes) -> RemoteModel | RemoteFiles:
+def _entries(index: ImageIndex) -> tuple[RemoteDescriptor, ...]:
+    """Return the parts that an index lists."""
+    if not 0 < len(index.manifests) <= MAX_PARTS:
+        raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
+    return index.manifests
+
+
+def _part(entry: RemoteDescriptor, get_manifest: GetManifest) -> ImageManifest:
+    """Return a manifest that an index lists."""
+    manifest = get_manifest(entry.digest)
+    if Digest.of(manifest.data) != entry.digest:
+        raise BlobDamaged(f"the registry returned another manifest than {entry.digest}")
+    content = manifest.parse()
+    if manifest.media_type != OCI_MANIFEST or not isinstance(content, ImageManifest):
+        raise InvalidManifest(f"part {entry.digest} of the index is not an OCI image manifest")
+    return content
+
+
+def _from_docker(data: bytes, content: ImageManifest) -> RemoteModel | RemoteFiles:
     """Return a model with a manifest of Docker's type: Ollama's shape, or files."""
+    if content.config.media_type.startswith(FILE_CONFIGS):
+        return RemoteFiles(config=content.config, layers=content.layers)
     manifest = Manifest.from_bytes(data)
-    if manifest.config.media_type.startswith(FILE_CONFIGS):
-        return RemoteFiles(config=manifest.config, layers=manifest.layers)
     if not ollama.is_model(manifest.layers):
         raise _not_a_model()
     return RemoteModel(shape="ollama", manifest=data, blobs=manifest.blobs)
 
 
-def _from_layers(digest: Digest, layers: Iterable[Descriptor], read_blob: ReadBlob) -> RemoteModel:
+def _from_layers(
+    digest: Digest, layers: Sequence[RemoteDescriptor], read_blob: ReadBlob
+) -> RemoteModel:
     """Return a model whose blobs are layers, and its local manifest, named ``digest``, is one too."""
     sizes = {layer.digest: layer.size for layer in layers}
     data = _read_small(digest, sizes.get(digest), read_blob, MAX_MANIFEST_SIZE)
@@ -135,7 +149,9 @@ def _from_layers(digest: Digest, layers: Iterable[Descriptor], read_blob: ReadBl
     return RemoteModel(shape="oci", manifest=data, blobs=manifest.blobs)
 
 
-def _from_tars(digest: Digest, layers: Sequence[Descriptor], read_blob: ReadBlob) -> RemoteModel:
+def _from_tars(
+    digest: Digest, layers: Sequence[RemoteDescriptor], read_blob: ReadBlob
+) -> RemoteModel:
     """Return a model whose blobs are files in tar layers; the first layer says where."""
     if not layers:
         raise _not_a_model()
@@ -180,54 +196,3 @@ def _not_a_model() -> UnsupportedSource:
         "this is a container image or another artifact, not a model",
         advice="models are pushed by blobstore, Ollama, modctl and Docker Model Runner",
     )
-
-
-def _parsed(manifest: RemoteManifest) -> dict[str, Any]:
-    if len(manifest.data) > MAX_REMOTE_MANIFEST:
-        raise InvalidManifest(
-            f"a manifest of {len(manifest.data)} bytes is over the limit of {MAX_REMOTE_MANIFEST}"
-        )
-    try:
-        value = strict_json.loads(manifest.data)
-    except ValueError as error:
-        raise InvalidManifest(f"a manifest of the registry is not readable: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidManifest("$: expected an object")
-    return value
-
-
-def _annotations(value: dict[str, Any]) -> dict[str, str]:
-    found = value.get("annotations") or {}
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise InvalidManifest("$.annotations: expected texts")
-    return found
-
-
-def _layers(value: dict[str, Any]) -> list[Descriptor]:
-    listed = value.get("layers")
-    if not isinstance(listed, list):
-        raise InvalidManifest(f"$.layers: expected a list, got {quote(listed)}")
-    return [_descriptor(layer, f"$.layers[{number}]") for number, layer in enumerate(listed)]
-
-
-def _parts(value: dict[str, Any], get_manifest: GetManifest) -> Iterable[RemoteManifest]:
-    """Yield the manifests that an index lists."""
-    listed = value.get("manifests")
-    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_PARTS:
-        raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
-    for number, entry in enumerate(listed):
-        place = f"$.manifests[{number}]"
-        part = _descriptor(entry, place)
-        if part.media_type != OCI_MANIFEST:
-            raise InvalidManifest(f"{place}.mediaType: expected {OCI_MANIFEST}")
-        manifest = get_manifest(part.digest)
-        if Digest.of(manifest.data) != part.digest:
-            raise BlobDamaged(f"the registry returned another manifest than {part.digest}")
-        yield manifest
-
-
-def _descriptor(value: Any, place: str) -> Descriptor:
-    try:
-        return Descriptor.from_json(value)
-    except InvalidManifest as error:
-        raise InvalidManifest(f"{place}{error}") from None

@@ -74,11 +74,10 @@ VARIANTS = {
     "show oci://": ("show", "%address"),
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
-    "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
-    "verify --signatures": ("verify", "tuned", "--signatures"),
+    "verify --signatures": ("verify", "dense", "--signatures"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
@@ -120,8 +119,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run(*arguments)
         put(LocalStore(store), "cold", {"x": 1})
         put(LocalStore(store), "gone", {"y": 2})
-        digest = Digest.of(LocalStore(store).read_manifest("tuned"))
-        bundle = write_bundle(statement("tuned", {}, digest), b"no signature", "")
+        files_of_dense = {"config.json": Digest.of(DENSE_CONFIG)}
+        digest = Digest.of(LocalStore(store).read_manifest("dense"))
+        bundle = write_bundle(statement("dense", files_of_dense, digest), b"no signature", "")
         LocalStore(store).keep_signature(digest, bundle)
         with contextlib.suppress(pytest.skip.Exception):  # the library is not installed
             from tests.support.signing import key_files

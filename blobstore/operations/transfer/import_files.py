@@ -1,0 +1,153 @@
+"""Imports the files of a model that another tool has pushed, as ``create`` imports a folder.
+
+The files have been fetched, and their digests are right. Here they get the names that they have in the
+folder, and tars are unpacked; everything else is the work of ``create``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+from blobstore.core.escape import quote
+from blobstore.core.files import make_folders
+from blobstore.errors import DamagedSource
+from blobstore.manifests.file_names import is_safe_name
+from blobstore.operations.create.create import create
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.create.create import Created
+    from blobstore.registry.shapes.files import RemoteFile
+    from blobstore.store.local import LocalStore
+
+_MAX_RATIO: Final = 64
+"""Limit of the unpacked size of a compressed tar, in sizes of the tar; beyond :data:`_MIN_LIMIT`."""
+_MIN_LIMIT: Final = 64 * 2**20
+_MAX_MEMBERS: Final = 100_000
+_PREFIX: Final = "import-"
+_MAX_AGE: Final = 7 * 86400
+"""Seconds after which the folder of an import is taken for that of a process that was killed."""
+
+
+def import_files(
+    files: Iterable[RemoteFile],
+    path_of: Callable[[RemoteFile], Path | None],
+    reference: Reference,
+    *,
+    store: LocalStore,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> Created:
+    """Import fetched files as a model.
+
+    Args:
+        files: the files of the model.
+        path_of: returns where the content of a file is; None if only the store has it, frozen.
+        reference: the name.
+        store: the store.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current blob, bytes done and total bytes.
+
+    Raises:
+        DamagedSource: a tar is malformed, or has files that must not be written.
+        BlobstoreError: as :func:`blobstore.create`.
+    """
+    parent = store.folder("temporary").parent
+    with store.writing():
+        make_folders(parent, store.root)
+        _remove_stale(parent)
+        temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+    with temporary as name:
+        folder = Path(name)
+        with store.writing():
+            for file in files:
+                _place(file, path_of(file), folder, store)
+        return create(folder, reference, store=store, jobs=jobs, progress=progress)
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove the folders of imports that were killed."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_mtime < time.time() - _MAX_AGE:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalStore) -> None:
+    """Give a file its name in the folder, or unpack it there."""
+    target = folder / (file.path or f".{file.digest.hex}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        with target.open("xb") as out:
+            out.writelines(store.read_pieces(file.digest, file.size))
+    else:
+        try:
+            os.link(content, target)
+        except OSError:  # the file system has no hard links
+            shutil.copyfile(content, target)
+    if file.is_tar:
+        _unpack(file, target, folder)
+        target.unlink()
+
+
+def _unpack(file: RemoteFile, content: Path, folder: Path) -> None:
+    """Write the regular files of a tar. Links and devices are refused, as are unsafe names."""
+    import gzip
+    import tarfile
+    import zlib
+
+    import zstandard
+
+    left = file.size if not file.compression else max(file.size * _MAX_RATIO, _MIN_LIMIT)
+    try:
+        with (
+            _decompressed(content, file.compression) as stream,
+            tarfile.open(fileobj=stream, mode="r|") as tar,
+        ):
+            for number, member in enumerate(tar):
+                name = member.name.removeprefix("./").rstrip("/")
+                if member.isdir():
+                    continue
+                left -= member.size
+                if number >= _MAX_MEMBERS or left < 0:
+                    raise DamagedSource(f"the tar {file.digest.short} unpacks to too much")
+                if not (member.isreg() and is_safe_name(name)):
+                    raise DamagedSource(
+                        f"the tar {file.digest.short} has {quote(member.name)}, which must not be "
+                        "written"
+                    )
+                target, source = folder / name, tar.extractfile(member)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("xb") as out:  # never through a link
+                    if source is not None:
+                        shutil.copyfileobj(source, out, 2**20)
+    except (
+        *(tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError),
+        *(FileExistsError, NotADirectoryError),  # two members are in each other's place
+    ) as error:
+        raise DamagedSource(f"the tar {file.digest.short} cannot be unpacked: {error}") from None
+
+
+@contextlib.contextmanager
+def _decompressed(content: Path, compression: str) -> Iterator[IO[bytes]]:
+    """Open a file, and decompress it while it is read."""
+    with contextlib.ExitStack() as stack:
+        file: Any = stack.enter_context(content.open("rb"))
+        if compression == "gzip":
+            import gzip
+
+            file = stack.enter_context(gzip.GzipFile(fileobj=file))
+        elif compression == "zstd":
+            import zstandard
+
+            file = stack.enter_context(zstandard.ZstdDecompressor().stream_reader(file))
+        yield file

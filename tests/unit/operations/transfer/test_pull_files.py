@@ -1,0 +1,187 @@
+"""Models that other tools have pushed file by file, as modctl and Docker Model Runner lay them out."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, UnsupportedSource
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
+from blobstore.registry.reference import RemoteReference
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, write_folder
+
+PACK = "application/vnd.cncf.model."
+DOCKER = "application/vnd.docker.ai."
+Layer = tuple[str, str, bytes]
+"""Media type, path and content."""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    files = {"tokenizer.json": b"{}", "README.md": b"# A model\n"}
+    return write_folder(tmp_path / "source", dense_tensors(), shards=2, files=files)
+
+
+@pytest.fixture
+def expected(source: Path, tmp_path: Path) -> bytes:
+    """The manifest that create makes of the files."""
+    created = LocalStore(tmp_path / "created")
+    blobstore.create(source, "model", store=created)
+    return created.read_manifest("model")
+
+
+def offer(remote: str, config_type: str, layers: list[Layer], **extra: Any) -> None:
+    """Push an artifact as another tool does."""
+    address = RemoteReference.parse(remote)
+    config = b'{"config": {"format": "safetensors"}}'
+
+    def described(media_type: str, content: bytes) -> dict[str, Any]:
+        digest = Digest.of(content)
+        client.upload_blob(
+            address.repository, digest, len(content), lambda offset: [content[offset:]]
+        )
+        return {"mediaType": media_type, "digest": str(digest), "size": len(content)}
+
+    with RegistryClient(address.host) as client:
+        value = {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            **extra,
+            "config": described(config_type, config),
+            "layers": [
+                described(media_type, content)
+                | ({"annotations": {"org.cncf.model.filepath": path}} if path else {})
+                for media_type, path, content in layers
+            ],
+        }
+        data = json.dumps(value).encode()
+        manifest = RemoteManifest(OCI_MANIFEST, data, Digest.of(data))
+        client.put_manifest(address.repository, address.tag, manifest)
+
+
+def modctl_layers(source: Path) -> list[Layer]:
+    kinds = {".safetensors": "weight", ".md": "doc"}
+    return [
+        (f"{PACK}{kinds.get(path.suffix, 'weight.config')}.v1.raw", path.name, path.read_bytes())
+        for path in sorted(source.iterdir())
+    ]
+
+
+def offer_as_modctl(remote: str, source: Path) -> None:
+    config_type, artifact_type = f"{PACK}config.v1+json", f"{PACK}manifest.v1+json"
+    offer(remote, config_type, modctl_layers(source), artifactType=artifact_type)
+
+
+def offer_as_docker(remote: str, source: Path) -> None:
+    """Push as Docker Model Runner did at first: weights without names, and a tar of the rest."""
+    weights = sorted(source.glob("*.safetensors"))
+    others = io.BytesIO()
+    with tarfile.open(fileobj=others, mode="w") as tar:
+        for path in set(source.iterdir()) - set(weights):
+            tar.add(path, path.name)
+    layers = [(f"{DOCKER}safetensors", "", path.read_bytes()) for path in weights]
+    layers.append((f"{DOCKER}vllm.config.tar", "", others.getvalue()))
+    offer(remote, f"{DOCKER}model.config.v0.1+json", layers)
+
+
+def offer_as_docker_files(remote: str, source: Path) -> None:
+    layers = [
+        (
+            f"{DOCKER}{'safetensors' if path.suffix == '.safetensors' else 'model.file'}",
+            path.name,
+            path.read_bytes(),
+        )
+        for path in sorted(source.iterdir())
+    ]
+    offer(remote, f"{DOCKER}model.config.v0.2+json", layers)
+
+
+@pytest.mark.parametrize("offer_model", [offer_as_modctl, offer_as_docker, offer_as_docker_files])
+def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
+    offer_model: Any, remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    offer_model(remote, source)
+    reports: list[int] = []
+    pulled = blobstore.pull(
+        remote, "model", store=store, progress=lambda _, done, __: reports.append(done)
+    )
+    assert pulled.shape == "files"
+    assert store.read_manifest("model") == expected
+    assert reports == sorted(reports)
+    assert not blobstore.verify(store=store).faults
+
+
+def test_nothing_but_the_model_stays(remote: str, source: Path, store: LocalStore) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "model", store=store)
+    assert list(store.folder("partial").iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) == []
+    assert not list(store.folder("temporary").parent.glob("import-*"))
+    held = {blob.digest.file_name for blob in store.resolve("model").blobs}
+    assert {path.name for path in store.folder("blobs").iterdir()} == held
+
+
+def test_a_frozen_file_of_the_store_is_not_fetched(
+    remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "first", store=store)
+    blobstore.freeze("first", store=store)
+    again = blobstore.pull(remote, "second", store=store)
+    assert again.bytes_present > 0
+    assert store.read_manifest("second") == expected
+
+
+def test_a_failed_import_keeps_what_was_fetched(
+    remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    wrong = [*modctl_layers(source), (f"{PACK}weight.config.v1.tar", "", b"no tar" * 200)]
+    offer(remote, f"{PACK}config.v1+json", wrong)
+    with pytest.raises(DamagedSource):
+        blobstore.pull(remote, "model", store=store)
+    assert not store.has_model("model")
+    offer_as_modctl(f"{remote}-right", source)
+    again = blobstore.pull(f"{remote}-right", "model", store=store)
+    assert (again.bytes_fetched, store.read_manifest("model")) == (0, expected)
+
+
+def test_a_name_that_is_taken_needs_force(remote: str, source: Path, store: LocalStore) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "model", store=store)
+    with pytest.raises(NameTaken):
+        blobstore.pull(remote, "model", store=store)
+    blobstore.pull(remote, "model", store=store, force=True)
+
+
+def test_a_dry_run_fetches_nothing(remote: str, source: Path, store: LocalStore) -> None:
+    offer_as_modctl(remote, source)
+    planned = blobstore.pull(remote, "model", store=store, dry_run=True)
+    assert planned.bytes_fetched == sum(path.stat().st_size for path in source.iterdir())
+    assert not store.has_model("model")
+
+
+@pytest.mark.parametrize(
+    ("layers", "error"),
+    [
+        ([(f"{DOCKER}gguf.v3", "", b"GGUF")], UnsupportedSource),
+        ([(f"{PACK}weight.v1.raw", "../../escape", b"x")], BlobstoreError),
+        ([(f"{PACK}weight.v1.raw", "model.safetensors", b"no weights")], BlobstoreError),
+        ([(f"{PACK}doc.v1.raw", "README.md", b"no weights")], BlobstoreError),
+    ],
+)
+def test_what_cannot_be_imported_leaves_no_model(
+    layers: list[Layer], error: type[BlobstoreError], remote: str, store: LocalStore
+) -> None:
+    offer(remote, f"{PACK}config.v1+json", layers)
+    with pytest.raises(error):
+        blobstore.pull(remote, "model", store=store)
+    assert not store.has_model("model")
