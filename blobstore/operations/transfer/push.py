@@ -168,9 +168,10 @@ def _target(reference: Reference, remote: str | RemoteReference | None) -> Remot
     """Return where to push a model."""
     if remote is None:
         if reference.host == DEFAULT_HOST:
+            path = f"{reference.namespace}/{reference.model}".lower()
             raise UsageError(
-                f"{quote(reference)} has no host to push to; give a REMOTE such as "
-                f"registry.example.com/{reference.namespace}/{reference.model}".lower()
+                f"{quote(reference)} has no host to push to",
+                advice=f"give a REMOTE such as registry.example.com/{path}",
             )
         return RemoteReference.of(reference)
     target = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)

@@ -230,6 +230,26 @@ def test_progress_only_grows_and_ends_at_the_total(
     assert reports[-1][0] == reports[-1][1]
 
 
+def test_gc_removes_no_blob_that_is_being_pushed(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = RegistryClient.upload_blob
+    data = origin.read_manifest("org/Dense")
+
+    def collect(self: Any, *arguments: Any, **options: Any) -> None:
+        if origin.has_model("org/Dense"):
+            blobstore.remove("org/Dense", store=origin)
+        blobstore.gc(origin, older_than=0, force=True)
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(RegistryClient, "upload_blob", collect)
+    push(origin, remote, streams=1)
+    assert read_back(remote)[0].manifest == data
+    monkeypatch.undo()
+    blobstore.gc(origin, older_than=0, force=True)
+    assert not list(origin.folder("blobs").glob("sha256-*"))
+
+
 # Facts about the model
 
 

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.operations.transfer import push as pushing
+from blobstore.store.local import LocalStore
+from tests.support.registry import Server, running_registry
+from tests.unit.cli.running import run, run_json
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+def without_time(output: str) -> str:
+    return output.rpartition("; ")[0]
+
+
+def test_reports_what_was_sent(stored: LocalStore, server: Server) -> None:
+    remote = f"{server.host}/cli/dense"
+    planned = run("push", "dense", remote, "--dry-run").stdout
+    assert without_time(planned) == (
+        f"would push dense:latest to {remote}:latest: 17 blobs, 6.6 kB sent"
+    )
+    done = run("push", "dense", remote).stdout
+    assert without_time(done) == f"pushed dense:latest to {remote}:latest: 17 blobs, 6.6 kB sent"
+    again = run("push", "dense", remote).stdout
+    assert without_time(again) == f"nothing to do: {remote}:latest is dense:latest already"
+    verified = run("push", "dense", remote, "--verify").stdout
+    assert without_time(verified).endswith("is dense:latest already, 6.6 kB read back")
+    copied = run("push", "dense", f"{remote}-copy:v2").stdout
+    assert without_time(copied) == (
+        f"pushed dense:latest to {remote}-copy:v2: 17 blobs, 0 B sent, 6.6 kB mounted"
+    )
+    retagged = run("push", "dense", f"{remote}:v2").stdout
+    assert without_time(retagged).endswith("17 blobs, 0 B sent, 6.6 kB already there")
+
+
+def test_prints_exact_numbers_as_json(stored: LocalStore, server: Server) -> None:
+    remote = f"{server.host}/cli/json:v1"
+    found = run_json("push", "dense", remote, "--shape", "ollama")
+    assert found["remote"] == remote
+    assert found["remote_shape"] == "ollama"
+    assert found["bytes_sent"] == sum(blob.size for blob in stored.resolve("dense").blobs)
+    assert (found["unchanged"], found["dry_run"], found["bytes_verified"]) == (False, False, 0)
+
+
+def test_pushes_a_name_with_a_host_to_that_host(stored: LocalStore, server: Server) -> None:
+    name = f"{server.host}/Team/Dense:v1"
+    run("cp", "dense", name)
+    assert f"to {server.host}/team/dense:v1" in run("push", name).stdout
+
+
+def test_a_name_without_a_host_is_a_usage_error(stored: LocalStore) -> None:
+    result = run("push", "dense", exit_code=2)
+    assert "give a REMOTE such as registry.example.com/library/dense" in result.stderr
+
+
+def test_a_damaged_blob_is_exit_status_4(stored: LocalStore, server: Server) -> None:
+    layer = max(stored.resolve("dense").layers, key=lambda layer: layer.size)
+    path = Path(stored.blob_path(layer.digest))
+    path.chmod(0o644)
+    path.write_bytes(bytes(layer.size - 1) + b"x")
+    result = run("push", "dense", f"{server.host}/cli/damaged", "--shape=ollama", exit_code=4)
+    assert "run 'blobstore repair', then push again" in result.stderr
+
+
+def test_says_that_an_interrupted_push_can_be_continued(
+    stored: LocalStore, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pushing._Push, "send_blobs", interrupt)
+    result = run("push", "dense", f"{server.host}/cli/stopped", exit_code=130)
+    assert "the same command continues where this one stopped" in result.stderr
+
+
+def test_other_tools_words_for_it_lead_to_it() -> None:
+    assert "push" in run("upload", exit_code=2).stderr
