@@ -7,6 +7,7 @@ byte, and a blob is uploaded that the registry could have mounted from another r
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,7 +103,10 @@ class PushNotes:
 
 
 def _read(path: Path) -> Any:
+    """Return a note that this user has written; None if there is none that makes sense."""
     try:
+        if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
+            return None
         return strict_json.loads(read_regular(path, _MAX_NOTE))
     except (OSError, ValueError, BlobstoreError):
         return None

@@ -40,7 +40,6 @@ _NAMES: Final = {
     "application/vnd.docker.ai.license": "LICENSE",
 }
 """Files that Docker's older artifacts do not name."""
-_UNUSED: Final = ("dataset", "code")
 _TAR_FORMS: Final = {"tar": "", "tar+gzip": "gzip", "tar+zstd": "zstd"}
 
 
@@ -76,7 +75,7 @@ def folder_of(layers: Sequence[RemoteDescriptor]) -> tuple[RemoteFile, ...]:
         path = _path(layer) or shards.get(layer.digest) or _NAMES.get(layer.media_type, "")
         if form == "gguf" or path.lower().endswith(".gguf"):
             raise UnsupportedSource("this model is a GGUF file; only safetensors are imported")
-        if kind in _UNUSED:
+        if kind == "dataset":  # not part of the model
             continue
         if form in _TAR_FORMS:
             files.append(RemoteFile("", layer.digest, layer.size, True, _TAR_FORMS[form]))

@@ -200,6 +200,15 @@ def test_wrong_notes_cost_only_requests(origin: LocalStore, remote: str) -> None
         assert done.bytes_sent > 0
 
 
+def test_notes_of_other_users_are_not_read(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(origin, remote)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert push(origin, f"{remote}-copy").bytes_mounted == 0
+
+
 def test_frozen_blobs_are_decompressed_on_the_way(origin: LocalStore, remote: str) -> None:
     blobstore.freeze("org/Dense", store=origin)
     push(origin, remote, verify=True)

@@ -30,7 +30,7 @@ def test_modelpack_layers_have_their_paths_in_annotations() -> None:
         layer(f"{PACK}weight.v1.safetensors", "unet/model.safetensors"),
         layer(f"{PACK}dataset.v1.tar", "data"),
         layer(f"{PACK}code.v1.raw", "train.py"),
-    ) == ["model.safetensors", "config.json", "README.md", "unet/model.safetensors"]
+    ) == ["model.safetensors", "config.json", "README.md", "unet/model.safetensors", "train.py"]
 
 
 def test_dockers_older_weight_files_are_numbered_in_order() -> None:
