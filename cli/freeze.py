@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blobstore.cli import options, render
+from blobstore.core.escape import join_some
 from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 _REASONS = {
-    "shared": "models that are not frozen need them",
+    "shared": "models that are not frozen need them, {}",
     "in use": "other processes use them",
     "no gain": "compression saves no space",
 }
+
+_MAX_NAMED = 3
 
 
 @click.command("freeze", short_help="Compress models losslessly.")
@@ -99,7 +102,8 @@ def command(
         )
     if as_json:
         fields = (
-            "names=references bases bytes=size stored_bytes=stored blobs faults fallbacks seconds"
+            "names=references bases bytes=size stored_bytes=stored blobs needed_by faults fallbacks "
+            "seconds"
         )
         blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
         result = (
@@ -149,7 +153,21 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
         kept = [blob for blob in frozen.blobs if blob.outcome == outcome]
         if kept:
             size = render.human_bytes(sum(blob.size for blob in kept))
+            others = join_some([render.cell(name) for name in frozen.needed_by], _MAX_NAMED)
             yield (
                 f"  {'would keep' if dry_run else 'kept'} {render.count_of(len(kept), 'blob')} "
-                f"({size}) uncompressed: {reason}"
+                f"({size}) uncompressed: {reason.format(others)}"
             )
+    if not frozen.blobs:
+        yield "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
+    if render.is_verbose():
+        rows = [
+            (
+                render.cell(blob.name),
+                blob.outcome if blob.base is None else f"{blob.outcome}, delta",
+                render.human_bytes(blob.size),
+                render.human_bytes(blob.stored),
+            )
+            for blob in frozen.blobs
+        ]
+        yield render.table(("BLOB", "OUTCOME", "SIZE", "ON DISK"), rows, right=(2, 3))

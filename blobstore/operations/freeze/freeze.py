@@ -68,6 +68,8 @@ class Frozen:
     """Models and their base models."""
     blobs: tuple[FrozenBlob, ...] = field(repr=False)
     """The tensor blobs, each once."""
+    needed_by: tuple[Reference, ...]
+    """The models that are not frozen, because of which blobs stay uncompressed."""
     faults: tuple[BlobstoreError, ...]
     """Why blobs could not be read."""
     fallbacks: int
@@ -156,10 +158,14 @@ def freeze_models(
         elif plan.blobs:
             # Each byte is encoded, then decoded.
             run.freeze(WorkerPool(jobs, progress, 2 * size))
+    blobs = tuple(run.results[digest] for digest in plan.blobs if digest in run.results)
+    shared = [blob.digest for blob in blobs if blob.outcome == "shared"]
+    needing = map(store.reference_of, map(Path, plan.needing(shared)))
     return Frozen(
         references=tuple(plan.references),
         bases=tuple(plan.bases.items()),
-        blobs=tuple(run.results[digest] for digest in plan.blobs if digest in run.results),
+        blobs=blobs,
+        needed_by=tuple(name for name in needing if name is not None),
         faults=tuple(run.faults),
         fallbacks=len(builder.fallbacks),
         seconds=time.monotonic() - started,

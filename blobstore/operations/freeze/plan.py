@@ -53,6 +53,15 @@ class FreezePlan:
             needs.update(dict.fromkeys(manifest.others if is_frozen else manifest.blobs, "shared"))
         return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
 
+    def needing(self, blobs: Collection[Digest]) -> list[str]:
+        """Return the paths of the manifests of models that are not frozen and need one of these blobs."""
+        wanted = {digest.hex for digest in blobs}
+        return [
+            path
+            for path, manifest in self.reachable.by_path().items()
+            if self.frozen.get(path) != manifest.state and not wanted.isdisjoint(manifest.blobs)
+        ]
+
 
 def plan_freeze(
     store: LocalStore,

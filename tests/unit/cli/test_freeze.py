@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, forms_of, layer, layers, put, spoil_deltas, tuned, weights
-from tests.support.models import add_blobs
+from tests.support.models import add_blob, add_blobs, with_layers
 from tests.unit.cli.running import command_line, environment, run, run_json
 
 
@@ -27,8 +29,39 @@ def test_reports_the_frozen_blobs_and_the_kept_ones(pair: LocalStore) -> None:
     first, second = result.stdout.splitlines()
     assert first.startswith("froze 1 blob of 1 model: 80.1 kB compressed to 5")
     assert "% less); " in first
-    assert second == "  kept 1 blob (80.1 kB) uncompressed: models that are not frozen need them"
+    assert second == (
+        "  kept 1 blob (80.1 kB) uncompressed: models that are not frozen need them, b:latest"
+    )
     assert forms_of(pair, "a") == {"x": "hot", "y": "cold"}
+
+
+def test_names_some_of_many_models_that_keep_blobs_uncompressed(pair: LocalStore) -> None:
+    for number in range(3):
+        run("cp", "b", f"copy{number}")
+    result = run("freeze", "a")
+    assert result.stdout.splitlines()[1].endswith(
+        "need them, b:latest, copy0:latest, copy1:latest and 1 more"
+    )
+    assert run_json("freeze", "a", "b")["needed_by"] == [f"copy{it}:latest" for it in range(3)]
+
+
+def test_says_why_a_gguf_model_is_not_compressed(store: LocalStore) -> None:
+    gguf = Descriptor(media_types.MODEL, *add_blob(store, b"GGUF"))
+    add_blobs(store, "gguf", {})
+    store.publish("gguf", with_layers(store, store.resolve("gguf"), [gguf]))
+    result = run("freeze", "gguf")
+    assert result.stdout.splitlines()[1] == (
+        "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
+    )
+
+
+def test_verbose_lists_what_became_of_each_blob(pair: LocalStore) -> None:
+    table = run("-v", "freeze", "a").stdout.splitlines()[2:]
+    assert [line.split()[:2] for line in table] == [
+        ["BLOB", "OUTCOME"],
+        ["x", "shared"],
+        ["y", "frozen"],
+    ]
 
 
 def test_reports_blobs_that_were_already_frozen(pair: LocalStore) -> None:
