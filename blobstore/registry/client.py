@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -21,7 +21,7 @@ from blobstore.registry import protocol
 from blobstore.registry.credentials import Credentials, DockerCredentials
 from blobstore.registry.manifest import ACCEPTED, MAX_SIZE, OCI_INDEX, ImageIndex, RemoteManifest
 from blobstore.registry.protocol import Patience, Reply, Request, TransientError
-from blobstore.registry.reference import check_host, check_reference, check_repository
+from blobstore.registry.reference import check_host, check_reference, check_repository, is_tag
 from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
@@ -267,11 +267,12 @@ class RegistryClient:
             if reply.status == HTTPStatus.NOT_FOUND:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             try:
-                found: Any = strict_json.loads(reply.body)["tags"] or []
-                for tag in found:
-                    check_reference(tag)
-            except (ValueError, KeyError, TypeError) as error:
-                raise RemoteError(f"{what}: the registry sent no list of tags") from error
+                found = strict_json.loads(reply.body)["tags"]
+            except (ValueError, KeyError, TypeError):
+                found = 0
+            found = [] if found is None else found
+            if not isinstance(found, list) or not all(map(is_tag, found)):
+                raise RemoteError(f"{what}: the registry sent no list of tags")
             yield from found
 
     def referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
@@ -325,15 +326,16 @@ class RegistryClient:
             )
             is_cut = response.status_code == HTTPStatus.OK and end != size
             for piece in self._transport.pieces(response):
-                part = piece[skip : skip + length]
-                skip -= min(skip, len(piece))
+                skipped = min(skip, len(piece))
+                part = piece[skipped:][:length]
+                skip -= skipped
                 length -= len(part)
                 if part:
                     yield part
-                # Otherwise the response is read to its end, so that its connection can be used again.
                 if is_cut and not length:
                     return
-                if not part and not skip:
+                # Otherwise the response is read to its end, so that its connection can be used again.
+                if skipped + len(part) < len(piece):
                     raise BlobDamaged(f"{request.what}: has more bytes than expected")
             if length:
                 raise TransientError(f"{request.what}: the response ends {length} bytes early")

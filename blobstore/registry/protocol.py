@@ -43,6 +43,8 @@ _TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REFUSALS: Final = range(400, 500)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.ASCII)
 _RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,19})", re.ASCII)
+_URL = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
+"""The characters of RFC 3986. Parsers of URLs disagree about others, such as the backslash."""
 _NUMBER = re.compile(r"\d{1,19}", re.ASCII)
 _LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
 _PARAMETER = re.compile(
@@ -154,7 +156,7 @@ class Patience:
         """
         if failures >= self.attempts or retry_after > self.longest:
             return None
-        backoff = min(self.first * 2.0 ** (failures - 1), self.longest) * (0.5 + jitter / 2)
+        backoff = min(self.first * 2.0 ** min(failures - 1, 32), self.longest) * (0.5 + jitter / 2)
         return max(retry_after, backoff)
 
 
@@ -204,9 +206,8 @@ def resolve(location: str | None, base: str) -> str:
             and bool(parts.hostname)
             and parts.port != 0
             and len(url) <= MAX_URL
-            and url.isascii()
-            and url.isprintable()
-            and " " not in url
+            and _URL.fullmatch(location) is not None
+            and _URL.fullmatch(url) is not None
         )
     except ValueError:
         is_sound = False
@@ -430,7 +431,7 @@ def bytes_received(text: str | None) -> int:
     Raises:
         RemoteError: it is malformed.
     """
-    found = _RECEIVED.fullmatch((text or "0-0").strip())
+    found = _RECEIVED.fullmatch("0-0" if text is None else text)
     if found is None:
         raise RemoteError(f"an upload has the malformed Range {quote(text)}")
     last = int(found[1])

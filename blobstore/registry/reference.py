@@ -45,7 +45,7 @@ class RemoteReference:
     def __post_init__(self) -> None:
         check_host(self.host)
         check_repository(self.repository)
-        if _TAG.fullmatch(self.tag) is None:
+        if not is_tag(self.tag):
             raise InvalidReference(
                 f"not a tag: {quote(self.tag)}; expected 1 to 128 letters, digits, '_', '-' and '.'"
             )
@@ -123,6 +123,11 @@ def is_host(text: str) -> bool:
     return "." in text or ":" in text or text == "localhost"
 
 
+def is_tag(value: object) -> bool:
+    """Return whether a value is a valid tag."""
+    return isinstance(value, str) and _TAG.fullmatch(value) is not None
+
+
 def check_host(text: str) -> None:
     """Check a host with or without a port.
 
@@ -154,5 +159,5 @@ def check_reference(text: str) -> None:
     """
     if ":" in text:
         Digest.parse(text)
-    elif _TAG.fullmatch(text) is None:
+    elif not is_tag(text):
         raise InvalidReference(f"neither a tag nor a digest: {quote(text)}")

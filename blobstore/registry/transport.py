@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import httpx2
 
@@ -60,6 +60,7 @@ class Transport:
         self._limiter = limiter
         self._closed = threading.Event()
         self._has_answered = False
+        self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
         self._client = httpx2.Client(
             # As curl does, this takes proxies and certificates from the environment. A connection within
@@ -138,6 +139,7 @@ class Transport:
         body = response.iter_raw()
         while True:
             began = time.monotonic()
+            self._waiting.until = None
             piece = next(body, None)
             if piece is None:
                 return
@@ -185,11 +187,39 @@ class Transport:
         if content is not None:
             headers["content-length"] = str(request.size)
         built = self._client.build_request(
-            request.method, url, headers=headers, content=content, timeout=timeout
+            request.method,
+            url,
+            headers=headers,
+            content=content,
+            timeout=timeout,
+            extensions={"trace": self._trace},
         )
+        self._waiting.until = None
         response = self._client.send(built, stream=True)
         self._has_answered = True
         return response
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        """Limit the time that a new connection may take for the headers of a response, or a chunk.
+
+        httpx2 limits the time between two bytes only, so that a server could take days.
+        """
+        if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            return
+        stream = info["return_value"]
+        read = stream.read
+
+        def read_in_time(max_bytes: int, timeout: float) -> bytes:
+            now = time.monotonic()
+            if self._waiting.until is None:
+                self._waiting.until = now + timeout
+            left = self._waiting.until - now
+            if left <= 0:
+                raise TransientError(f"{quote(self.base)} sends too slowly")
+            data: bytes = read(max_bytes, left)
+            return data
+
+        stream.read = read_in_time
 
     def _read(self, request: Request, response: httpx2.Response, limit: int) -> bytes:
         """Return the body, of ``limit`` bytes at most; without a limit, skip it if it is short."""
@@ -237,7 +267,7 @@ class Transport:
             raise TransientError(message) from error
         except httpx2.TimeoutException as error:
             raise TransientError(
-                f"{request.what}: {quote(self.base)} sent nothing for {self.patience.stall:g} s"
+                f"{request.what}: timed out waiting for {quote(self.base)}"
             ) from error
         except httpx2.TransportError as error:
             raise TransientError(
@@ -250,8 +280,8 @@ class Transport:
 class Retry:
     """Repeats a block until it succeeds: ``for attempt in retry: with attempt: …; return``.
 
-    A TransientError in the block is followed by a pause and the next attempt, unless there were too many
-    in a row.
+    A TransientError in the block is followed by a pause and the next attempt. After too many in a row, it
+    ends as a RemoteError.
     """
 
     def __init__(self, patience: Patience, closed: threading.Event) -> None:
@@ -274,5 +304,8 @@ class Retry:
         if not isinstance(error, TransientError):
             return False
         self._failures += 1
-        delay = self._patience.delay(self._failures, error.retry_after, random.random())  # noqa: S311 - no secret
-        return delay is not None and not self._closed.wait(delay)
+        jitter = random.random()  # noqa: S311 - not a secret
+        delay = self._patience.delay(self._failures, error.retry_after, jitter)
+        if delay is None or self._closed.wait(delay):
+            raise RemoteError(error.message, advice=error.advice) from error
+        return True

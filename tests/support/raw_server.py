@@ -1,0 +1,108 @@
+"""A loopback server that sends any bytes that tests want, however malformed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+Answer = bytes | Iterable[bytes]
+
+
+def reply(status: int, body: bytes = b"", /, **headers: object) -> bytes:
+    """Return a response; an underscore in the name of a header stands for a hyphen."""
+    headers = {"content_length": len(body)} | headers
+    lines = [
+        f"{name.replace('_', '-')}: {text}" for name, text in headers.items() if text is not None
+    ]
+    return "\r\n".join([f"HTTP/1.1 {status} x", *lines, "", ""]).encode() + body
+
+
+class RawServer:
+    """Answers each connection once and closes it. ``answer`` is called by one thread per connection."""
+
+    def __init__(self, answer: Callable[[Received], Answer]) -> None:
+        self.answer = answer
+        self.requests: list[Received] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._accept)
+        self._connections: list[threading.Thread] = []
+        self.closing = threading.Event()
+        """Set at the end; answers that block wait for it."""
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for connection in self._connections:
+            connection.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            self._connections.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
+            received = self._receive(connection)
+            self.requests.append(received)
+            answer = self.answer(received)
+            for part in [answer] if isinstance(answer, bytes) else answer:
+                connection.sendall(part)
+                if self.closing.is_set():
+                    break
+
+    @staticmethod
+    def _receive(connection: socket.socket) -> Received:
+        data = b""
+        while b"\r\n\r\n" not in data:
+            more = connection.recv(65536)
+            if not more:
+                raise ValueError("no request")
+            data += more
+        head, _, body = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, path, _ = first.split(" ")
+        headers = {
+            name.lower(): text
+            for name, text in (re.split(r":\s*", line, maxsplit=1) for line in lines)
+        }
+        while len(body) < int(headers.get("content-length", 0)):
+            body += connection.recv(65536)
+        return Received(method, path, headers, body)
