@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, NameTaken, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    ModelNotFound,
+    NameTaken,
+    StoreBusy,
+    UsageError,
+)
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.freeze import freeze_models
@@ -13,6 +20,7 @@ from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store import locks
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -155,3 +163,13 @@ def test_a_name_that_another_model_takes_in_the_meantime_is_not_replaced(
     with pytest.raises(NameTaken):
         copy_to_store("model", "model", other, store=store)
     assert [layer.name for layer in other.resolve("model").layers] == ["z"]
+
+
+def test_needs_the_exclusive_lock_of_the_other_store(
+    store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_IMPORT_TIMEOUT", 0)
+    other.lock_timeout = 0.05
+    with other.shared_lock(), pytest.raises(StoreBusy):
+        copy_to_store("model", "model", other, store=store)
+    assert list(other.references()) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import ModelNotFound, NotFound, UsageError
+from blobstore.errors import ModelNotFound, NotFound, StoreBusy, UsageError
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import model_history, restore_model
@@ -52,6 +52,13 @@ def test_restores_the_former_model_and_undoes_that(store: LocalStore) -> None:
     restore_model("model", store=store)
     assert store.read_manifest("model") == store.read_manifest("third")
     assert verify_models(store=store).faults == ()
+
+
+def test_restoring_needs_the_exclusive_lock(store: LocalStore) -> None:
+    store.lock_timeout = 0.05
+    with store.shared_lock(), pytest.raises(StoreBusy):
+        restore_model("model", store=store)
+    assert store.read_manifest("model") == store.read_manifest("third")
 
 
 def test_restores_by_the_start_of_an_id(store: LocalStore) -> None:
