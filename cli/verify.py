@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.operations.sign.report import SignedModel
+    from blobstore.operations.transfer.verify_remote import RemoteFault, VerifiedRemote
     from blobstore.store.local import LocalStore
 
 FAULT_FIELDS = "reference layer tensor message blob"
@@ -26,6 +27,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 @click.command("verify", short_help="Hash all blobs of models and check them.")
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
+@click.option("--remote", metavar="REMOTE", help="Read a model in a registry back instead.")
 @click.option(
     "--max-rate",
     "--watch-rate",
@@ -52,6 +54,7 @@ def command(
     names: tuple[str, ...],
     store: LocalStore,
     quick: bool,
+    remote: str | None,
     rate: int | None,
     signatures: bool,
     keys: tuple[str, ...],
@@ -63,7 +66,17 @@ def command(
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
     removed during the run is not a fault. With --signatures, an invalid signature is a fault, and so
     is a model that the policy refuses.
+
+    With --remote, every byte of the model at the address REMOTE is fetched and hashed, and nothing
+    is written: a registry may send other bytes than those that were pushed.
     """
+    if remote is not None:
+        if names or quick or jobs or signatures:
+            raise click.UsageError(
+                "--remote cannot be combined with NAME, --quick, --jobs or --signatures", ctx
+            )
+        _verify_remote(ctx, remote, rate, as_json=as_json)
+        return
     if keys and not signatures:
         raise click.UsageError("--key needs --signatures", ctx)
     from blobstore.manifests.check import ADVICE
@@ -96,7 +109,25 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _as_text(verified: Verified, *, quick: bool) -> str:
+def _verify_remote(ctx: click.Context, remote: str, rate: int | None, *, as_json: bool) -> None:
+    from blobstore.operations.transfer.verify_remote import verify_remote
+
+    with render.progress_bar() as progress:
+        verified = verify_remote(remote, limit_rate=rate, progress=progress)
+    if as_json:
+        faults = render.records(verified.faults, FAULT_FIELDS)
+        work = render.record(verified, "remote digest models blobs bytes_read seconds")
+        render.show_json(work | {"faults": faults})
+    else:
+        render.show(_as_text(verified, quick=False))
+    if verified.faults:
+        render.show_note(
+            "push the model to another repository, or ask the operator to restore the blobs"
+        )
+        ctx.exit(Damaged.exit_code)
+
+
+def _as_text(verified: Verified | VerifiedRemote, *, quick: bool) -> str:
     rate = int(verified.bytes_read / max(verified.seconds, 1e-3))
     time = render.human_seconds(verified.seconds)
     work = (
@@ -149,7 +180,7 @@ def _trust(model: SignedModel) -> str:
     return f"{count}, {refused}: {escape(model.reason)}"
 
 
-def fault_line(fault: Fault) -> str:
+def fault_line(fault: Fault | RemoteFault) -> str:
     """Return a fault as one line of text."""
     where = [f"model {render.cell(fault.reference)}"]
     if fault.layer:

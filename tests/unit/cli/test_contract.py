@@ -74,6 +74,7 @@ VARIANTS = {
     "show oci://": ("show", "%address"),
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
+    "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),

@@ -1,0 +1,120 @@
+"""The operation ``verify --remote``: reads every byte of a model in a registry back and hashes it.
+
+Registries report blobs that they have lost, and send bytes that have changed on their disks, so nothing
+less proves that a model can be pulled.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.workers import RateLimiter, WorkerPool
+from blobstore.errors import BlobDamaged, BlobMissing, UsageError
+from blobstore.operations.transfer.pull import STREAMS
+from blobstore.registry.reference import RemoteReference
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.registry.store import RemoteSource
+
+
+class RemoteFault(NamedTuple):
+    """A blob that the registry does not send as its manifest lists it."""
+
+    reference: str
+    """The address of the model."""
+    layer: str
+    """The layer's name, or its media type if it has no name."""
+    message: str
+    blob: Digest
+    tensor: str = ""
+    """Always empty: a blob with wrong bytes is not parsed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRemote:
+    """The result of :func:`verify_remote`."""
+
+    remote: RemoteReference
+    digest: Digest
+    """Of the manifest in the registry."""
+    blobs: int
+    bytes_read: int
+    faults: tuple[RemoteFault, ...]
+    """In the order of the manifest."""
+    seconds: float
+    models: int = 1
+
+
+def verify_remote(
+    remote: str | RemoteReference,
+    *,
+    streams: int = STREAMS,
+    limit_rate: float | None = None,
+    plain_http: bool | None = None,
+    progress: Progress | None = None,
+) -> VerifiedRemote:
+    """Read every blob of a model in a registry and hash it.
+
+    Args:
+        remote: the address, as for :func:`pull_model`.
+        streams: number of blobs that are read at once.
+        limit_rate: bytes per second that are read at most.
+        plain_http: whether to use HTTP without TLS; by default only for this machine.
+        progress: called with the current blob, the bytes done and the total.
+
+    Raises:
+        InvalidManifest: a manifest breaks its format or contradicts the model.
+        ModelNotFound: the registry has no such model.
+        RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        UnsupportedSource: the address is that of something other than a model.
+        UsageError: an argument is invalid.
+    """
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.store import RemoteSource
+
+    started = time.monotonic()
+    if streams < 1:
+        raise UsageError(f"streams must be at least 1, got {streams}")
+    limiter = None if limit_rate is None else RateLimiter(limit_rate)
+    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    with RegistryClient(
+        address.host, plain_http=plain_http, limiter=limiter, streams=streams
+    ) as client:
+        source = RemoteSource.resolve(client, address)
+        blobs = source.model.blobs
+        workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
+        read = workers.run(blobs, lambda blob: _verify(source, blob, workers))
+    return VerifiedRemote(
+        remote=address,
+        digest=source.root.digest,
+        blobs=len(blobs),
+        bytes_read=sum(blob.size for blob, fault in zip(blobs, read, strict=True) if not fault),
+        faults=tuple(fault for fault in read if fault is not None),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _verify(source: RemoteSource, blob: Descriptor, workers: WorkerPool) -> RemoteFault | None:
+    """Return what is wrong with a blob, or None."""
+    layer = blob.name or blob.media_type
+
+    def pieces() -> Generator[memoryview, None, None]:
+        for piece in source.read(*blob.id, 0, blob.size):
+            yield memoryview(piece)
+
+    try:
+        found = Digest.of_pieces(pieces(), lambda count: workers.report(count, quote(layer)))
+    except (BlobDamaged, BlobMissing) as error:
+        return RemoteFault(str(source.address), layer, str(error), blob.digest)
+    if found == blob.digest:
+        return None
+    message = f"the registry sent bytes with digest {found}, expected {blob.digest}"
+    return RemoteFault(str(source.address), layer, message, blob.digest)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import ModelNotFound, UsageError
+from blobstore.operations.transfer.verify_remote import verify_remote
+from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+from tests.support.stub_registry import StubRegistry
+from tests.unit.cli.running import run, run_json
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "origin")
+    frozen.put(store, "a", {"x": 1, "y": 2})
+    return store
+
+
+@pytest.fixture
+def registry() -> Iterator[StubRegistry]:
+    with StubRegistry() as server:
+        yield server
+
+
+@pytest.fixture
+def remote(origin: LocalStore, registry: StubRegistry) -> str:
+    return registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/a", "latest")
+
+
+def test_every_byte_of_an_intact_model_is_read(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    seen: list[tuple[int, int]] = []
+    found = verify_remote(remote, progress=lambda _, done, total: seen.append((done, total)))
+    size = sum(blob.size for blob in origin.resolve("a").blobs)
+    assert found.faults == ()
+    assert found.bytes_read == registry.sent.total() == size
+    assert seen[-1] == (size, size)
+
+
+def test_each_damaged_blob_is_a_fault(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    layers = frozen.layers(origin, "a")
+    flipped = str(layers["x"].digest)
+    data = registry.blobs[flipped]
+    registry.blobs[flipped] = data[:-1] + bytes([data[-1] ^ 1])
+    del registry.blobs[str(layers["y"].digest)]
+    faults = {fault.layer: fault for fault in verify_remote(remote).faults}
+    assert faults.keys() == {"x", "y"}
+    assert "the registry sent bytes with digest" in faults["x"].message
+    assert "does not have" in faults["y"].message
+    assert faults["x"].blob == layers["x"].digest
+
+
+def test_a_truncated_blob_is_a_fault(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    digest = str(frozen.layers(origin, "a")["x"].digest)
+    registry.blobs[digest] = registry.blobs[digest][:-1]
+    (fault,) = verify_remote(remote).faults
+    assert fault.layer == "x"
+
+
+def test_arguments_and_addresses_are_checked(remote: str) -> None:
+    with pytest.raises(UsageError):
+        verify_remote(remote, streams=0)
+    with pytest.raises(ModelNotFound):
+        verify_remote(remote + "-none")
+
+
+def test_the_command_line_reports_faults_with_exit_code_4(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    result = run("verify", "--remote", remote)
+    assert result.stdout.startswith("ok: 1 model, 3 blobs, 160 kB read in ")
+    digest = str(frozen.layers(origin, "a")["x"].digest)
+    registry.blobs[digest] = bytes(len(registry.blobs[digest]))
+    result = run("verify", "--remote", remote, exit_code=4)
+    assert f"model {remote}, layer x: the registry sent bytes" in result.stdout
+    (fault,) = run_json("verify", "--remote", remote, exit_code=4)["faults"]
+    assert (fault["layer"], fault["blob"]) == ("x", digest)
+    run("verify", "a", "--remote", remote, exit_code=2)
