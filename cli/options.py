@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -29,6 +31,7 @@ else:  # not generic in older versions of click
 _JSON_KEY = "blobstore.json"
 _WAIT_KEY = "blobstore.wait"
 _STORE_KEY = "blobstore.store"
+_PASSPHRASE = "BLOBSTORE_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 _MAX_LISTED = 5
 _QUANT_TYPES = ("int4", "int8", "nvfp4", "mxfp8", "mxfp4")
 _SIZE = re.compile(
@@ -345,6 +348,21 @@ plain_http_option = click.option(
     is_flag=True,
     help="Use HTTP without TLS; for registries on this machine this is the default.",
 )
+
+
+def read_passphrase() -> str:
+    """Return the passphrase of a private key, from the environment or the terminal.
+
+    Raises:
+        UsageError: there is no terminal to ask on.
+    """
+    given = os.environ.get(_PASSPHRASE)
+    if given is not None:
+        return given
+    if not sys.stdin.isatty():
+        raise UsageError(f"the key is encrypted; set {_PASSPHRASE} to its passphrase")
+    entered: str = click.prompt("Passphrase of the key", hide_input=True, err=True)
+    return entered
 
 
 @contextlib.contextmanager

@@ -66,10 +66,12 @@ def command(
     except BaseException:  # Ctrl-C, or another request to end
         render.show_note("interrupted; the same command continues where this one stopped")
         raise
+    for notice in pulled.notices:
+        render.show_note(notice)
     if as_json:
         fields = (
             "remote name=reference digest remote_shape=shape blobs blobs_fetched bytes_fetched bytes_resumed "
-            "bytes_present seconds"
+            "bytes_present signatures seconds"
         )
         render.show_json({"dry_run": dry_run} | render.record(pulled, fields))
         return

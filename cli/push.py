@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     multiple=True,
     help="A repository of the registry that may have blobs of the model. May be repeated.",
 )
+@click.option(
+    "--sign-key",
+    metavar="FILE",
+    type=options.FILE,
+    help="Private key in PEM, to sign what the registry gets.",
+)
 @click.option("--verify", is_flag=True, help="Read everything back and compare digests.")
 @click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
 @options.streams_option
@@ -53,6 +59,7 @@ def command(
     shape: Shape,
     max_layers: int,
     mount_from: tuple[str, ...],
+    sign_key: str | None,
     verify: bool,
     dry_run: bool,
     streams: int,
@@ -79,6 +86,8 @@ def command(
                     shape=shape,
                     max_layers=max_layers,
                     mount_from=mount_from,
+                    sign_key=sign_key,
+                    passphrase=options.read_passphrase,
                     verify=verify,
                     dry_run=dry_run,
                     plain_http=plain_http or None,
@@ -95,7 +104,7 @@ def command(
         fields = (
             "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
             "dry_run=is_dry_run blobs manifests bytes_sent bytes_mounted bytes_present "
-            "bytes_verified seconds"
+            "bytes_verified signatures seconds"
         )
         render.show_json(render.record(pushed, fields))
         return

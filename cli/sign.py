@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from blobstore.cli import options, render
 from blobstore.core.escape import escape
-from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
     from blobstore.operations.sign.folder_digests import Layout
     from blobstore.store.local import LocalStore
 
-PASSPHRASE = "BLOBSTORE_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 _SHOWN = 16
 
 
@@ -68,7 +64,7 @@ def command(
             store=store,
             out=out,
             layout=layout,
-            passphrase=_passphrase,
+            passphrase=options.read_passphrase,
             overwrite=force,
             jobs=jobs,
             progress=progress,
@@ -89,13 +85,3 @@ def command(
             f"{render.human_bytes(signed.bytes_hashed)}, because the model does not record their "
             "digests"
         )
-
-
-def _passphrase() -> str:
-    given = os.environ.get(PASSPHRASE)
-    if given is not None:
-        return given
-    if not sys.stdin.isatty():
-        raise UsageError(f"the key is encrypted; set {PASSPHRASE} to its passphrase")
-    entered: str = click.prompt("Passphrase of the key", hide_input=True, err=True)
-    return entered

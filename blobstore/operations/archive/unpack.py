@@ -198,8 +198,8 @@ def _notices(
     policy = read_policy(store)
     for model in models if policy is not None else ():
         verdict = check_trust(store, model.reference, model.data, signatures, policy)
-        if verdict is not None and not verdict.is_trusted:
-            yield f"model {model.reference} is not trusted: {verdict.reason}"
+        if verdict is not None:
+            yield from verdict.notices(model.reference)
 
 
 def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:

@@ -23,6 +23,7 @@ from blobstore.operations.sign.bundle import (
     wrong,
 )
 from blobstore.operations.sign.signature import Signature
+from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 from blobstore.store.signatures import MAX_SIGNATURE_SIZE
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ SIMPLE_SIGNING: Final = "application/vnd.dev.cosign.simplesigning.v1+json"
 """The media type of a payload."""
 ANNOTATION: Final = "dev.cosignproject.cosign/signature"
 """The annotation of a layer that holds the signature, in base64."""
+MAX_PAYLOAD: Final = 64 * 2**10
+"""Bytes of a payload in a registry."""
 _TYPE = "cosign container image signature"
 _MAX_TEXT = 500
 
@@ -54,13 +57,17 @@ def tag_of(manifest: Digest) -> str:
     return f"{manifest.file_name}.sig"
 
 
-def write_signature(signed: bytes, signature: bytes) -> bytes:
-    """Return the file of a payload and its signature."""
+def write_signature(signed: bytes, signature: bytes, subject: bytes = b"") -> bytes:
+    """Return the file of a payload and its signature.
+
+    If the payload has the digest of a manifest in a registry, which names the manifest of the model, that
+    is the ``subject``.
+    """
     value = {
         "mediaType": SIMPLE_SIGNING,
         "payload": base64.b64encode(signed).decode(),
         "signature": base64.b64encode(signature).decode(),
-    }
+    } | ({"subject": base64.b64encode(subject).decode()} if subject else {})
     return strict_json.dumps(value).encode()
 
 
@@ -87,20 +94,32 @@ def _parse_cosign(data: bytes, value: Mapping[str, Any]) -> Signature:
     critical = member(content, "critical", dict)
     if critical.get("type") != _TYPE:
         raise wrong("critical.type", _TYPE, critical.get("type"))
-    stated = member(member(critical, "image", dict), "docker-manifest-digest", str)
-    try:
-        manifest = Digest.parse(stated)
-    except InvalidDigest as error:
-        raise InvalidSignature(f"critical.image: {error}") from None
+    image = member(critical, "image", dict)
+    stated = _digest(member(image, "docker-manifest-digest", str), "critical.image")
+    manifest = stated
+    if "subject" in value:
+        subject = decoded(member(value, "subject", str), "subject")
+        if Digest.of(subject) != stated:
+            raise InvalidSignature(f"the subject is not the manifest {stated}, which is signed")
+        annotations = member(json_object(subject, "the subject"), "annotations", dict)
+        manifest = _digest(member(annotations, LOCAL_MANIFEST, str), LOCAL_MANIFEST)
     name = member(member(critical, "identity", dict), "docker-reference", str)
     optional = content.get("optional")
     created = optional.get("timestamp") if isinstance(optional, dict) else None
     return Signature(
         kind="cosign",
         manifest=manifest,
+        stated=stated,
         name=name[:_MAX_TEXT],
         created=created if type(created) is int and 0 <= created < 2**40 else None,
         signed=signed,
         signature=decoded(member(value, "signature", str), "signature"),
         data=data,
     )
+
+
+def _digest(text: str, place: str) -> Digest:
+    try:
+        return Digest.parse(text)
+    except InvalidDigest as error:
+        raise InvalidSignature(f"{place}: {error}") from None

@@ -75,6 +75,10 @@ class Verdict:
         """Whether the model must not be used."""
         return not self.is_trusted and self.action == "enforce"
 
+    def notices(self, reference: Reference) -> tuple[str, ...]:
+        """Return what to warn about a model that may be used."""
+        return () if self.is_trusted else (f"model {reference} is not trusted: {self.reason}",)
+
 
 def decide(
     policy: Policy, reference: Reference, manifest: Digest, signatures: Iterable[Signature]

@@ -21,6 +21,8 @@ class Signature:
     kind: Kind
     manifest: Digest | None
     """The manifest that it signs; None for a bundle of another program, which signs files only."""
+    stated: Digest | None = None
+    """The digest in a signature for cosign: that of the manifest, or of the one in a registry."""
     name: str
     """The model's name when it was signed."""
     hint: str = ""

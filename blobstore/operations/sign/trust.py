@@ -118,8 +118,8 @@ def require_trust(store: LocalStore, reference: Reference, data: bytes) -> None:
     A model that is not trusted, but may be used, is a warning of Python.
     """
     verdict = check_trust(store, reference, data)
-    if verdict is not None and not verdict.is_trusted:
-        warnings.warn(f"model {reference} is not trusted: {verdict.reason}", stacklevel=3)
+    for notice in verdict.notices(reference) if verdict is not None else ():
+        warnings.warn(notice, stacklevel=3)
 
 
 def read_signature(path: Path) -> Signature:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import (
@@ -28,6 +29,8 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
+from blobstore.operations.sign.trust import check_trust
+from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Sequence
 
-    from blobstore.core.digest import BlobId, Digest
+    from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.registry.shapes.files import RemoteFile
@@ -71,7 +74,11 @@ class Pulled:
     """Bytes of blobs that the store already had."""
     repaired: dict[Digest, Path | None]
     """The damaged blobs that were replaced, and where the damaged files are now."""
+    signatures: int
+    """Signatures that came with the model; none of them has to be trusted."""
     seconds: float
+    notices: tuple[str, ...] = ()
+    """What the policy warns about."""
 
 
 def pull_model(
@@ -108,6 +115,8 @@ def pull_model(
         ModelNotFound: the registry has no such model.
         NameConflict: the name differs only in case from another one.
         NameTaken: the name belongs to another model.
+        NotTrusted: the policy refuses the model.
+        InvalidPolicy: the policy cannot be used.
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be written, or is short of space.
@@ -130,11 +139,18 @@ def pull_model(
         address.host, plain_http=plain_http, limiter=limiter, streams=streams
     ) as client:
         source = RemoteSource.resolve(client, address, with_files=True)
-        _check_name(store, reference, source.model.manifest, force=force)
+        data = source.model.manifest
+        _check_name(store, reference, data, force=force)
+        # Files that are imported get a manifest of their own, so only that of the registry can be signed.
+        signed = source.root.data if source.files else data
+        digest = Digest.of(signed)
+        signatures = fetch_signatures(client, address.repository, source.root, digest)
+        verdict = check_trust(store, reference, signed, signatures)
         if dry_run:
             done = _Done(*_planned(store, source), {})
         else:
-            done = _pull(store, reference, source, streams, jobs, progress, force=force)
+            kept = [(digest, signature.data) for signature in signatures]
+            done = _pull(store, reference, source, kept, streams, jobs, progress, force=force)
     return Pulled(
         remote=address,
         reference=reference,
@@ -146,7 +162,9 @@ def pull_model(
         bytes_resumed=done.bytes_resumed,
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=done.repaired,
+        signatures=len(signatures),
         seconds=time.monotonic() - started,
+        notices=verdict.notices(reference) if verdict is not None else (),
     )
 
 
@@ -189,6 +207,7 @@ def _pull(
     store: LocalStore,
     reference: Reference,
     source: RemoteSource,
+    signatures: Iterable[tuple[Digest, bytes]],
     streams: int,
     jobs: int | None,
     progress: Progress | None,
@@ -209,6 +228,8 @@ def _pull(
             return _Done(len(missing), size, size - transfer.bytes_fetched, {})
         ingest.publish()
         store.check_manifest(model.manifest, source.manifest)
+        for digest, signature in signatures:
+            store.keep_signature(digest, signature)
         with ingest.exclusive_lock():
             _check_name(store, reference, model.manifest, force=force)
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):

@@ -15,14 +15,17 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.operations.sign.keys import PrivateKey, read_key
 from blobstore.operations.transfer.facts import model_facts
 from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.signatures import push_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.shapes.image import image_layers, plan_image
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.operations.sign.keys import Passphrase
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.registry.shapes.image import TarLayer
     from blobstore.registry.shapes.plan import RemotePlan, Shape
@@ -66,6 +70,8 @@ class Pushed:
     bytes_verified: int
     """Bytes that were read back."""
     manifests: int
+    signatures: int
+    """Signatures of the model that the registry has now."""
     is_dry_run: bool
     seconds: float
 
@@ -88,6 +94,8 @@ def push_model(
     shape: Shape = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
+    sign_key: str | os.PathLike[str] | None = None,
+    passphrase: Callable[[], Passphrase] | None = None,
     verify: bool = False,
     dry_run: bool = False,
     plain_http: bool | None = None,
@@ -106,6 +114,8 @@ def push_model(
             container image with the files in ``/models``.
         max_layers: layers per manifest of the shape ``oci``; larger models become an index of parts.
         mount_from: repositories of the registry that may have blobs of the model.
+        sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
+        passphrase: called if that key is encrypted.
         verify: read all blobs and manifests back, and compare their digests.
         dry_run: send nothing, and return what would be sent.
         plain_http: use HTTP without TLS; by default only for this machine.
@@ -125,6 +135,9 @@ def push_model(
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = _target(reference, remote)
+    key = None
+    if sign_key is not None:
+        key = PrivateKey.from_pem(read_key(local_path(sign_key)), quote(sign_key), passphrase)
     steps = _Steps(streams, progress)
     plan = _plan(store, reference, shape, max_layers, steps.begin)
     limiter = RateLimiter(limit_rate) if limit_rate is not None else None
@@ -144,6 +157,9 @@ def push_model(
             )
             if not dry_run:
                 push.send_manifests()
+        signatures = 0
+        if not dry_run:
+            signatures = push_signatures(client, target, plan.root, store, key)
         if verify and not dry_run:
             push.verify(steps.begin(push.size))
             verified = push.size
@@ -159,6 +175,7 @@ def push_model(
         bytes_present=sent.get("present", 0),
         bytes_verified=verified,
         manifests=len(plan.manifests),
+        signatures=signatures,
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )

@@ -78,7 +78,7 @@ VARIANTS = {
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
-    "verify --signatures": ("verify", "dense", "--signatures"),
+    "verify --signatures": ("verify", "tuned", "--signatures"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
@@ -120,9 +120,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             run(*arguments)
         put(LocalStore(store), "cold", {"x": 1})
         put(LocalStore(store), "gone", {"y": 2})
-        files_of_dense = {"config.json": Digest.of(DENSE_CONFIG)}
-        digest = Digest.of(LocalStore(store).read_manifest("dense"))
-        bundle = write_bundle(statement("dense", files_of_dense, digest), b"no signature", "")
+        digest = Digest.of(LocalStore(store).read_manifest("tuned"))
+        bundle = write_bundle(statement("tuned", {}, digest), b"no signature", "")
         LocalStore(store).keep_signature(digest, bundle)
         with contextlib.suppress(pytest.skip.Exception):  # the library is not installed
             from tests.support.signing import key_files
