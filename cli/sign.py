@@ -79,6 +79,10 @@ def command(
         f"{signed.key[:_SHOWN]}: {render.count_of(signed.files, 'file')}{place}; "
         f"{render.human_seconds(signed.seconds)}"
     )
+    if not signed.files:
+        render.show_note(
+            "the model has no folder of safetensors files; only its manifest is signed"
+        )
     if signed.hashed:
         render.show_note(
             f"hashed {render.count_of(signed.hashed, 'weight file')} of "

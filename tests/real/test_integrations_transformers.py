@@ -23,7 +23,13 @@ from transformers.quantizers import quantizer_finegrained_fp8
 from transformers.utils import import_utils
 
 import blobstore
-from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    ModelNotFound,
+    NotTrusted,
+    UsageError,
+)
 from blobstore.integrations.transformers import (
     _check_attention,
     config_from_store,
@@ -363,6 +369,18 @@ def test_rejects_anything_but_model_classes(
     blobstore.create(saved("llama", tmp_path / "source"), "m", store=store)
     with pytest.raises(UsageError, match="is not a model class"):
         from_store("m", store=store, auto_class=auto_class)
+
+
+def test_the_policy_is_asked_before_a_file_of_the_model_is_used(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved("llama", tmp_path / "source"), "model", store=store)
+    store.policy_path.write_text(
+        f'version = 1\n[[rules]]\nmatch = "*"\naction = "enforce"\npins = ["sha256:{"0" * 64}"]'
+    )
+    for load in (from_store, config_from_store, tokenizer_from_store):
+        with pytest.raises(NotTrusted, match="is not one that rule"):
+            load("model", store=store)
 
 
 def test_rejects_an_auto_class_without_a_matching_class(store: LocalStore, tmp_path: Path) -> None:

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.export.folder import check_paths, plan_export, small_files
+from blobstore.operations.export.folder import (
+    check_no_gguf,
+    check_paths,
+    plan_export,
+    small_files,
+)
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
@@ -77,6 +83,15 @@ def folder_digests(
     unknown = [file for file in weights if file.sha256 is None]
     digests, size = _hash_files(store, unknown, tensors, jobs, progress)
     return FolderDigests(files | digests, len(unknown), size)
+
+
+def has_folder(manifest: Manifest) -> bool:
+    """Return whether ``export`` and ``link`` can write a folder of a model; they write no GGUF files."""
+    try:
+        check_no_gguf(manifest)
+    except BlobstoreError:
+        return False
+    return bool(manifest.layers_of(media_types.TENSOR) or manifest.layers_of(media_types.FILE))
 
 
 def _recorded(store: LocalStore, manifest: Manifest) -> dict[str, Digest] | None:

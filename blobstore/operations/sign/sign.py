@@ -24,7 +24,12 @@ from blobstore.operations.sign.bundle import (
     statement,
     write_bundle,
 )
-from blobstore.operations.sign.folder_digests import Layout, folder_digests
+from blobstore.operations.sign.folder_digests import (
+    FolderDigests,
+    Layout,
+    folder_digests,
+    has_folder,
+)
 from blobstore.operations.sign.keys import PrivateKey, read_key
 from blobstore.operations.sign.trust import parsed
 from blobstore.store.local import LocalStore
@@ -48,7 +53,7 @@ class Signed:
     key: str
     """The fingerprint of the key."""
     files: int
-    """Files of the folder that the bundle lists."""
+    """Files of the folder that the bundle lists; 0 if the model has no such folder, and no bundle."""
     hashed: int
     """Weight files that had to be read, because nothing records their digests."""
     bytes_hashed: int
@@ -70,6 +75,8 @@ def sign_model(
     progress: Progress | None = None,
 ) -> Signed:
     """Sign a model, and store the signatures with its manifest.
+
+    A model of GGUF files has no folder that a bundle could list. Only its manifest is signed then.
 
     The signer vouches for what the manifest names: nothing is verified here unless it has to be read.
 
@@ -109,16 +116,19 @@ def sign_model(
     path = local_path(key)
     private = PrivateKey.from_pem(read_key(path), quote(path), passphrase)
     try:
-        digests = folder_digests(store, manifest, layout, jobs, progress)
+        if target is not None or has_folder(manifest):
+            digests = folder_digests(store, manifest, layout, jobs, progress)
+        else:
+            digests = FolderDigests({}, 0, 0)
     except BlobstoreError as error:
         raise error.at(f"model {reference}") from error
     digest = Digest.of(data)
-    bundle, *others = _signatures(private, reference, digest, digests.files, store)
-    for item in (bundle, *others):
+    made = list(_signatures(private, reference, digest, digests.files, store))
+    for item in made:
         store.keep_signature(digest, item)
     if target is not None:
         try:
-            write_file(target, [bundle, b"\n"])
+            write_file(target, [made[-1], b"\n"])
         except OSError as error:
             raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     return Signed(
@@ -140,13 +150,17 @@ def _signatures(
     files: Mapping[str, Digest],
     store: LocalStore,
 ) -> Iterator[bytes]:
-    """Yield the OMS bundle and the signature for cosign; those that the store has are not made again."""
+    """Yield the signature for cosign, and the OMS bundle if there are files.
+
+    Those that the store has are not made again.
+    """
     own = [one for one in parsed(store.signatures(manifest)) if one.is_by(key.public)]
-    payload = statement(str(reference), files, manifest)
-    encoded = pre_authentication_encoding(payload)
-    former = next((one.data for one in own if one.signed == encoded), None)
-    yield former or write_bundle(payload, key.sign(encoded), key.public.fingerprint)
-    former = next((one.data for one in own if one.kind == "cosign"), None)
+    former = next((one.data for one in own if one.stated == manifest), None)
     identity = f"{reference.host}/{reference.namespace}/{reference.model}"
     simple = cosign.payload(identity, manifest, int(time.time()))
     yield former or cosign.write_signature(simple, key.sign(simple, is_sha256=True))
+    if files:
+        payload = statement(str(reference), files, manifest)
+        encoded = pre_authentication_encoding(payload)
+        former = next((one.data for one in own if one.signed == encoded), None)
+        yield former or write_bundle(payload, key.sign(encoded), key.public.fingerprint)

@@ -9,6 +9,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound, UsageError
 from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
@@ -152,6 +153,22 @@ def test_says_how_much_had_to_be_read_if_it_has_not(
     sizes = [path.stat().st_size for path in (origin / "dense").glob("*.safetensors")]
     assert (signed.hashed, signed.bytes_hashed) == (2, sum(sizes))
     assert blobstore.sign("dense", key.private, store=store, layout="link").hashed == 0
+
+
+def test_signs_the_manifest_alone_if_the_model_has_no_folder(
+    store: LocalStore, key: KeyFiles, tmp_path: Path
+) -> None:
+    digest, size = add_blob(store, b"GGUF")
+    manifest = store.resolve("dense")
+    layers = [Descriptor(media_types.MODEL, digest, size)]
+    store.publish("gguf", with_layers(store, manifest, layers))
+
+    signed = blobstore.sign("gguf", key.private, store=store)
+
+    assert (signed.files, signed.hashed) == (0, 0)
+    assert signatures(store, "gguf").keys() == {"cosign"}
+    with pytest.raises(BlobstoreError, match="weights in a GGUF file"):
+        blobstore.sign("gguf", key.private, store=store, out=tmp_path / "x.sig")
 
 
 def test_does_not_sign_weights_that_are_damaged(store: LocalStore, key: KeyFiles) -> None:
