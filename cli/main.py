@@ -33,7 +33,7 @@ _COMMANDS = (
     *("create", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "sign", "completion"),
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "completion"),
 )
 _ALIASES = {"ls": "list"}
 # What other programs call our commands.

@@ -138,6 +138,17 @@ def check_host(text: str) -> None:
         raise InvalidReference(f"not the host of a registry: {quote(text)}; expected host[:port]")
 
 
+def host_in(text: str) -> str:
+    """Return the host of a registry that a user named, with or without ``oci://``.
+
+    Raises:
+        InvalidReference: it is not valid, or has more than a host and a port.
+    """
+    host = text.removeprefix(SCHEME).removesuffix("/")
+    check_host(host)
+    return host
+
+
 def check_repository(text: str) -> None:
     """Check the name of a repository.
 

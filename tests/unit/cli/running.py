@@ -24,17 +24,18 @@ main()
 """
 
 
-def run(*arguments: object, exit_code: int = 0) -> Result:
+def run(*arguments: object, exit_code: int = 0, stdin: str | None = None) -> Result:
     """Run a command, and check its exit code. Exceptions other than an exit are raised."""
-    result = CliRunner(catch_exceptions=False).invoke(program, [str(item) for item in arguments])
+    words = [str(item) for item in arguments]
+    result = CliRunner(catch_exceptions=False).invoke(program, words, input=stdin)
     assert not result.exc_info or result.exc_info[0] is SystemExit
     assert result.exit_code == exit_code, result.output
     return result
 
 
-def run_json(*arguments: object, exit_code: int = 0) -> Any:
+def run_json(*arguments: object, exit_code: int = 0, stdin: str | None = None) -> Any:
     """Run a command with ``--json``; return what it printed, which is ASCII."""
-    result = run(*arguments, "--json", exit_code=exit_code)
+    result = run(*arguments, "--json", exit_code=exit_code, stdin=stdin)
     assert result.stdout.isascii()
     return json.loads(result.stdout)
 

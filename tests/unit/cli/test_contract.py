@@ -55,10 +55,13 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--shape=ollama"),
     "pull": ("%remote", "new"),
+    "login": ("%host", "--username=alice", "--password-stdin"),
+    "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
     "completion": ("bash",),
 }
-STORELESS = ("convert", "inspect", "completion")
+STORELESS = ("convert", "inspect", "login", "logout", "completion")
+STDIN = {"login": "secret"}
 TEXT_ONLY = ("completion",)
 # Commands that find a missing blob, and their exit code then.
 DAMAGED = {"verify": 4, "repair": 0, "du": 4, "show": 4}
@@ -133,14 +136,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         origin = LocalStore(store)
         plan = plan_ollama(origin.read_manifest("dense"))
         address = registry.put(origin, plan, "team/dense", "latest")
+        (folder / "host").write_text(registry.host)
         (folder / "remote").write_text(address)
         (folder / "address").write_text(f"oci://{address}")
         yield folder
 
 
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Path:
+def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the prepared folder, in which a command may change everything."""
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
     return shutil.copytree(prepared, tmp_path / "folder", symlinks=True)
 
 
@@ -167,7 +172,8 @@ def run_in(folder: Path, command: str) -> Any:
     if command in DAMAGED:
         (folder / "store" / "blobs" / Digest.of(b"a b\n").file_name).unlink()
     store = () if command in STORELESS else ("--store", folder / "store")
-    return run_json(*arguments_of(command, folder), *store, exit_code=EXIT_CODES.get(command, 0))
+    words = (*arguments_of(command, folder), *store)
+    return run_json(*words, exit_code=EXIT_CODES.get(command, 0), stdin=STDIN.get(command))
 
 
 def need_libraries(command: str) -> None:
@@ -217,7 +223,8 @@ def test_json_has_the_documented_keys_and_exact_numbers(command: str, folder: Pa
 def test_text_is_plain_and_goes_to_standard_output(command: str, folder: Path) -> None:
     need_libraries(command)
     store = () if command in STORELESS else ("--store", folder / "store")
-    result = run(*arguments_of(command, folder), *store, exit_code=1 if command == "diff" else 0)
+    words = (*arguments_of(command, folder), *store)
+    result = run(*words, exit_code=1 if command == "diff" else 0, stdin=STDIN.get(command))
     assert result.stdout.endswith("\n")
     assert "\x1b" not in result.output
     assert not result.stdout.startswith("{")

@@ -1,0 +1,66 @@
+"""``blobstore login``: keeps a password for a registry."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from blobstore.cli import options, render
+from blobstore.core.escape import escape
+from blobstore.errors import UsageError
+
+_MAX_PASSWORD = 64 * 2**10
+
+
+@click.command("login", short_help="Log in at a registry.")
+@click.argument("registry", metavar="REGISTRY")
+@click.option("--username", "-u", metavar="USER", help="The user; asked for by default.")
+@click.option("--password-stdin", is_flag=True, help="Read the password from standard input.")
+@options.json_option
+def command(registry: str, username: str | None, password_stdin: bool, as_json: bool) -> None:
+    """Log in at the registry REGISTRY, which is host[:port], and keep the password.
+
+    The password is kept where Docker keeps it: by the credential helper that Docker's configuration
+    names, or else in that file. It is kept only if the registry does not refuse it.
+    """
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.credentials import DockerCredentials, GivenLogin, check_user
+    from blobstore.registry.protocol import Login
+    from blobstore.registry.reference import host_in
+
+    host = host_in(registry)
+    if not (password_stdin and username) and not sys.stdin.isatty():
+        raise UsageError("there is no terminal to ask; give --username and --password-stdin")
+    user = username or click.prompt("Username", err=True)
+    check_user(user)
+    login = Login(user, _read_password() if password_stdin else _ask_password())
+    with RegistryClient(host, credentials=GivenLogin(login)) as client:
+        is_checked = client.check_login()
+    place = DockerCredentials().store(host, login)
+    if as_json:
+        kept = {"host": host, "user": user, "checked": is_checked, "path": place}
+        render.show_json(kept)
+        return
+    if not is_checked:
+        render.show_note("the registry did not ask for a password, so it was not checked")
+    render.show(f"logged in at {escape(host)} as {escape(user)}; the password is in {place}")
+
+
+def _read_password() -> str:
+    """Return what standard input holds, without the line break at its end."""
+    data = sys.stdin.buffer.read(_MAX_PASSWORD)
+    try:
+        return _checked(data.decode().removesuffix("\n").removesuffix("\r"))
+    except UnicodeDecodeError:
+        raise UsageError("the password on standard input is not UTF-8") from None
+
+
+def _ask_password() -> str:
+    return _checked(click.prompt("Password", hide_input=True, err=True))
+
+
+def _checked(password: str) -> str:
+    if not password:
+        raise UsageError("the password is empty")
+    return password

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.registry.credentials import DockerCredentials
+from blobstore.registry.protocol import Login
+from tests.support.raw_server import RawServer, Received, reply
+from tests.unit.cli.running import run, run_json
+
+LOGIN = Login("alice", "secret")
+OPTIONS = ("--username", "alice", "--password-stdin")
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a Docker configuration that only this test uses."""
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return tmp_path / "config.json"
+
+
+@pytest.fixture
+def registry() -> Iterator[RawServer]:
+    def answer(request: Received) -> bytes:
+        is_right = request.headers.get("authorization") == LOGIN.basic
+        return reply(200) if is_right else reply(401, www_authenticate='Basic realm="x"')
+
+    with RawServer(answer) as server:
+        yield server
+
+
+@pytest.mark.parametrize("text", ["secret", "secret\n", "secret\r\n"])
+def test_login_is_checked_and_kept(registry: RawServer, config: Path, text: str) -> None:
+    result = run("login", registry.host, *OPTIONS, stdin=text)
+
+    assert result.output == (
+        f"logged in at {registry.host} as alice; the password is in '{config}'\n"
+    )
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    assert DockerCredentials().find(registry.host) == LOGIN
+
+
+def test_wrong_password_is_not_kept(registry: RawServer, config: Path) -> None:
+    result = run("login", registry.host, *OPTIONS, stdin="wrong", exit_code=1)
+
+    assert f"error: login at '{registry.host}': status 401" in result.output
+    assert "wrong" not in result.output
+    assert not config.exists()
+
+
+def test_password_that_was_not_asked_for_is_noted() -> None:
+    with RawServer(lambda _: reply(200)) as server:
+        result = run("login", server.host, *OPTIONS, stdin="secret")
+        assert "note: the registry did not ask for a password" in result.stderr
+
+        assert not run_json("login", server.host, *OPTIONS, stdin="secret")["checked"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "message"),
+    [
+        (OPTIONS, "", "the password is empty"),
+        (OPTIONS, "\n", "the password is empty"),
+        (("--username", "a:b", "--password-stdin"), "x", "not the name of a user: 'a:b'"),
+        (("--username", "alice"), "x", "give --username and --password-stdin"),
+        (("--password-stdin",), "x", "give --username and --password-stdin"),
+    ],
+)
+def test_wrong_usage_is_refused_before_the_registry_is_asked(
+    registry: RawServer, arguments: tuple[str, ...], stdin: str, message: str
+) -> None:
+    result = run("login", registry.host, *arguments, stdin=stdin, exit_code=2)
+
+    assert message in result.output
+    assert registry.requests == []
+
+
+@pytest.mark.parametrize("host", ["", "https://ghcr.io", "ghcr.io/team", "a b", "user@ghcr.io"])
+@pytest.mark.parametrize("command", ["login", "logout"])
+def test_other_text_than_a_host_is_refused(host: str, command: str) -> None:
+    options = OPTIONS if command == "login" else ()
+
+    result = run(command, *options, "--", host, stdin="secret", exit_code=2)
+
+    assert "not the host of a registry" in result.output
+
+
+def test_logout_forgets_the_login(config: Path) -> None:
+    DockerCredentials().store("a.example", LOGIN)
+
+    assert run("logout", "oci://a.example/").output == "logged out of a.example\n"
+    assert json.loads(config.read_text(encoding="utf-8"))["auths"] == {}
+    assert run("logout", "a.example").output == "nothing to do: not logged in at a.example\n"
+    assert run_json("logout", "a.example") == {"host": "a.example", "removed": False}
