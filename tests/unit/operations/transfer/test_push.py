@@ -31,7 +31,8 @@ from blobstore.registry.shapes.plan import FILE_PATH
 from blobstore.registry.shapes.read import RemoteModel, read_model
 from blobstore.registry.upload import PART, UploadSession
 from blobstore.store.local import LocalStore
-from tests.support.models import dense_tensors, write_folder
+from tests.support.models import dense_tensors, quantizable_tensors, write_folder
+from tests.support.ollama_store import add_gguf_model
 from tests.support.registry import Server
 
 SHAPES = ["oci", "ollama", "image"]
@@ -438,3 +439,41 @@ def test_a_large_blob_is_read_and_hashed_once_although_it_is_sent_in_parts(
     monkeypatch.setattr(store, "read_pieces", counted)
     push(store, remote, "large", shape="ollama")
     assert read < len(content) + 1000
+
+
+# Models that other libraries cannot load from the blobs as they are
+
+
+def described(remote: str) -> tuple[dict[str, Any], list[str]]:
+    """Return ModelPack's config of a pushed model, and the paths of its layers."""
+    address = RemoteReference.parse(remote)
+    with RegistryClient(address.host) as client:
+        manifest = json.loads(client.get_manifest(address.repository, "latest").data)
+        digest, size = Digest.parse(manifest["config"]["digest"]), manifest["config"]["size"]
+        config = json.loads(b"".join(client.read_blob(address.repository, digest, 0, size)))
+    return config["config"], [layer["annotations"][FILE_PATH] for layer in manifest["layers"]]
+
+
+def test_quantized_blobs_are_not_offered_as_weight_files(tmp_path: Path, remote: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    folder = write_folder(tmp_path / "source", quantizable_tensors())
+    blobstore.create(folder, "small", store=store, quantize="int8")
+    push(store, remote, "small")
+    config, paths = described(remote)
+    assert config["quantization"] == "int8"
+    assert config["precision"] == "bfloat16"
+    weights = [path for path in paths if path.endswith(".safetensors")]
+    assert weights
+    assert all(path.startswith("tensors/") for path in weights)
+    assert not any(path.endswith("index.json") for path in paths)
+
+
+def test_a_gguf_model_of_ollama_is_pushed_in_every_shape(tmp_path: Path, remote: str) -> None:
+    store = LocalStore(tmp_path / "store")
+    add_gguf_model(store, "gguf")
+    for shape in SHAPES:
+        push(store, f"{remote}-{shape}", "gguf", shape=shape, verify=True)
+        assert read_back(f"{remote}-{shape}")[0].manifest == store.read_manifest("gguf")
+    values, paths = described(f"{remote}-oci")
+    assert values == {"format": "gguf"}
+    assert {"model.gguf", "LICENSE"} <= set(paths)
