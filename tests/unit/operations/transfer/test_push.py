@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Callable
@@ -33,7 +34,8 @@ from blobstore.registry.upload import PART, UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
-from tests.support.registry import Server
+from tests.support.registry import Server, token_registry
+from tests.support.token_server import TokenServer
 
 SHAPES = ["oci", "ollama", "image"]
 
@@ -477,3 +479,23 @@ def test_a_gguf_model_of_ollama_is_pushed_in_every_shape(tmp_path: Path, remote:
     values, paths = described(f"{remote}-oci")
     assert values == {"format": "gguf"}
     assert {"model.gguf", "LICENSE"} <= set(paths)
+
+
+def test_a_registry_with_tokens_gets_a_model_and_mounts_its_blobs(
+    origin: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = base64.b64encode(b"user:password").decode()
+    config = tmp_path / "docker"
+    config.mkdir()
+    monkeypatch.setenv("DOCKER_CONFIG", str(config))
+    tokens = TokenServer("user", "password")
+    with tokens, token_registry(tmp_path / "registry", tokens) as server:
+        remote = f"{server.host}/team/dense"
+        (config / "config.json").write_text(json.dumps({"auths": {server.host: {"auth": secret}}}))
+        first = push(origin, remote, verify=True)
+        second = push(origin, f"{remote}-copy")
+        assert (second.bytes_sent, second.bytes_mounted) == (0, first.bytes_sent)
+        assert read_back(f"{remote}-copy")[0].manifest == origin.read_manifest("org/Dense")
+        (config / "config.json").write_text("{}")
+        with pytest.raises(RemoteRefused):
+            push(origin, f"{remote}-anonymous")
