@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from blobstore.operations.transfer.verify_remote import verify_remote
 
 import blobstore
 from blobstore.errors import BlobDamaged, RemoteError
+from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.shapes.oci import plan_oci
 from blobstore.registry.shapes.ollama import plan_ollama
