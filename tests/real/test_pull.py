@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import partial as partial_of
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,18 @@ def origin(tmp_path: Path) -> LocalStore:
     return origin
 
 
+def rest(data: bytes, begin: int) -> list[bytes]:
+    return [data[begin:]]
+
+
 def upload(server: Server, origin: LocalStore, plan: RemotePlan, tag: str) -> str:
     """Send a registry what a push would send; return the address."""
     with RegistryClient(server.host) as client:
         for blob in plan.blobs:
             data = b"".join(map(bytes, origin.read_pieces(*blob.id)))
-            client.upload_blob(
-                "team/a", blob.digest, blob.size, lambda begin, data=data: [data[begin:]]
-            )
+            client.upload_blob("team/a", blob.digest, blob.size, partial_of(rest, data))
         for digest, data in plan.made.items():
-            client.upload_blob("team/a", digest, len(data), lambda begin, data=data: [data[begin:]])
+            client.upload_blob("team/a", digest, len(data), partial_of(rest, data))
         for manifest in plan.manifests:
             client.put_manifest("team/a", str(manifest.digest), manifest)
         client.put_manifest("team/a", tag, plan.root)
