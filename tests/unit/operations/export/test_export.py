@@ -758,11 +758,12 @@ def test_every_file_and_folder_is_durable_before_the_folder_gets_its_name(
     create(write_folder(tmp_path / "nested", dense_tensors(), files=files), NAME, store=store)
     out = tmp_path / "new" / "deep" / "out"
     really_sync = os.fsync
-    before: set[int] = set()
-    after: set[int] = set()
+    before: dict[int, int] = {}
+    after: dict[int, int] = {}
 
     def sync(descriptor: int) -> None:
-        (after if out.exists() else before).add(os.fstat(descriptor).st_ino)
+        status = os.fstat(descriptor)
+        (after if out.exists() else before)[status.st_ino] = status.st_size
         really_sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -770,5 +771,7 @@ def test_every_file_and_folder_is_durable_before_the_folder_gets_its_name(
     paths = [path for path in (out, *out.rglob("*")) if not path.is_symlink()]
     assert out / "1_Pooling" / "config.json" in paths
     paths += [out.parent, out.parent.parent, tmp_path]
-    assert {path.stat().st_ino for path in paths} <= before
-    assert after == {out.parent.stat().st_ino}
+    assert {path.stat().st_ino for path in paths} <= before.keys()
+    files = [path.stat() for path in paths if path.is_file()]
+    assert all(before[status.st_ino] == status.st_size for status in files)
+    assert after.keys() == {out.parent.stat().st_ino}
