@@ -772,6 +772,6 @@ def test_every_file_and_folder_is_durable_before_the_folder_gets_its_name(
     assert out / "1_Pooling" / "config.json" in paths
     paths += [out.parent, out.parent.parent, tmp_path]
     assert {path.stat().st_ino for path in paths} <= before.keys()
-    files = [path.stat() for path in paths if path.is_file()]
-    assert all(before[status.st_ino] == status.st_size for status in files)
+    statuses = [path.stat() for path in paths if path.is_file()]
+    assert all(before[status.st_ino] == status.st_size for status in statuses)
     assert after.keys() == {out.parent.stat().st_ino}
