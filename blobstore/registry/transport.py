@@ -257,8 +257,10 @@ class Transport:
             yield
         except httpx2.ConnectError as error:
             message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
-            causes = (error, error.__cause__, error.__context__)
-            if any(isinstance(cause, ssl.SSLError) for cause in causes):
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, ssl.SSLError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is not None:
                 raise RemoteError(
                     message, advice="SSL_CERT_FILE names the certificates to trust"
                 ) from error

@@ -143,7 +143,7 @@ class Upload:
         )
         received = reply.headers.get("range")
         offset = protocol.bytes_received(received) if received else session.offset + length
-        if not session.offset < offset <= self._size:
+        if offset != session.offset + length:
             raise RemoteError(f"{self._what}: the server says that it has {offset} bytes")
         return UploadSession(self._location(reply), offset)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Answer = bytes | Iterable[bytes]
 
 def reply(status: int, body: bytes = b"", /, **headers: object) -> bytes:
     """Return a response; an underscore in the name of a header stands for a hyphen."""
-    headers = {"content_length": len(body)} | headers
+    headers = {"content_length": len(body), "connection": "close"} | headers
     lines = [
         f"{name.replace('_', '-')}: {text}" for name, text in headers.items() if text is not None
     ]
@@ -37,8 +38,11 @@ def reply(status: int, body: bytes = b"", /, **headers: object) -> bytes:
 class RawServer:
     """Answers each connection once and closes it. ``answer`` is called by one thread per connection."""
 
-    def __init__(self, answer: Callable[[Received], Answer]) -> None:
+    def __init__(
+        self, answer: Callable[[Received], Answer], tls: ssl.SSLContext | None = None
+    ) -> None:
         self.answer = answer
+        self.tls = tls
         self.requests: list[Received] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept)
@@ -79,7 +83,10 @@ class RawServer:
             thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, ValueError):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError):
+            stack.enter_context(connection)
+            if self.tls is not None:
+                connection = stack.enter_context(self.tls.wrap_socket(connection, server_side=True))
             received = self._receive(connection)
             self.requests.append(received)
             answer = self.answer(received)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -17,6 +17,7 @@ from blobstore.registry.manifest import (
     RemoteDescriptor,
     RemoteManifest,
 )
+from blobstore.registry.protocol import TransientError
 from blobstore.registry.upload import UploadSession
 from tests.support.registry import Server
 
@@ -147,6 +148,23 @@ def test_upload_goes_on_where_another_process_left_it(
 
     assert offsets == [0, 100_000, 200_000]
     assert client.blob_size(repository, digest) == len(DATA)
+
+
+def test_upload_goes_on_after_a_lost_connection(client: RegistryClient, repository: str) -> None:
+    offsets: list[int] = []
+    digest = Digest.of(DATA)
+
+    def pieces(offset: int) -> Iterator[bytes]:
+        offsets.append(offset)
+        yield DATA[offset : offset + 100_000]
+        if len(offsets) == 1:
+            raise TransientError("the connection is lost")
+        yield DATA[offset + 100_000 :]
+
+    client.upload_blob(repository, digest, len(DATA), pieces)
+
+    assert len(offsets) == 2
+    assert b"".join(client.read_blob(repository, digest, 0, len(DATA))) == DATA
 
 
 def test_upload_that_the_registry_has_forgotten_begins_again(

@@ -1,0 +1,246 @@
+"""Uploads to registries that lose, forget, refuse or misreport what they were sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.registry import upload
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.credentials import GivenLogin
+from blobstore.registry.protocol import Patience
+from blobstore.registry.upload import UploadSession
+from tests.support.raw_server import RawServer, Received, reply
+
+DATA = bytes(range(256)) * 100
+DIGEST = Digest.of(DATA)
+PART = 10_000
+QUICK = Patience(attempts=3, first=0.001, longest=5)
+
+
+class Uploads:
+    """A registry with one blob, whose answers to uploads are changed one by one."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.blob: bytes | None = None
+        self.state = 0
+        self.has_one_location = False
+        self.planned: dict[str, list[bytes]] = {}
+        """What the next requests of a method are answered with, although they are acted on."""
+
+    def __call__(self, request: Received) -> Iterator[bytes]:
+        answer = self.act(request)
+        planned = self.planned.get(request.method)
+        yield planned.pop(0) if planned else answer
+
+    def act(self, request: Received) -> bytes:
+        if request.method == "HEAD":
+            if self.blob is None:
+                return reply(404)
+            return reply(200, content_length=len(self.blob))
+        if request.method == "POST":
+            self.data.clear()
+            return self.accepted(202)
+        if not request.path.startswith(f"/upload?state={self.state}"):
+            return reply(404)
+        if request.method == "GET":
+            return self.accepted(204)
+        self.data += request.body
+        if request.method == "PATCH":
+            return self.accepted(202)
+        if bytes(self.data) != DATA or f"digest={DIGEST}" not in request.path:
+            return reply(400, b'{"errors": [{"code": "DIGEST_INVALID"}]}')
+        self.blob = bytes(self.data)
+        return reply(201)
+
+    def accepted(self, status: int) -> bytes:
+        self.state = 1 if self.has_one_location else self.state + 1
+        last = max(len(self.data) - 1, 0)
+        return reply(status, location=f"/upload?state={self.state}", range=f"0-{last}")
+
+
+@pytest.fixture
+def uploads() -> Uploads:
+    return Uploads()
+
+
+@pytest.fixture
+def server(uploads: Uploads) -> Iterator[RawServer]:
+    with RawServer(uploads) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RawServer) -> Iterator[RegistryClient]:
+    with RegistryClient(server.host, credentials=GivenLogin(None), patience=QUICK) as client:
+        yield client
+
+
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PART", PART)
+
+
+def send(client: RegistryClient, session: UploadSession | None = None) -> list[UploadSession]:
+    sessions: list[UploadSession] = []
+    client.upload_blob(
+        "a",
+        DIGEST,
+        len(DATA),
+        lambda offset: [DATA[offset:][at : at + 3000] for at in range(0, len(DATA) - offset, 3000)],
+        session=session,
+        on_session=sessions.append,
+    )
+    return sessions
+
+
+def methods(server: RawServer) -> list[str]:
+    return [request.method for request in server.requests]
+
+
+def test_small_blob_is_one_request_after_its_start(
+    uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    assert send(client) == []
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["POST", "PUT"]
+
+
+def test_newest_location_is_used_for_each_part(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    offsets = [session.offset for session in send(client)]
+
+    assert uploads.blob == DATA
+    assert offsets == [10_000, 20_000, len(DATA)]
+    assert methods(server) == ["POST", "PATCH", "PATCH", "PATCH", "PUT"]
+    ranges = [request.headers.get("content-range") for request in server.requests]
+    assert ranges == [None, "0-9999", "10000-19999", "20000-25599", None]
+
+
+def test_lost_answer_to_a_part_is_not_sent_twice(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PATCH"] = [b""]
+    uploads.has_one_location = True
+
+    send(client)
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["POST", "PATCH", "GET", "PATCH", "PATCH", "PUT"]
+
+
+def test_upload_that_the_server_forgot_begins_again(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PATCH"] = [b""]
+
+    send(client)  # the location that is known is no longer valid
+
+    assert uploads.blob == DATA
+    assert methods(server).count("POST") == 2
+
+
+def test_blob_that_arrived_although_the_answer_was_lost_is_not_sent_again(
+    uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PUT"] = [b""]
+    uploads.planned["GET"] = [reply(404)]
+
+    send(client)
+
+    assert methods(server) == ["POST", "PUT", "GET", "HEAD"]
+
+
+def test_server_that_takes_no_parts_gets_one_request(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PATCH"] = [reply(405)]
+
+    send(client)
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["POST", "PATCH", "POST", "PUT"]
+
+
+def test_wrong_digest_after_a_resumed_upload_is_sent_once_more_in_one_piece(
+    uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    url = f"http://{server.host}/upload?state=0"
+    uploads.data += b"x" * 5000  # of another blob
+
+    send(client, UploadSession(url, 5000))
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["GET", "PUT", "POST", "PUT"]
+
+
+def test_refusal_of_a_complete_blob_is_final(
+    uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PUT"] = [reply(403, b'{"errors": [{"code": "QUOTA"}]}')]
+
+    with pytest.raises(RemoteRefused, match=f"upload of blob {DIGEST.short}: status 403: 'QUOTA'"):
+        send(client)
+    assert methods(server) == ["POST", "PUT"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_overloaded_server_is_asked_where_the_upload_is(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient, status: int
+) -> None:
+    uploads.planned["POST"] = [reply(status)]
+    uploads.planned["PUT"] = [reply(status, retry_after=0)]
+
+    send(client)
+
+    assert uploads.blob is not None
+    assert methods(server)[:2] == ["POST", "POST"]
+
+
+@pytest.mark.parametrize("received", ["0-99999", "5-9", "x", "0-0", "\x1b"])
+def test_server_that_misreports_what_it_has_is_refused(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient, received: str
+) -> None:
+    uploads.planned["PATCH"] = [reply(202, location="/upload?state=1", range=received)] * 10
+
+    with pytest.raises(RemoteError, match="bytes|malformed Range|lost the connection"):
+        send(client)
+    assert methods(server).count("PATCH") <= QUICK.attempts
+
+
+@pytest.mark.parametrize(
+    "location",
+    [None, "http://127.0.0.1:1/upload", "https://evil.example/", "//evil.example/", "ftp://x/"],
+)
+def test_location_elsewhere_is_refused(
+    uploads: Uploads, server: RawServer, client: RegistryClient, location: str | None
+) -> None:
+    uploads.planned["POST"] = [reply(202, location=location)]
+
+    with pytest.raises(RemoteError, match="to another server|without a Location|malformed URL"):
+        send(client)
+    assert methods(server) == ["POST"]
+
+
+def test_stored_session_of_another_server_is_refused(
+    server: RawServer, client: RegistryClient
+) -> None:
+    with pytest.raises(RemoteError, match="wants an upload to go to another server"):
+        send(client, UploadSession("http://127.0.0.1:1/upload", 5000))
+    assert server.requests == []
+
+
+def test_server_that_always_fails_is_given_up(
+    uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PUT"] = [reply(500)] * 50
+
+    with pytest.raises(RemoteError, match="status 500"):
+        send(client)
+    assert methods(server).count("PUT") <= QUICK.attempts
