@@ -110,7 +110,10 @@ class Upload:
     def _status(self, session: UploadSession) -> UploadSession | None:
         """Return where the upload goes on, or None if the server has forgotten it."""
         statuses = (HTTPStatus.NO_CONTENT, HTTPStatus.ACCEPTED, HTTPStatus.OK)
-        url = protocol.resolve_upload(session.url, self._transport.base)
+        try:
+            url = protocol.resolve_upload(session.url, self._transport.base)
+        except RemoteError:  # noted when the registry had another address
+            return None
         try:
             reply = self._request("GET", url, *statuses)
         except RemoteRefused:

@@ -7,6 +7,7 @@ byte, and a blob is uploaded that the registry could have mounted from another r
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +21,7 @@ from blobstore.registry.upload import UploadSession
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
+    from typing import Self
 
     from blobstore.registry.reference import RemoteReference
     from blobstore.store.local import LocalStore
@@ -33,17 +35,40 @@ _UPLOAD: Final = "upload-"
 
 
 class PushNotes:
-    """Notes about one repository."""
+    """Notes about one repository.
+
+    Two processes that went on with one upload would damage it. So the first one locks the uploads of the
+    repository, and others neither read nor write them.
+    """
 
     def __init__(self, store: LocalStore, remote: RemoteReference) -> None:
         self._root = store.root
         self._folder = store.folder("remotes")
         self._host, self._repository = remote.host, remote.repository
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        """Lock the uploads, if the store can be written and no other process has locked them."""
+        path = self._folder / f"lock-{self._key('')}"
+        with contextlib.suppress(OSError):
+            make_folders(path.parent, self._root)
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self
+        self.__exit__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # Unfinished uploads
 
     def session(self, digest: Digest) -> UploadSession | None:
         """Return the unfinished upload of a blob, if there is one."""
+        if self._lock is None:
+            return None
         match _read(self._upload(digest)):
             case {"url": str(url), "offset": int(offset)}:
                 return UploadSession(url, offset)
@@ -51,10 +76,13 @@ class PushNotes:
 
     def keep_session(self, digest: Digest, session: UploadSession) -> None:
         """Remember an unfinished upload."""
-        self._write(self._upload(digest), {"url": session.url, "offset": session.offset})
+        if self._lock is not None:
+            self._write(self._upload(digest), {"url": session.url, "offset": session.offset})
 
     def forget_session(self, digest: Digest) -> None:
         """Forget an upload, and those that registries have forgotten too."""
+        if self._lock is None:
+            return
         with contextlib.suppress(OSError):
             self._upload(digest).unlink(missing_ok=True)
             for path in self._folder.glob(f"{_UPLOAD}*"):
@@ -62,8 +90,10 @@ class PushNotes:
                     path.unlink(missing_ok=True)
 
     def _upload(self, digest: Digest) -> Path:
-        key = f"{self._host}/{self._repository}@{digest}"
-        return self._folder / f"{_UPLOAD}{Digest.of(key.encode()).hex}"
+        return self._folder / f"{_UPLOAD}{self._key(f'@{digest}')}"
+
+    def _key(self, rest: str) -> str:
+        return Digest.of(f"{self._host}/{self._repository}{rest}".encode()).hex
 
     # Blobs of repositories
 

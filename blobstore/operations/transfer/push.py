@@ -146,8 +146,9 @@ def push_model(
             target.host, plain_http=plain_http, limiter=limiter, streams=streams
         ) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
+        PushNotes(store, target) as notes,
     ):
-        push = _Push(store, client, target, plan, mount_from)
+        push = _Push(store, client, target, plan, notes, mount_from)
         is_unchanged = client.head_manifest(target.repository, target.tag) == plan.root.digest
         sent: dict[Sent, int] = {}
         verified = 0
@@ -268,6 +269,7 @@ class _Push:
         client: RegistryClient,
         target: RemoteReference,
         plan: RemotePlan,
+        notes: PushNotes,
         mount_from: Sequence[str],
     ) -> None:
         self._store = store
@@ -276,7 +278,7 @@ class _Push:
         self._repository = target.repository
         self._plan = plan
         self._mount_from = tuple(dict.fromkeys(mount_from))
-        self._notes = PushNotes(store, target)
+        self._notes = notes
         self._sources = self._notes.sources()
         made = [
             _Blob(digest, len(data), "config", partial(_one_piece, data))

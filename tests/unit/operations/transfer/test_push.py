@@ -425,6 +425,34 @@ def test_a_killed_upload_goes_on_where_it_stopped(
     assert not list(store.folder("remotes").glob("upload-*"))
 
 
+def test_two_processes_never_go_on_with_one_upload(
+    large: tuple[LocalStore, bytes], remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = large
+    address, blob = RemoteReference.parse(remote), Digest.of(content)
+    with PushNotes(store, address) as first, PushNotes(store, address) as second:
+        first.keep_session(blob, UploadSession("http://127.0.0.1/first", PART))
+        assert second.session(blob) is None
+        second.keep_session(blob, UploadSession("http://127.0.0.1/second", PART))
+        second.forget_session(blob)
+        assert first.session(blob) == UploadSession("http://127.0.0.1/first", PART)
+    with PushNotes(store, address) as third:
+        assert third.session(blob) == UploadSession("http://127.0.0.1/first", PART)
+    push(store, remote, "large", shape="ollama", verify=True)  # the server does not know it
+
+
+def test_a_store_that_cannot_be_written_is_pushed(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("blobstore.operations.transfer.notes.make_folders", refuse)
+    monkeypatch.setattr("blobstore.operations.transfer.notes.write_file", refuse)
+    push(origin, remote)
+    assert read_back(remote)[0].manifest == origin.read_manifest("org/Dense")
+
+
 def test_a_large_blob_is_read_and_hashed_once_although_it_is_sent_in_parts(
     large: tuple[LocalStore, bytes], remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
