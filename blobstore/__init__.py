@@ -40,10 +40,19 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.freeze import freeze_models as freeze
     from blobstore.operations.freeze.thaw import Thawed
     from blobstore.operations.freeze.thaw import thaw_models as thaw
+    from blobstore.operations.maintenance.cat import read_file
+    from blobstore.operations.maintenance.copy_to_store import CopiedModel, copy_to_store
     from blobstore.operations.maintenance.disk_usage import StoreUsage
     from blobstore.operations.maintenance.disk_usage import measure_usage as du
+    from blobstore.operations.maintenance.find import FoundPlaces
+    from blobstore.operations.maintenance.find import find_content as find
     from blobstore.operations.maintenance.gc import Collected
     from blobstore.operations.maintenance.gc import collect_garbage as gc
+    from blobstore.operations.maintenance.history import FormerModel
+    from blobstore.operations.maintenance.history import model_history as history
+    from blobstore.operations.maintenance.history import restore_model as restore
+    from blobstore.operations.maintenance.info import ModelInfo
+    from blobstore.operations.maintenance.info import model_info as info
     from blobstore.operations.maintenance.list import ListedModel
     from blobstore.operations.maintenance.list import list_models as list  # noqa: A004
     from blobstore.operations.maintenance.names import Named, RemovedModels
@@ -80,10 +89,13 @@ _HOMES = {
     "Collected": ("blobstore.operations.maintenance.gc", "Collected"),
     "Comparison": ("blobstore.operations.compare.compare", "Comparison"),
     "Copied": ("blobstore.operations.export.convert", "Copied"),
+    "CopiedModel": ("blobstore.operations.maintenance.copy_to_store", "CopiedModel"),
     "Created": ("blobstore.operations.create.create", "Created"),
     "CreatedModel": ("blobstore.operations.create.create_all", "CreatedModel"),
     "Difference": ("blobstore.operations.compare.diff", "Difference"),
     "Exported": ("blobstore.operations.export.export", "Exported"),
+    "FormerModel": ("blobstore.operations.maintenance.history", "FormerModel"),
+    "FoundPlaces": ("blobstore.operations.maintenance.find", "FoundPlaces"),
     "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
     "Inspection": ("blobstore.sources.pytorch.inspect", "Inspection"),
     "Linked": ("blobstore.operations.export.link", "Linked"),
@@ -91,6 +103,7 @@ _HOMES = {
     "LocalStore": ("blobstore.store.local", "LocalStore"),
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.maintenance.show", "ModelDescription"),
+    "ModelInfo": ("blobstore.operations.maintenance.info", "ModelInfo"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
@@ -108,13 +121,17 @@ _HOMES = {
     "compare": ("blobstore.operations.compare.compare", "compare_models"),
     "convert": ("blobstore.operations.export.convert", "convert_checkpoint"),
     "copy": ("blobstore.operations.maintenance.names", "copy_model"),
+    "copy_to_store": ("blobstore.operations.maintenance.copy_to_store", "copy_to_store"),
     "create": ("blobstore.operations.create.create", "create"),
     "create_all": ("blobstore.operations.create.create_all", "create_all"),
     "diff": ("blobstore.operations.compare.diff", "diff_models"),
     "du": ("blobstore.operations.maintenance.disk_usage", "measure_usage"),
     "export": ("blobstore.operations.export.export", "export_model"),
+    "find": ("blobstore.operations.maintenance.find", "find_content"),
     "freeze": ("blobstore.operations.freeze.freeze", "freeze_models"),
     "gc": ("blobstore.operations.maintenance.gc", "collect_garbage"),
+    "history": ("blobstore.operations.maintenance.history", "model_history"),
+    "info": ("blobstore.operations.maintenance.info", "model_info"),
     "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
     "link": ("blobstore.operations.export.link", "link_model"),
     "list": ("blobstore.operations.maintenance.list", "list_models"),
@@ -124,9 +141,11 @@ _HOMES = {
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "push": ("blobstore.operations.transfer.push", "push_model"),
+    "read_file": ("blobstore.operations.maintenance.cat", "read_file"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
+    "restore": ("blobstore.operations.maintenance.history", "restore_model"),
     "show": ("blobstore.operations.maintenance.show", "describe_model"),
     "show_source": ("blobstore.operations.maintenance.show", "model_source"),
     "sign": ("blobstore.operations.sign.sign", "sign_model"),
@@ -143,10 +162,13 @@ __all__ = [
     "Collected",
     "Comparison",
     "Copied",
+    "CopiedModel",
     "Created",
     "CreatedModel",
     "Difference",
     "Exported",
+    "FormerModel",
+    "FoundPlaces",
     "Frozen",
     "Inspection",
     "Linked",
@@ -154,6 +176,7 @@ __all__ = [
     "LocalStore",
     "Model",
     "ModelDescription",
+    "ModelInfo",
     "Named",
     "Packed",
     "Pulled",
@@ -171,13 +194,17 @@ __all__ = [
     "compare",
     "convert",
     "copy",
+    "copy_to_store",
     "create",
     "create_all",
     "diff",
     "du",
     "export",
+    "find",
     "freeze",
     "gc",
+    "history",
+    "info",
     "inspect",
     "link",
     "list",
@@ -187,9 +214,11 @@ __all__ = [
     "pack",
     "pull",
     "push",
+    "read_file",
     "remove",
     "rename",
     "repair",
+    "restore",
     "show",
     "show_source",
     "sign",

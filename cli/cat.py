@@ -28,7 +28,7 @@ def command(name: str, file: str, store: LocalStore, as_json: bool) -> None:
     with options.model(store, name) as model:
         found = open_file(model, file, store=store)
     if as_json:
-        data = b"".join(found.pieces())
+        data = found.read()
         try:
             text = data.decode()
         except UnicodeDecodeError:

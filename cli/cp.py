@@ -94,7 +94,7 @@ def _copy_to_store(
 
     with options.model(store, source) as model, render.progress_bar() as progress:
         copied = copy_to_store(
-            model, target or model, to, store=store, force=force, jobs=jobs, progress=progress
+            model, to, target, store=store, force=force, jobs=jobs, progress=progress
         )
     if as_json:
         fields = "source name=target store digest replaced bytes_written bytes_present seconds"

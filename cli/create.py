@@ -210,8 +210,9 @@ def command(
     if as_json:
         render.show_json(render.record(created, f"name=reference {_CREATED_FIELDS}"))
         return
+    replaced = ", which was the name of another model" if created.replaced else ""
     render.show(
-        f"created {created.reference}: {render.count_of(created.tensors, 'tensor')} in "
+        f"created {created.reference}{replaced}: {render.count_of(created.tensors, 'tensor')} in "
         f"{render.count_of(created.blobs, 'blob')}, "
         f"{render.human_bytes(created.bytes_written)} written, "
         f"{render.human_bytes(created.bytes_present)} already there, "

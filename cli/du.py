@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -64,13 +65,14 @@ def command(
             raise click.UsageError("names and addresses in registries cannot be combined", ctx)
         _show_remote(store, names, as_json=as_json)
         return
+    begin = time.monotonic()
     with options.models(store, names) as chosen:
         usage = measure_usage(chosen, store=store)
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
     rows = sorted(usage.models, key=key, reverse=not by_name)
     if as_json:
-        _show_json(usage, rows)
+        _show_json(usage, rows, seconds=render.since(begin))
     elif usage.size:
         render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
     elif not store.root.exists():
@@ -147,7 +149,7 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
     yield f"  {render.human_bytes(usage.size)} in all"
 
 
-def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> None:
+def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage], *, seconds: float) -> None:
     models = render.records(
         rows, "name=reference blobs bytes=size unique_bytes=unique shared_bytes=shared faults error"
     )
@@ -171,5 +173,6 @@ def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> None:
             ),
             **{name: render.record(getattr(usage, name), "files bytes=size") for name in _SPACES},
             "errors": usage.unreadable,
+            "seconds": seconds,
         }
     )

@@ -43,6 +43,7 @@ def command(
     """
     from blobstore.operations.maintenance.gc import collect_garbage
 
+    begin = time.monotonic()
     collected = collect_garbage(store, older_than=older_than, dry_run=dry_run, force=force)
     if as_json:
         result = {
@@ -60,6 +61,7 @@ def command(
                 )
             ],
             "refusal": collected.refusal or None,
+            "seconds": render.since(begin),
         }
         render.show_json(result)
     else:

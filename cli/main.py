@@ -61,6 +61,8 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stop_requests = count()
 _MAX_DESCRIPTORS = 10240
 """As many as macOS allows if it says that there is no limit."""
+_ARGUMENT = re.compile(r"\b(?:force|overwrite)=True\b")
+"""What all commands call --force."""
 _DID_YOU_MEAN = re.compile(
     r"\.? \(?(?:Did you mean|Possible options:)(?: one of:)? ([^?)]+)[?.)]*$"
 )
@@ -151,12 +153,13 @@ class _Program(click.Group):
                 name = getattr(error, "filename", None)
                 where = f" ({quote(name)})" if name else ""
                 error = BlobstoreError(f"the system failed: {reason}{where}")
-            _report_json(ctx, type(error).__name__, str(error), error.exit_code)
+            text = _for_command_line(error)
+            _report_json(ctx, type(error).__name__, text, error.exit_code)
             if is_verbose():
                 import traceback
 
                 click.echo(printable_lines(traceback.format_exc()), err=True, nl=False)
-            show_error(str(error))
+            show_error(text)
             ctx.exit(error.exit_code)
 
 
@@ -220,6 +223,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def _show_version(ctx: click.Context) -> None:
     click.echo(f"blobstore {blobstore.__version__}")
     ctx.exit()
+
+
+def _for_command_line(error: BlobstoreError) -> str:
+    """Return the text of an error, with options instead of arguments of Python in its advice."""
+    advice = _ARGUMENT.sub("--force", error.advice)
+    return f"{error.message}; {advice}" if advice else error.message
 
 
 def _report_json(ctx: click.Context, kind: str, message: str, exit_code: int) -> None:

@@ -82,7 +82,7 @@ def show_bytes(data: bytes) -> None:
 def show_pieces(pieces: Iterable[Buffer]) -> None:
     """Print bytes exactly as they come, or escaped on a terminal. Raises as :func:`show`."""
     if is_terminal():
-        show_bytes(b"".join(pieces))
+        show_bytes(b"".join(bytes(piece) for piece in pieces))  # a piece is valid until the next
         return
     with _output() as stream:
         stream.flush()

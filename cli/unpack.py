@@ -79,8 +79,9 @@ def command(
                 render.show_note(notice)
     done: CheckedArchive | Unpacked = checked if verify_only else unpacked
     if as_json:
-        sizes = "bytes=size stored_bytes=stored" if verify_only else "bytes_written bytes_present"
-        render.show_json(render.record(done, f"file=path names=references blobs seconds {sizes}"))
+        sizes = "bytes=size" if verify_only else "bytes_written bytes_present"
+        fields = f"file=path names=references blobs stored_bytes=stored seconds {sizes}"
+        render.show_json(render.record(done, fields))
         return
     if verify_only:
         work = (

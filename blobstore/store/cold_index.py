@@ -73,6 +73,14 @@ class ColdIndex:
             base = self._opened[key]
         return None if base == _NO_BASE else Digest(base)
 
+    def has(self, digest: Digest, status: os.stat_result) -> bool:
+        """Return whether there is an entry for a cold blob whose file has that status.
+
+        If so, the file has the size and time that it had when it was written and verified.
+        """
+        self._load()
+        return _key(digest, FileState.of_status(status)) in self._listed
+
     def known(self, cold: Mapping[Digest, os.stat_result]) -> dict[Digest, Digest]:
         """Return the bases of the cold blobs that have one, except where it is unknown."""
         bases = {}

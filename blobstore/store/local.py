@@ -317,8 +317,8 @@ class LocalStore(BlobReader):
 
     def publish(
         self, reference: str | Reference, manifest: Manifest, ingest: Ingest | None = None
-    ) -> None:
-        """Make ``manifest`` the one of that name, atomically and durably; it replaces an older one.
+    ) -> bytes | None:
+        """Make ``manifest`` the one of that name, atomically and durably; return what it replaces.
 
         Within :meth:`ingest`, pass the import, which waits longer for the lock.
 
@@ -330,12 +330,15 @@ class LocalStore(BlobReader):
         lock = self.exclusive_lock if ingest is None else ingest.exclusive_lock
         # Exclusive: of two names that differ only in case, the second one must see the first.
         with self.writing(), lock():
-            self.place(reference, manifest.to_bytes(), manifest.blobs)
+            return self.place(reference, manifest.to_bytes(), manifest.blobs)
 
-    def place(self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]) -> None:
-        """Publish a manifest while the caller holds the exclusive lock.
+    def place(
+        self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]
+    ) -> bytes | None:
+        """Publish a manifest while the caller holds the exclusive lock; return the one it replaces.
 
-        The manifest that it replaces is kept, until gc removes its blobs.
+        The replaced one is kept until gc removes its blobs. None means that the name was free, had this
+        manifest already, or had one that cannot be read.
 
         Args:
             reference: the name.
@@ -351,10 +354,13 @@ class LocalStore(BlobReader):
         self.check_name(reference)
         for folder in (path.parent, self._layout.temporary):
             make_folders(folder, self.root)
+        former = None
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
-            if (former := self.read_manifest(reference)) != data:
+            if (found := self.read_manifest(reference)) != data:
+                former = found
                 self._history.keep(Reference.of(reference), former)
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+        return former
 
     def has_model(self, reference: str | Reference) -> bool:
         """Return whether the name exists, whether its manifest can be read or not."""

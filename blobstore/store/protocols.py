@@ -123,8 +123,8 @@ class ManifestResolver(Protocol):
 class ManifestPublisher(Protocol):
     """Gives manifests names."""
 
-    def publish(self, reference: str | Reference, manifest: Manifest) -> None:
-        """Make ``manifest`` the one of that name, in one step and durably; it replaces an older one.
+    def publish(self, reference: str | Reference, manifest: Manifest) -> bytes | None:
+        """Make ``manifest`` the one of that name, in one step and durably; return another that it replaces.
 
         Readers see either the old manifest or the new one. The blobs come first: a name never refers to
         a manifest whose blobs are not here.

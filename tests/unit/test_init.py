@@ -22,13 +22,17 @@ check_archive(path, references, *, jobs, progress)
 compare(reference, base, *, store, patterns, jobs, progress)
 convert(source, target, *, subtree, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
+copy_to_store(source, to, target, *, store, force, jobs, progress)
 create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, progress)
 create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, progress)
 du(references, *, store)
 export(reference, folder, *, store, shard_size, single, dequantize, force, jobs, progress)
+find(text, *, store)
 freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
 gc(store, *, older_than, dry_run, force)
+history(reference, *, store)
+info(reference, *, store)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
 list(store, *, read_sources)
@@ -38,9 +42,11 @@ open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, dry_run, plain_http, progress)
 push(reference, remote, *, store, shape, max_layers, mount_from, sign_key, passphrase, verify, dry_run, plain_http, streams, limit_rate, progress)
+read_file(reference, name, *, store)
 remove(references, *, store, dry_run)
 rename(source, target, *, store, force)
 repair(references, source, *, store, overrides, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, dry_run, jobs, progress)
+restore(reference, ident, *, store)
 show(reference, *, store)
 show_source(reference, *, store)
 sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
@@ -49,8 +55,9 @@ unpack(path, references, *, store, signatures, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress)
 """
 TYPES = """
-ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied Created
-CreatedModel Difference Exported Frozen Inspection Linked ListedModel LocalStore Model ModelDescription Named
+ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied CopiedModel Created
+CreatedModel Difference Exported FormerModel FoundPlaces Frozen Inspection Linked ListedModel LocalStore Model
+ModelDescription ModelInfo Named
 Packed Pulled Pushed Reference RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
 """
 

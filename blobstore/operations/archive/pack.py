@@ -150,7 +150,8 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
     if os.path.lexists(target) and not (overwrite and target.is_file()):
         raise BlobstoreError(
             f"{quote(target)} exists already"
-            + (", and is not a regular file" if overwrite else "; replace it with --force")
+            + (", and is not a regular file" if overwrite else ""),
+            advice="" if overwrite else "replace it with overwrite=True",
         )
 
 

@@ -55,6 +55,8 @@ class Unpacked:
     bytes_written: int
     bytes_present: int
     """Bytes of blobs that the store already had."""
+    stored: int
+    """Bytes that the blobs take in the archive."""
     seconds: float
     notices: tuple[str, ...] = ()
     """Models that the policy does not trust, and only warns about."""
@@ -115,6 +117,7 @@ def unpack_archive(
     store = LocalStore.of(store)
     with open_archive(path) as archive:
         models = archive.models(names)
+        stored = sum(archive.members[number].stored_size for number in archive.needed(models))
         check_case(model.reference for model in models)
         _check_names(store, models, force=force)
         given = _read_signatures(signatures, models)
@@ -139,6 +142,7 @@ def unpack_archive(
         blobs=len(ingested),
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),
+        stored=stored,
         seconds=time.monotonic() - started,
         notices=notices,
     )
@@ -208,7 +212,8 @@ def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: b
         store.check_name(model.reference)
         if not force and store.is_taken(model.reference, model.data):
             raise NameTaken(
-                f"another model has the name {quote(model.reference)}; replace it with --force"
+                f"another model has the name {quote(model.reference)}",
+                advice="replace it with force=True",
             )
 
 

@@ -203,8 +203,7 @@ def create(
             if not index.is_cached:
                 write_index(store, data, index)
             opened.check_unchanged()
-            former = _former_model(store, reference, data)
-            store.publish(reference, manifest, ingest)
+            former = store.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
         tensors=len(opened.specs),
@@ -319,19 +318,11 @@ def _kept(names: Sequence[str]) -> Iterator[str]:
     )
 
 
-def _former_model(store: LocalStore, reference: Reference, data: bytes) -> Digest | None:
-    """Return the digest of the manifest that a name has, if it is not ``data``."""
-    with contextlib.suppress(BlobstoreError):
-        former = store.read_manifest(reference)
-        return Digest.of(former) if former != data else None
-    return None
-
-
-def _replacement(reference: Reference, former: Digest | None) -> Iterator[str]:
+def _replacement(reference: Reference, former: bytes | None) -> Iterator[str]:
     """Yield a notice of the model that had the name before."""
     if former is not None:
         yield (
-            f"{reference} was the name of another model, {former.short}, until now; "
+            f"{reference} was the name of another model, {Digest.of(former).short}, until now; "
             f"'blobstore restore {reference}' brings that back until gc removes its blobs"
         )
 

@@ -126,7 +126,8 @@ def convert_checkpoint(
 def _check_target(path: Path, *, overwrite: bool) -> None:
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         raise BlobstoreError(
-            f"{quote(path)} exists already" + ("" if overwrite else "; replace it with --force")
+            f"{quote(path)} exists already",
+            advice="" if overwrite else "replace it with overwrite=True",
         )
 
 

@@ -295,8 +295,8 @@ def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Pa
         raise BlobstoreError(f"cannot access {quote(os.fspath(folder))}: {error}") from error
     if not is_empty and not (force and target.is_dir()):
         raise BlobstoreError(
-            f"{quote(target)} exists already; choose a new or an empty folder, or replace an older "
-            "export with --force"
+            f"{quote(target)} exists already",
+            advice="choose a new or an empty folder, or replace an older export with force=True",
         )
     if is_fixed:
         raise BlobstoreError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digester
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import BlobDamaged, TensorNotFound
+from blobstore.errors import BlobDamaged, FileNotFound
 from blobstore.models.files import ModelFiles
 from blobstore.store.local import LocalStore
 
@@ -47,6 +47,13 @@ class ModelFile:
                 f"{found}, expected {self.layer.digest}"
             )
 
+    def read(self) -> bytes:
+        """Return all bytes. Raises as :meth:`pieces`."""
+        data = bytearray()
+        for piece in self.pieces():
+            data += piece
+        return bytes(data)
+
 
 def open_file(
     reference: str | Reference,
@@ -63,14 +70,31 @@ def open_file(
 
     Raises:
         ModelNotFound: the store has no such model.
-        TensorNotFound: the model has no such file.
+        FileNotFound: the model has no such file.
         InvalidManifest: the manifest is damaged.
     """
     files = ModelFiles.of(reference, LocalStore.of(store))
     layer = files.files.get(name)
     if layer is None:
         listed = join_some([quote(known) for known in files.files], _MAX_LISTED) or "none"
-        raise TensorNotFound(
+        raise FileNotFound(
             f"model {files.reference} has no file {quote(name)}; its files are {listed}"
         )
     return ModelFile(files.reference, layer, files.store)
+
+
+def read_file(
+    reference: str | Reference,
+    name: str,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+) -> bytes:
+    """Return the bytes of a file of a model, other than its weights. Args as :func:`open_file`.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        FileNotFound: the model has no such file.
+        BlobMissing, BlobDamaged: the file is not intact.
+        InvalidManifest: the manifest is damaged.
+    """
+    return open_file(reference, name, store=store).read()

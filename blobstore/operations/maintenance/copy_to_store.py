@@ -47,8 +47,8 @@ class CopiedModel:
 
 def copy_to_store(
     source: str | Reference,
-    target: str | Reference,
     to: LocalStore | str | os.PathLike[str],
+    target: str | Reference | None = None,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -59,8 +59,8 @@ def copy_to_store(
 
     Args:
         source: the model's name.
-        target: its name in the other store.
         to: the other store or its folder, which is made if it does not exist.
+        target: its name in the other store; by default the same name.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: replace another model of the other store that has the name.
         jobs: number of threads; by default one per processor.
@@ -77,7 +77,8 @@ def copy_to_store(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    source, target = Reference.of(source), Reference.of(target)
+    source = Reference.of(source)
+    target = source if target is None else Reference.of(target)
     store, other = LocalStore.of(store), LocalStore.of(to)
     if other.root.exists() and store.root.exists() and other.root.samefile(store.root):
         raise UsageError(f"both are the store {quote(store.root)}; cp without --to gives a name")
@@ -111,8 +112,8 @@ def _check_name(store: LocalStore, target: Reference, data: bytes, *, force: boo
     is_taken = store.is_taken(target, data)
     if is_taken and not force:
         raise NameTaken(
-            f"another model of {quote(store.root)} has the name {quote(target)}; replace it with "
-            "--force"
+            f"another model of {quote(store.root)} has the name {quote(target)}",
+            advice="replace it with force=True",
         )
     return is_taken
 

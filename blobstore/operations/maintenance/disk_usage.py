@@ -1,6 +1,7 @@
 """The operation ``du``: the disk usage of models and of the whole store.
 
-Sizes are those of the files on disk, not those in manifests. No blob is read.
+Sizes are those of the files on disk, not those in manifests. No blob is read. Of cold blobs, only those
+are opened that the index of cold blobs does not list, or that no manifest references.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Names
+    from blobstore.store.catalog import CatalogEntry
     from blobstore.store.layout import Folder
 
 
@@ -179,7 +181,7 @@ def measure_usage(
     entries = {entry.reference: entry for entry in read_catalog(store)}
     chosen = [entries[name] for name in asked or entries if name in entries]
     uses = Counter(digest for entry in entries.values() for digest in entry.blobs)
-    blobs = _measure_blobs(store, uses)
+    blobs = _measure_blobs(store, _expected_sizes(entries.values()))
     together = Counter(digest for entry in chosen for digest in entry.blobs)
     names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
@@ -224,6 +226,8 @@ class _Blobs(NamedTuple):
     saved: int
     bases: AbstractSet[Digest]
     """The bases of referenced delta-encoded blobs."""
+    intact: Mapping[Digest, int]
+    """Cold-only blobs whose file is the one in the index, and whose base is there, by decoded size."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
 
@@ -232,7 +236,17 @@ class _Blobs(NamedTuple):
         return _total(self.sizes[digest] for digest in digests if digest in self.sizes)
 
 
-def _measure_blobs(store: LocalStore, referenced: Collection[Digest]) -> _Blobs:
+def _expected_sizes(entries: Iterable[CatalogEntry]) -> dict[Digest, int | None]:
+    """Return the sizes of the referenced blobs in the manifests; None if these disagree."""
+    sizes: dict[Digest, int | None] = {}
+    for entry in entries:
+        for digest, size in entry.blobs.items():
+            if sizes.setdefault(digest, size) != size:
+                sizes[digest] = None
+    return sizes
+
+
+def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> _Blobs:
     hot: dict[Digest, int] = {}
     foreign: list[int] = []
     for entry, status in _files(store.folder("blobs")):
@@ -241,29 +255,37 @@ def _measure_blobs(store: LocalStore, referenced: Collection[Digest]) -> _Blobs:
             foreign.append(status.st_size)
         else:
             hot[digest] = status.st_size
-    cold = {digest: found.st_size for digest, found in store.cold_files().items()}
+    cold_files = store.cold_files()
+    cold = {digest: found.st_size for digest, found in cold_files.items()}
     for entry, status in _files(store.folder("bases")):
         digest = digest_of(entry.name)
         if digest is not None and digest not in hot:  # otherwise it is the same file
             cold[digest] = cold.get(digest, 0) + status.st_size
+    sizes = hot | {digest: hot.get(digest, 0) + size for digest, size in cold.items()}
     saved = 0
     bases = set()
-    for digest, size in cold.items():
+    intact = {}
+    for digest, status in cold_files.items():
         with contextlib.suppress(BlobstoreError):  # reported with the model that needs it
-            blob = store.open_cold(digest)
+            base = store.base_of(digest, status)
+            size = expected.get(digest)
+            if base is not None and digest in expected:
+                bases.add(base)
             if digest not in hot:
-                saved += blob.size - size
-            if blob.base is not None and digest in referenced:
-                bases.add(blob.base)
-    sizes = hot | {digest: hot.get(digest, 0) + size for digest, size in cold.items()}
-    return _Blobs(sizes, cold, saved, bases, foreign)
+                if size is None or not store.cold_index.has(digest, status):
+                    size = store.open_cold(digest).size
+                elif base is None or base in sizes:
+                    intact[digest] = size
+                saved += size - cold[digest]
+    return _Blobs(sizes, cold, saved, bases, intact, foreign)
 
 
 def _faults(
     store: LocalStore, found: _Blobs, blobs: Mapping[Digest, int]
 ) -> Iterator[BlobstoreError]:
     for digest, size in blobs.items():
-        if found.sizes.get(digest) != size or digest in found.cold:
+        is_cold = digest in found.cold
+        if found.intact.get(digest) != size if is_cold else found.sizes.get(digest) != size:
             try:
                 store.check_size(digest, size)
             except BlobstoreError as error:

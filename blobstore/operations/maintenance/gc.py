@@ -152,7 +152,7 @@ def collect_garbage(
         refusal = "" if force else collection.refusal([*deltas, *others])
         if refusal and not dry_run:
             raise ImplausibleGarbage(
-                refusal, advice="if the models were removed on purpose, run gc with --force"
+                refusal, advice="if the models were removed on purpose, run gc with force=True"
             )
         blobs = [*collection.sweep(deltas), *collection.sweep(others)]
         with collection.lock():

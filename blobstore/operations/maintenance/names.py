@@ -165,7 +165,9 @@ def _rename(
         is_taken = store.is_taken(target, data)
         is_new = is_taken or not store.has_model(target)
         if is_taken and not force:
-            raise NameTaken(f"another model has the name {quote(target)}; replace it with --force")
+            raise NameTaken(
+                f"another model has the name {quote(target)}", advice="replace it with force=True"
+            )
         # Even if the name has this manifest already: its writer may not have synced it.
         store.place(target, data, manifest.blobs)
         if not keeps_source:

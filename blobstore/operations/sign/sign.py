@@ -107,7 +107,9 @@ def sign_model(
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = None if out is None else local_path(out)
     if target is not None and target.exists() and not overwrite:
-        raise BlobstoreError(f"{quote(target)} exists already; replace it with --force")
+        raise BlobstoreError(
+            f"{quote(target)} exists already", advice="replace it with overwrite=True"
+        )
     data, manifest = store.parse(reference)
     try:
         store.check_manifest(data, manifest)

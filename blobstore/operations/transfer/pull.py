@@ -173,8 +173,8 @@ def _check_name(store: LocalStore, reference: Reference, data: bytes, *, force: 
     store.check_name(reference)
     if not force and store.is_taken(reference, data):
         raise NameTaken(
-            f"another model has the name {quote(reference)}; replace it with --force, or give the "
-            "model another NAME"
+            f"another model has the name {quote(reference)}",
+            advice="replace it with force=True, or choose another name for the model",
         )
 
 

@@ -49,3 +49,11 @@ def test_a_damaged_file_ends_with_an_error(stored: LocalStore, options: list[str
     path.write_bytes(b"a c\n")
 
     assert "is damaged" in run("cat", "dense", "merges.txt", *options, exit_code=4).stderr
+
+
+def test_prints_large_texts_as_json(store: LocalStore, dense: Path) -> None:
+    text = "".join(f"token {number}\n" for number in range(500_000))
+    (dense / "vocab.txt").write_text(text)
+    run("create", dense, "dense", "--keep", "vocab.txt")
+
+    assert run_json("cat", "dense", "vocab.txt")["text"] == text

@@ -361,3 +361,7 @@ def test_says_which_model_lost_its_name(stored: LocalStore, dense: Path, moe: Pa
     run("restore", "dense:latest")
     assert run_json("list", "dense")["models"][0]["digest"] == f"sha256:{digest}"
     assert run_json("create", moe, "dense")["replaced"] is True
+    # Unlike a note, the result is also printed with --quiet.
+    assert run("create", dense, "dense", "--quiet").stdout.startswith(
+        "created dense:latest, which was the name of another model: "
+    )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import blobstore
+from blobstore.errors import NameTaken
 from blobstore.store.local import LocalStore
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 
@@ -410,3 +412,16 @@ def test_opens_as_many_files_as_the_system_allows() -> None:
         [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
     )
     assert done.stdout == b"(300, 300)\n"
+
+
+def test_advice_names_options_and_not_arguments_of_python(
+    stored: LocalStore, moe: Path, tmp_path: Path
+) -> None:
+    run("create", moe, "moe")
+    error = run_json("cp", "moe", "dense", exit_code=1)["error"]
+    assert error["message"] == "another model has the name 'dense:latest'; replace it with --force"
+    with pytest.raises(NameTaken, match=r"'dense:latest'; replace it with force=True$"):
+        blobstore.copy("moe", "dense", store=stored)
+    file = tmp_path / "force=True"
+    file.touch()
+    assert f"'{file}' exists already; choose" in run("export", "moe", file, exit_code=1).stderr

@@ -42,6 +42,7 @@ def test_prints_json_with_exact_numbers(store: LocalStore, path: Path) -> None:
         "blobs": 5,
         "bytes_written": written,
         "bytes_present": 0,
+        "stored_bytes": run_json("unpack", path, "tuned", "--verify-only")["stored_bytes"],
     }
 
 

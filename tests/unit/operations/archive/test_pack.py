@@ -290,7 +290,7 @@ def test_a_missing_blob_stops_packing(store: LocalStore, path: Path) -> None:
 
 def test_replaces_an_existing_file_only_if_asked(store: LocalStore, path: Path) -> None:
     path.write_bytes(b"mine")
-    with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
         pack_models(["base"], path, store=store)
     assert path.read_bytes() == b"mine"
     pack_models(["base"], path, store=store, overwrite=True)

@@ -515,3 +515,20 @@ def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
     path = next(path for path in store.folder("blobs").iterdir() if path.stat().st_size > 8000)
     flip(path)
     assert blobstore.repair(source=folder, store=store).faults == ()
+
+
+def test_reports_the_model_that_another_import_published_in_the_meantime(
+    folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.create(folder, "other", store=store, experts="stacked")
+    other = store.resolve("other")
+    publish = LocalStore.publish
+
+    def after_another(self: LocalStore, reference: Reference, *args: Any) -> object:
+        publish(self, reference, other)
+        return publish(self, reference, *args)
+
+    monkeypatch.setattr(LocalStore, "publish", after_another)
+    created = blobstore.create(folder, "m", store=store)
+    assert created.replaced
+    assert any("was the name of another model" in notice for notice in created.notices)

@@ -106,7 +106,7 @@ def test_replaces_a_file_only_with_overwrite(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     target = tmp_path / "out.safetensors"
     target.write_bytes(b"precious")
-    with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
         convert_checkpoint(source, target)
     assert target.read_bytes() == b"precious"
     convert_checkpoint(source, target, overwrite=True)
@@ -185,7 +185,7 @@ def test_a_source_that_changes_while_it_is_read_leaves_nothing(tmp_path: Path) -
 def test_a_file_that_appears_while_it_works_is_not_replaced(tmp_path: Path) -> None:
     source = save(tmp_path / "x.pt", TENSORS)
     target = tmp_path / "out.safetensors"
-    with pytest.raises(BlobstoreError, match="exists already; replace it with --force"):
+    with pytest.raises(BlobstoreError, match="exists already; replace it with overwrite=True"):
         convert_checkpoint(source, target, progress=lambda *_: target.touch())
     assert target.read_bytes() == b""
     assert {path.name for path in tmp_path.iterdir()} == {"x.pt", "out.safetensors"}

@@ -46,19 +46,19 @@ def files_of(store: LocalStore) -> list[Path]:
 def test_copies_a_model_with_its_id(store: LocalStore, other: LocalStore) -> None:
     size = sum(blob.size for blob in store.resolve("model").blobs)
 
-    copied = copy_to_store("model", "team/copy", other, store=store)
+    copied = copy_to_store("model", other, "team/copy", store=store)
 
     assert other.read_manifest("team/copy") == store.read_manifest("model")
     assert (copied.bytes_written, copied.bytes_present, copied.replaced) == (size, 0, False)
     assert verify_models(store=other).faults == ()
-    again = copy_to_store("model", "third", other.root, store=store.root)
+    again = copy_to_store("model", other.root, "third", store=store.root)
     assert (again.bytes_written, again.bytes_present) == (0, size)
 
 
 def test_copies_a_frozen_model(store: LocalStore, other: LocalStore) -> None:
     freeze_models(["model"], store=store)
 
-    copy_to_store("model", "model", other, store=store)
+    copy_to_store("model", other, store=store)
 
     assert verify_models(store=other).faults == ()
     assert not list(other.cold_files())
@@ -69,9 +69,9 @@ def test_another_model_is_replaced_by_force_only(store: LocalStore, other: Local
     before = other.read_manifest("model")
 
     with pytest.raises(NameTaken, match="another model of .* has the name 'model:latest'"):
-        copy_to_store("model", "model", other, store=store)
+        copy_to_store("model", other, store=store)
     assert other.read_manifest("model") == before
-    assert copy_to_store("model", "model", other, store=store, force=True).replaced
+    assert copy_to_store("model", other, store=store, force=True).replaced
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
@@ -85,7 +85,7 @@ def test_a_damaged_model_is_not_copied(
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     with pytest.raises(BlobMissing if is_missing else BlobDamaged):
-        copy_to_store("model", "model", other, store=store)
+        copy_to_store("model", other, store=store)
 
     assert files_of(other) == []
     assert list(other.references()) == []
@@ -94,12 +94,12 @@ def test_a_damaged_model_is_not_copied(
 def test_a_store_is_not_copied_to_itself(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(store.root)
     with pytest.raises(UsageError, match="cp without --to gives a name"):
-        copy_to_store("model", "other", tmp_path / "link", store=store)
+        copy_to_store("model", tmp_path / "link", "other", store=store)
 
 
 def test_a_model_that_does_not_exist_makes_no_store(store: LocalStore, other: LocalStore) -> None:
     with pytest.raises(ModelNotFound):
-        copy_to_store("absent", "absent", other, store=store)
+        copy_to_store("absent", other, store=store)
     assert not other.root.exists()
 
 
@@ -110,7 +110,7 @@ def test_reads_from_a_store_without_write_permission() -> None:
         store.root.chmod(0o755)
 
         def copy() -> int:
-            return copy_to_store("model", "model", other, store=store).bytes_present
+            return copy_to_store("model", other, store=store).bytes_present
 
         assert sandbox.call(copy, unprivileged=True) == "0"
         assert verify_models(store=other).faults == ()
@@ -128,7 +128,7 @@ def test_a_model_that_is_replaced_in_the_meantime_is_copied_with_its_own_blobs(
         return manifest
 
     monkeypatch.setattr(LocalStore, "resolve", late)
-    copy_to_store("model", "model", other, store=store)
+    copy_to_store("model", other, store=store)
     assert other.read_manifest("model") == store.read_manifest("model")
     assert verify_models(store=other).faults == ()
 
@@ -144,7 +144,7 @@ def test_a_model_that_is_removed_while_it_is_copied_is_copied_completely(
         return ingest(self)
 
     monkeypatch.setattr(LocalStore, "ingest", late)
-    copy_to_store("model", "model", other, store=store)
+    copy_to_store("model", other, store=store)
     assert verify_models(store=other).faults == ()
     assert not store.read_leases().digests
 
@@ -161,7 +161,7 @@ def test_a_name_that_another_model_takes_in_the_meantime_is_not_replaced(
 
     monkeypatch.setattr(Ingest, "publish", late)
     with pytest.raises(NameTaken):
-        copy_to_store("model", "model", other, store=store)
+        copy_to_store("model", other, store=store)
     assert [layer.name for layer in other.resolve("model").layers] == ["z"]
 
 
@@ -171,5 +171,5 @@ def test_needs_the_exclusive_lock_of_the_other_store(
     monkeypatch.setattr(locks, "_IMPORT_TIMEOUT", 0)
     other.lock_timeout = 0.05
     with other.shared_lock(), pytest.raises(StoreBusy):
-        copy_to_store("model", "model", other, store=store)
+        copy_to_store("model", other, store=store)
     assert list(other.references()) == []

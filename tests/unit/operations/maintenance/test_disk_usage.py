@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound, StoreError
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage, measure_usage
 from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.store.cold import ColdShelf
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.frozen import layer, layers, put, tuned, weights
 from tests.support.models import add_blobs, blob
 from tests.support.ollama_store import add_gguf_model
 
@@ -168,3 +173,59 @@ def test_a_file_is_no_store(store: LocalStore) -> None:
     store.root.write_bytes(b"")
     with pytest.raises(StoreError, match="is not a folder"):
         measure_usage(store=store)
+
+
+@pytest.fixture
+def frozen(store: LocalStore) -> LocalStore:
+    """A store with a frozen model, one of whose blobs is a delta against another model."""
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1)), "y": layer("y", weights(2))})
+    freeze_models(["child"], store=store, base="base")
+    return store
+
+
+def test_listed_cold_blobs_are_measured_without_opening_them(
+    frozen: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = layers(frozen, "child").values()
+    stored = sum(frozen.open_cold(blob.digest).stored for blob in blobs)
+    monkeypatch.setattr(ColdShelf, "open", None)
+    usage = measure_usage(store=frozen)
+    assert usage.cold == Space(2, stored)
+    assert usage.saved == sum(blob.size for blob in blobs) - stored
+    assert [model.faults for model in usage.models] == [(), ()]
+
+
+def test_cold_blobs_that_are_not_listed_are_opened(frozen: LocalStore) -> None:
+    expected = measure_usage(store=frozen)
+    frozen.cold_index.path.unlink()
+    found = measure_usage(store=LocalStore(frozen.root))
+    assert (found.cold, found.saved, found.bases) == (expected.cold, expected.saved, expected.bases)
+    assert [model.faults for model in found.models] == [(), ()]
+
+
+def test_reports_cold_blobs_that_are_cut_short_or_lack_their_base(frozen: LocalStore) -> None:
+    blobs = layers(frozen, "child")
+    cut = Path(frozen.cold_path(blobs["y"].digest))
+    cut.chmod(0o600)
+    os.truncate(cut, 100)
+    (base,) = frozen.cold_bases().values()
+    Path(frozen.blob_path(base)).unlink()
+    Path(frozen.base_path(base)).unlink()
+    faults = by_name(measure_usage(store=LocalStore(frozen.root)))["child:latest"].faults
+    assert [type(fault) for fault in faults] == [BlobDamaged, BlobDamaged]
+    assert f"its base {base} is missing" in str(faults[0])
+    assert str(cut) in str(faults[1])
+
+
+def test_a_wrong_size_in_one_of_two_manifests_is_reported_for_a_cold_blob(
+    frozen: LocalStore,
+) -> None:
+    manifest = frozen.resolve(Reference.parse("child"))
+    wrong = tuple(blob._replace(size=blob.size + 1) for blob in manifest.layers)
+    path = frozen.manifest_path(Reference.parse("other"))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(Manifest(config=manifest.config, layers=wrong).to_bytes())
+    models = by_name(measure_usage(store=frozen))
+    assert models["child:latest"].faults == ()
+    assert len(models["other:latest"].faults) == 2

@@ -70,7 +70,7 @@ def test_a_model_keeps_its_signatures_under_other_names_and_in_other_stores(
     blobstore.sign("model", key.private, store=store)
     blobstore.rename("model", "renamed", store=store)
     other = LocalStore(tmp_path / "other")
-    copy_to_store("renamed", "copy", other, store=store)
+    copy_to_store("renamed", other, "copy", store=store)
     for place, name in ((store, "renamed"), (other, "copy")):
         policy(place, key)
         blobstore.open(name, store=place).close()

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+import blobstore
+from blobstore.errors import InvalidManifest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.names import copy_model
+from blobstore.store.local import LocalStore
+from tests.support.frozen import layers, put
+
+
+@pytest.fixture
+def store(store: LocalStore) -> LocalStore:
+    """A store with two models that share a blob."""
+    put(store, "a", {"x": 1, "y": 2})
+    put(store, "b", {"x": 1, "z": 3})
+    return store
+
+
+def found(store: LocalStore, text: str) -> list[tuple[str, str, str]]:
+    places = blobstore.find(text, store=store).places
+    return [(str(place.reference), place.kind, place.name) for place in places]
+
+
+def test_finds_tensors_by_name_and_glob(store: LocalStore) -> None:
+    assert found(store, "x") == [("a:latest", "tensor", "x"), ("b:latest", "tensor", "x")]
+    assert found(store, "[yz]") == [("a:latest", "tensor", "y"), ("b:latest", "tensor", "z")]
+    assert found(store, "absent") == []
+
+
+def test_finds_blobs_and_models_by_the_start_of_a_digest(store: LocalStore) -> None:
+    blob = layers(store, "a")["x"].digest
+    expected = [("a:latest", "blob", "x"), ("b:latest", "blob", "x")]
+    assert found(store, blob.hex[:12]) == found(store, str(blob)) == expected
+    ident = copy_model("a", "c", store=store).digest
+    expected = [("a:latest", "model", ""), ("c:latest", "model", "")]
+    assert found(store, ident.short) == expected
+
+
+def test_reports_manifests_that_cannot_be_read(store: LocalStore) -> None:
+    store.manifest_path(Reference.parse("a")).write_bytes(b"{")
+    result = blobstore.find("x", store=store)
+    assert [str(place.reference) for place in result.places] == ["b:latest"]
+    assert [type(error) for error in result.errors] == [InvalidManifest]
