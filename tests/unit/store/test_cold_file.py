@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -114,11 +115,12 @@ def test_reads_that_bypass_the_page_cache_leave_nothing_in_it(path: Path) -> Non
 def test_reads_if_the_page_cache_cannot_be_bypassed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = os.preadv
+    read, direct = os.preadv, os.O_DIRECT
     refused: list[int] = []
 
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if not refused:
+        is_direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & direct
+        if is_direct or not refused:
             refused.append(offset)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return read(descriptor, buffers, offset)
