@@ -136,3 +136,12 @@ def test_root_gives_nothing_away_through_a_folder_that_has_become_a_link() -> No
         (folder / "home").symlink_to(folder / "etc")
         give_to_owner(folder / "home" / "lock")
         assert (folder / "etc" / "lock").stat().st_uid == 0
+
+
+@only_root
+def test_a_new_store_of_root_in_the_folder_of_another_user_belongs_to_root() -> None:
+    with sandbox.common_folder() as folder:
+        os.chown(folder, NOBODY, NOBODY)
+        store = LocalStore(folder / "store")
+        put(store, "a", {"x": 1})
+        assert {path.stat().st_uid for path in (store.root, *store.root.rglob("*"))} == {0}
