@@ -12,7 +12,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, UnsupportedSource
+from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, NotTrusted, UnsupportedSource
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import RemoteReference
@@ -118,6 +118,27 @@ def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
     assert store.read_manifest("model") == expected
     assert reports == sorted(reports)
     assert not blobstore.verify(store=store).faults
+
+
+def test_a_policy_can_pin_the_manifest_in_the_registry(
+    remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    offer_as_modctl(remote, source)
+    digest = blobstore.pull(remote, "model", store=store, dry_run=True).digest
+
+    def pin(pinned: Digest) -> None:
+        store.policy_path.parent.mkdir(parents=True, exist_ok=True)
+        store.policy_path.write_text(
+            f'version = 1\n[[rules]]\nmatch = "*"\naction = "enforce"\npins = ["{pinned}"]\n'
+        )
+
+    pin(Digest.of(b"another manifest"))
+    with pytest.raises(NotTrusted):
+        blobstore.pull(remote, "model", store=store)
+    assert not store.has_model("model")
+    pin(digest)
+    blobstore.pull(remote, "model", store=store)
+    assert store.read_manifest("model") == expected
 
 
 def test_nothing_but_the_model_stays(remote: str, source: Path, store: LocalStore) -> None:
