@@ -7,9 +7,12 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import pytest
 
 import blobstore
+from blobstore.cli.main import program
+from tests.support.registry import running_registry
 from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -42,15 +45,29 @@ def is_public(module: str, name: str) -> bool:
 needs_signing = pytest.mark.skipif(
     find_spec("cryptography") is None, reason="it is in the test group, and in the extra [sign]"
 )
-WITH_EXAMPLES = {"docs/cli.md": 30, "docs/signatures.md": 5}
+WITH_EXAMPLES = {"docs/cli.md": 30, "docs/signatures.md": 5, "docs/registries.md": 10}
+REGISTRY = "localhost:5000"
+"""The registry of the documents. That of the tests has another port."""
 
 
 @pytest.mark.parametrize(
     "document", ["docs/cli.md", pytest.param("docs/signatures.md", marks=needs_signing)]
 )
 def test_commands_print_what_the_document_says(document: str, tmp_path: Path) -> None:
+    check_examples(document, tmp_path, REGISTRY)
+
+
+def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> None:
+    with running_registry(tmp_path / "registry") as server:
+        (tmp_path / "work").mkdir()
+        check_examples("docs/registries.md", tmp_path / "work", server.host)
+
+
+def check_examples(document: str, folder: Path, registry: str) -> None:
+    """Run the examples of a document in a folder, with a registry at another address."""
     found = examples((ROOT / document).read_text(encoding="utf-8"))
-    printed = outputs([example.command for example in found], tmp_path)
+    commands = [example.command.replace(REGISTRY, registry) for example in found]
+    printed = [output.replace(registry, REGISTRY) for output in outputs(commands, folder)]
 
     differences = [
         f"{document}:{example.line}: {example.command}\n{output}"
@@ -63,16 +80,14 @@ def test_commands_print_what_the_document_says(document: str, tmp_path: Path) ->
 
 
 def test_every_command_has_an_example() -> None:
-    from blobstore.cli.main import program
-
     shown = {
-        example.command.split()[1]
+        command
         for document in WITH_EXAMPLES
         for example in examples((ROOT / document).read_text(encoding="utf-8"))
-        if "blobstore " in example.command
+        for command in re.findall(r"\bblobstore (?:--store \S+ )?(\w+)", example.command)
     }
-
-    assert set(program.commands) <= shown
+    without_registry = {"login", "logout"}  # whose passwords the tests ask a registry for
+    assert set(program.list_commands(click.Context(program))) <= shown | without_registry
 
 
 def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
