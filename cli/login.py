@@ -34,7 +34,14 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
         raise UsageError("there is no terminal to ask; give --username and --password-stdin")
     user = username or click.prompt("Username", err=True)
     check_user(user)
-    login = Login(user, _read_password() if password_stdin else _ask_password())
+    password = (
+        _read_password()
+        if password_stdin
+        else click.prompt("Password", hide_input=True, err=True, default="", show_default=False)
+    )
+    if not password:
+        raise UsageError("the password is empty")
+    login = Login(user, password)
     with RegistryClient(host, credentials=GivenLogin(login)) as client:
         is_checked = client.check_login()
     place = DockerCredentials().store(host, login)
@@ -51,16 +58,6 @@ def _read_password() -> str:
     """Return what standard input holds, without the line break at its end."""
     data = sys.stdin.buffer.read(_MAX_PASSWORD)
     try:
-        return _checked(data.decode().removesuffix("\n").removesuffix("\r"))
+        return data.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:
         raise UsageError("the password on standard input is not UTF-8") from None
-
-
-def _ask_password() -> str:
-    return _checked(click.prompt("Password", hide_input=True, err=True))
-
-
-def _checked(password: str) -> str:
-    if not password:
-        raise UsageError("the password is empty")
-    return password

@@ -153,7 +153,9 @@ class _Program(click.Group):
                 name = getattr(error, "filename", None)
                 where = f" ({quote(name)})" if name else ""
                 error = BlobstoreError(f"the system failed: {reason}{where}")
-            text = _for_command_line(error)
+            # The advice names arguments of Python, of which the command line has options.
+            advice = _ARGUMENT.sub("--force", error.advice)
+            text = f"{error.message}; {advice}" if advice else error.message
             _report_json(ctx, type(error).__name__, text, error.exit_code)
             if is_verbose():
                 import traceback
@@ -223,12 +225,6 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def _show_version(ctx: click.Context) -> None:
     click.echo(f"blobstore {blobstore.__version__}")
     ctx.exit()
-
-
-def _for_command_line(error: BlobstoreError) -> str:
-    """Return the text of an error, with options instead of arguments of Python in its advice."""
-    advice = _ARGUMENT.sub("--force", error.advice)
-    return f"{error.message}; {advice}" if advice else error.message
 
 
 def _report_json(ctx: click.Context, kind: str, message: str, exit_code: int) -> None:

@@ -128,7 +128,9 @@ def encode(
             for plane in planes:
                 write(plane.data)
         alone += encoder.size_alone
-        if part.factors is None and not any(map(_needs_base, chunks[first:])):
+        if part.factors is None and all(
+            predicted_type(chunk.transform) is None for chunk in chunks[first:]
+        ):
             parts[number] = part._replace(base_begin=None)
     source.expect_end()
     needs_base = any(part.base_begin is not None for part in parts)
@@ -142,10 +144,6 @@ def encode(
     stored = encode_table(table)
     write(stored)
     return Encoded(table, int(alone) + len(PREFIX) + len(stored))
-
-
-def _needs_base(chunk: Chunk) -> bool:
-    return predicted_type(chunk.transform) is not None
 
 
 class _ChunkEncoder:

@@ -287,15 +287,13 @@ class RegistryClient:
         found: list[RemoteDescriptor] = []
         for reply in self._pages(repository, what, url):
             if reply.status == HTTPStatus.NOT_FOUND:
-                return self._tagged_referrers(repository, digest)
+                try:
+                    tagged = self.get_manifest(repository, f"sha256-{digest.hex}")
+                except ModelNotFound:
+                    return ()
+                return _index(tagged).manifests
             found += _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
         return tuple(found)
-
-    def _tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
-        try:
-            return _index(self.get_manifest(repository, f"sha256-{digest.hex}")).manifests
-        except ModelNotFound:
-            return ()
 
     def _pages(self, repository: str, what: str, first: str) -> Iterator[Reply]:
         """Yield the responses to a request for a list, which may be missing."""

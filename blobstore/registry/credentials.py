@@ -81,7 +81,10 @@ class DockerCredentials:
         helper = _helper(config, host)
         found = _ask(helper, "get", _key(host)) if helper else None
         if found is not None:
-            return _login_of(found, f"credential helper {quote(helper)}")
+            user, secret = found.get("Username"), found.get("Secret")
+            if not isinstance(user, str) or not isinstance(secret, str) or not secret:
+                raise BlobstoreError(f"credential helper {quote(helper)} sent no user and secret")
+            return Login(user, secret)
         auths = _object(config, "auths")
         for key in (_key(host), *(key for key in auths if _host_of(key) == _host_of(_key(host)))):
             login = _login_in(auths.get(key), f"{self._shown()}: auths of {quote(host)}")
@@ -210,13 +213,6 @@ def _ask(helper: str, action: str, text: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise BlobstoreError(f"{quote(program)} sent no credentials: {error}") from None
     return answer if isinstance(answer, dict) else {}
-
-
-def _login_of(answer: Mapping[str, Any], where: str) -> Login:
-    user, secret = answer.get("Username"), answer.get("Secret")
-    if not isinstance(user, str) or not isinstance(secret, str) or not secret:
-        raise BlobstoreError(f"{where} sent no user and secret")
-    return Login(user, secret)
 
 
 def _login_in(entry: Any, where: str) -> Login | None:

@@ -44,15 +44,12 @@ def reading_models(
         sources: dict[Reference, RemoteSource] = {}
         found: list[Reference] = []
         for number, name in enumerate(names):
-            own = Reference.of(name) if not is_address(name) else _name_of(number)
+            own = Reference("registry", "address", "model", str(number))
+            if not is_address(name):
+                own = Reference.of(name)
             found.append(own)
             if is_address(name):
                 address = RemoteReference.parse(name)
                 client = stack.enter_context(RegistryClient(address.host))
                 sources[own] = RemoteSource.resolve(client, address)
         yield RegistryReader(sources, local), found
-
-
-def _name_of(number: int) -> Reference:
-    """Return a name for an address, which may not have one."""
-    return Reference("registry", "address", "model", str(number))

@@ -282,7 +282,9 @@ class RegistryReader:
             starts = list(threads.map(lambda blob: self._start(*blob), blobs))
         found = [start for start in starts if isinstance(start, bytes)]
         if self._local is not None and len(found) == len(starts):
-            self._local.write_index(key, _packed(found))
+            # A checksum, then each header with its length.
+            data = b"".join(part for start in found for part in (_LENGTH.pack(len(start)), start))
+            self._local.write_index(key, Digest.of(data).hex.encode() + data)
         return starts
 
     def _start(self, digest: Digest, size: int) -> bytes | Damaged:
@@ -338,12 +340,6 @@ def list_tags(address: str) -> list[tuple[RemoteReference, Digest | None]]:
             (RemoteReference(repository.host, repository.repository, tag), digest)
             for tag, digest in zip(tags, digests, strict=True)
         ]
-
-
-def _packed(starts: Sequence[bytes]) -> bytes:
-    """Return headers as the cache holds them: a checksum, then each with its length."""
-    data = b"".join(part for start in starts for part in (_LENGTH.pack(len(start)), start))
-    return Digest.of(data).hex.encode() + data
 
 
 def _unpacked(data: bytes | None) -> list[bytes] | None:

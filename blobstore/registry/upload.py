@@ -84,7 +84,9 @@ class Upload:
                     session = self._status(session)
                     if session is None and self._is_there():
                         return
-                session = session or self._begin()
+                if session is None:
+                    begun = self._request("POST", f"{self._blobs}/uploads/", HTTPStatus.ACCEPTED)
+                    session = UploadSession(self._location(begun), 0)
                 is_resumed = is_resumed or session.offset > 0
                 try:
                     while self._has_parts and session.offset < self._size:
@@ -102,10 +104,6 @@ class Upload:
                     session, is_resumed, self._has_parts = None, False, False
                     continue
                 return
-
-    def _begin(self) -> UploadSession:
-        reply = self._request("POST", f"{self._blobs}/uploads/", HTTPStatus.ACCEPTED)
-        return UploadSession(self._location(reply), 0)
 
     def _status(self, session: UploadSession) -> UploadSession | None:
         """Return where the upload goes on, or None if the server has forgotten it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -174,6 +175,19 @@ class LocalStore(BlobReader):
             Cancelled: the import has ended.
         """
         return WorkerIngest(self, self._locks.join_lease(name), paranoid=paranoid)
+
+    def check_space(self, needed: int) -> None:
+        """Check that so many bytes are free for the store, within :meth:`ingest`.
+
+        Raises:
+            StoreError: they are not.
+        """
+        free = shutil.disk_usage(self.folder("temporary")).free
+        if needed > free:
+            raise StoreError(
+                f"not enough space for the store {quote(self.root)}: {needed} bytes are needed, "
+                f"and {free} are free"
+            )
 
     # Manifests
 

@@ -87,7 +87,10 @@ class PartialBlob:
                 if not _is_at(path, descriptor):
                     continue  # another process has renamed or removed it
                 give_to_owner(path)
-                if not _may_be_filled(os.fstat(descriptor), folder):
+                # Only this user or the store's owner may be able to write to it, under this name.
+                status, owners = os.fstat(descriptor), (os.geteuid(), folder.stat().st_uid)
+                is_regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                if not is_regular or status.st_uid not in owners:
                     path.unlink()
                     continue
                 is_ours = True
@@ -279,9 +282,3 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _may_be_filled(status: os.stat_result, folder: Path) -> bool:
-    """Return whether only this user or the store's owner can write to a file, and it has no other name."""
-    owners = (os.geteuid(), folder.stat().st_uid)
-    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in owners

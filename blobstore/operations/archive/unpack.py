@@ -8,7 +8,6 @@ anything is wrong with the archive, no name appears.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from blobstore.errors import (
     BlobstoreError,
     InvalidSignature,
     NameTaken,
-    StoreError,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import check_case
@@ -236,13 +234,8 @@ def _ingest_blobs(
         else:
             present.append(found)
     size = sum(archive.members[number].size for number in missing)
-    needed = size + sum(len(model.data) for model in models)  # each name has a manifest of its own
-    free = shutil.disk_usage(store.folder("temporary")).free
-    if needed > free:
-        raise StoreError(
-            f"not enough space for the store {quote(store.root)}: {needed} bytes are "
-            f"needed, and {free} are free"
-        )
+    # Each name has a manifest of its own.
+    store.check_space(size + sum(len(model.data) for model in models))
     labels = label_blobs(models, archive)
     workers = WorkerPool(jobs, progress, size)
 

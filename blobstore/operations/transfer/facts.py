@@ -23,7 +23,6 @@ from blobstore.registry.shapes.plan import ModelFacts
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
@@ -97,6 +96,8 @@ def model_facts(store: LocalStore, reference: Reference) -> ModelFacts:
     record = read_source_record(store, manifest)
     repository = record.repository if record is not None else ""
     folder = _loadable_folder(store, files)
+    license_name = stated_license(dict(small_texts(store, manifest))) or ""
+    identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
     return ModelFacts(
         name=repository.rpartition("/")[2] or reference.model,
         family=first_text(files.config, "model_type"),
@@ -105,7 +106,7 @@ def model_facts(store: LocalStore, reference: Reference) -> ModelFacts:
         parameters=precisions.total() + quantization.total(),
         precision=_most_common(precisions),
         quantization=_most_common(quantization),
-        licenses=_licenses(store, manifest),
+        licenses=(identifier,) if identifier else (),
         source_url=f"{_HUB}/{repository}" if repository else "",
         revision=record.commit if record is not None else "",
         weight_files=folder.weight_files,
@@ -140,10 +141,3 @@ def _loadable_folder(store: LocalStore, files: ModelFiles) -> _Folder:
         and all(_INDEX in name for name in plan.written)
     )
     return _Folder(linked, plan.written) if is_loadable else nothing
-
-
-def _licenses(store: LocalStore, manifest: Manifest) -> tuple[str, ...]:
-    """Return the SPDX identifier of the license that the model card or a license file names."""
-    stated = stated_license(dict(small_texts(store, manifest))) or ""
-    found = _SPDX.get(stated.lower().removesuffix(" license"))
-    return (found,) if found else ()

@@ -64,7 +64,10 @@ def import_files(
     parent = store.folder("temporary").parent
     with store.writing():
         make_folders(parent, store.root)
-        _remove_stale(parent)
+        for stale in parent.glob(f"{_PREFIX}*"):  # imports that were killed
+            with contextlib.suppress(OSError):
+                if stale.stat().st_mtime < time.time() - _MAX_AGE:
+                    shutil.rmtree(stale, ignore_errors=True)
         temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
     with temporary as name:
         folder = Path(name)
@@ -72,14 +75,6 @@ def import_files(
             for file in files:
                 _place(file, path_of(file), folder, store)
         return create(folder, reference, store=store, jobs=jobs, progress=progress)
-
-
-def _remove_stale(parent: Path) -> None:
-    """Remove the folders of imports that were killed."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_mtime < time.time() - _MAX_AGE:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalStore) -> None:

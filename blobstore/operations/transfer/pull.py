@@ -9,7 +9,6 @@ was interrupted continues where it stopped.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from collections import deque
@@ -25,7 +24,6 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     NameTaken,
-    StoreError,
     UsageError,
 )
 from blobstore.manifests.reference import Reference
@@ -220,7 +218,7 @@ def _pull(
         missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
         size = sum(blob.size for blob in missing)
         resumed = sum(store.partial_bytes(blob.id) for blob in missing)
-        _check_space(store, size - resumed + len(model.manifest))
+        store.check_space(size - resumed + len(model.manifest))
         transfer = _Transfer(source, ingest, missing, WorkerPool(streams, progress, size))
         transfer.run(streams)
         if source.files:
@@ -260,15 +258,6 @@ def _import(
     import_files(source.files, path_of, reference, store=store, jobs=jobs, progress=report)
     for path in transfer.paths.values():
         path.unlink(missing_ok=True)
-
-
-def _check_space(store: LocalStore, needed: int) -> None:
-    free = shutil.disk_usage(store.folder("temporary")).free
-    if needed > free:
-        raise StoreError(
-            f"not enough space for the store {quote(store.root)}: {needed} bytes are needed, and "
-            f"{free} are free"
-        )
 
 
 class _Fetch:

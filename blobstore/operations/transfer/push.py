@@ -230,7 +230,10 @@ def _tar_digests(
     Raises:
         BlobDamaged: a blob of a tar that was not hashed before is damaged.
     """
-    digests = {tar: _noted_digest(store, tar) for tar in tars}
+    digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
+    for tar in tars:
+        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no note
+            digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
     unknown = [tar for tar, digest in digests.items() if digest is None]
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
 
@@ -250,14 +253,6 @@ def _tar_digests(
         digests[tar] = digest
         store.write_index(tar.key, str(digest).encode())
     return [digest for digest in digests.values() if digest is not None]
-
-
-def _noted_digest(store: LocalStore, tar: TarLayer) -> Digest | None:
-    noted = store.read_index(tar.key)
-    try:
-        return Digest.parse(noted.decode("ascii")) if noted is not None else None
-    except ValueError:  # as InvalidDigest is
-        return None
 
 
 class _Push:
@@ -455,7 +450,9 @@ class _CheckedPieces:
             BlobDamaged: the digest differs.
         """
         if self._source is None or offset < self._digester.size - len(self._piece):
-            self._restart()
+            self.close()
+            self._source = self._blob.pieces()
+            self._digester, self._piece = Digester(), memoryview(b"")
         while offset < self._blob.size:
             end = self._digester.size
             if offset < end:
@@ -464,11 +461,6 @@ class _CheckedPieces:
                 self._note(end)
             else:
                 self._read_piece()
-
-    def _restart(self) -> None:
-        self.close()
-        self._source = self._blob.pieces()
-        self._digester, self._piece = Digester(), memoryview(b"")
 
     def _read_piece(self) -> None:
         blob, digester = self._blob, self._digester

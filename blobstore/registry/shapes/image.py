@@ -34,7 +34,6 @@ from blobstore.registry.shapes.plan import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from blobstore.manifests.descriptor import Descriptor
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.registry.shapes.plan import FolderFile, ModelFacts
 
@@ -115,7 +114,12 @@ def image_layers(data: bytes, facts: ModelFacts) -> ImageLayers:
     stored, generated = files[: len(manifest.layers)], files[len(manifest.layers) :]
     groups: dict[str, list[FolderFile]] = {"files": [config]}
     for layer, file in zip(manifest.layers, stored, strict=True):
-        groups.setdefault(_group(layer), []).append(file)
+        if layer.media_type in (media_types.JSON, media_types.FILE, media_types.SOURCE):
+            group = "files"
+        else:
+            block = _BLOCK.match(layer.name)
+            group = f"block {block[0]}" if block else f"{layer.media_type} {layer.name}"
+        groups.setdefault(group, []).append(file)
     units = list(groups.values())
     merged = -(-len(units) // (MAX_TARS - 1))  # rounded up
     tars = tuple(
@@ -170,14 +174,6 @@ def plan_image(
         made={Digest.of(content): content for content in made},
         tars=dict(zip(digests, layers.tars, strict=True)),
     )
-
-
-def _group(layer: Descriptor) -> str:
-    """Return which layers of a model share a tar."""
-    if layer.media_type in (media_types.JSON, media_types.FILE, media_types.SOURCE):
-        return "files"
-    block = _BLOCK.match(layer.name)
-    return f"block {block[0]}" if block else f"{layer.media_type} {layer.name}"
 
 
 def _config(architecture: str, layers: Sequence[Digest], facts: ModelFacts) -> bytes:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.registry.manifest import ImageIndex, RemoteDescriptor, RemoteManifest
+    from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
 
 MAX_PARTS: Final = 1024
 """Manifests that an index may list."""
@@ -90,7 +90,9 @@ def read_model(
     elif spelled is None:
         raise _not_a_model()
     else:
-        parts = [_part(entry, get_manifest) for entry in _entries(content)]
+        if not 0 < len(content.manifests) <= MAX_PARTS:
+            raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
+        parts = [_part(entry, get_manifest) for entry in content.manifests]
     config = parts[0].config
     if spelled is None:
         if config.media_type.startswith(FILE_CONFIGS):
@@ -104,13 +106,6 @@ def read_model(
         # The other parts are for other processors, and have the same layers.
         return _from_tars(digest, parts[0].layers, read_blob)
     return _from_layers(digest, [layer for part in parts for layer in part.layers], read_blob)
-
-
-def _entries(index: ImageIndex) -> tuple[RemoteDescriptor, ...]:
-    """Return the parts that an index lists."""
-    if not 0 < len(index.manifests) <= MAX_PARTS:
-        raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
-    return index.manifests
 
 
 def _part(entry: RemoteDescriptor, get_manifest: GetManifest) -> ImageManifest:
