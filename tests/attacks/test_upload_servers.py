@@ -228,12 +228,16 @@ def test_location_elsewhere_is_refused(
     assert methods(server) == ["POST"]
 
 
-def test_stored_session_of_another_server_is_refused(
-    server: RawServer, client: RegistryClient
+def test_stored_session_of_another_server_is_not_used(
+    uploads: Uploads, server: RawServer, client: RegistryClient
 ) -> None:
-    with pytest.raises(RemoteError, match="wants an upload to go to another server"):
-        send(client, UploadSession("http://127.0.0.1:1/upload", 5000))
-    assert server.requests == []
+    other = Uploads()
+    with RawServer(other) as elsewhere:
+        send(client, UploadSession(f"http://{elsewhere.host}/upload", 5000))
+        assert elsewhere.requests == []
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["HEAD", "POST", "PUT"]
 
 
 def test_server_that_always_fails_is_given_up(

@@ -19,13 +19,14 @@ CLASSES: list[type[BlobstoreError]] = [
 EXIT_CODES = {
     1: (
         "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken ImplausibleGarbage "
-        "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused"
+        "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused "
+        "InvalidPolicy NotTrusted"
     ),
     2: "UsageError InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",
     4: (
         "Damaged InvalidHeader InvalidManifest CheckpointRefused DamagedSource "
-        "BlobMissing BlobDamaged ColdDamaged ArchiveDamaged"
+        "BlobMissing BlobDamaged ColdDamaged ArchiveDamaged InvalidSignature"
     ),
 }
 
