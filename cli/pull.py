@@ -47,25 +47,19 @@ def command(
     """
     from blobstore.operations.transfer.pull import pull_model
 
-    try:
-        with render.progress_bar() as progress:
-            pulled = pull_model(
-                remote,
-                name,
-                store=store,
-                streams=streams,
-                limit_rate=limit_rate,
-                jobs=jobs,
-                force=force,
-                dry_run=dry_run,
-                plain_http=plain_http or None,
-                progress=progress,
-            )
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C, or another request to end
-        render.show_note("interrupted; the same command continues where this one stopped")
-        raise
+    with render.resumable_progress() as progress:
+        pulled = pull_model(
+            remote,
+            name,
+            store=store,
+            streams=streams,
+            limit_rate=limit_rate,
+            jobs=jobs,
+            force=force,
+            dry_run=dry_run,
+            plain_http=plain_http or None,
+            progress=progress,
+        )
     for notice in pulled.notices:
         render.show_note(notice)
     if as_json:

@@ -76,30 +76,26 @@ def command(
     """
     from blobstore.operations.transfer.push import push_model
 
-    with options.model(store, name, needs_name=remote is None) as model:
-        try:
-            with render.progress_bar() as progress:
-                pushed = push_model(
-                    model,
-                    remote,
-                    store=store,
-                    shape=shape,
-                    max_layers=max_layers,
-                    mount_from=mount_from,
-                    sign_key=sign_key,
-                    passphrase=options.read_passphrase,
-                    verify=verify,
-                    dry_run=dry_run,
-                    plain_http=plain_http or None,
-                    streams=streams,
-                    limit_rate=limit_rate,
-                    progress=progress,
-                )
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C, or another request to end
-            render.show_note("interrupted; the same command continues where this one stopped")
-            raise
+    with (
+        options.model(store, name, needs_name=remote is None) as model,
+        render.resumable_progress() as progress,
+    ):
+        pushed = push_model(
+            model,
+            remote,
+            store=store,
+            shape=shape,
+            max_layers=max_layers,
+            mount_from=mount_from,
+            sign_key=sign_key,
+            passphrase=options.read_passphrase,
+            verify=verify,
+            dry_run=dry_run,
+            plain_http=plain_http or None,
+            streams=streams,
+            limit_rate=limit_rate,
+            progress=progress,
+        )
     if as_json:
         fields = (
             "name=reference remote digest remote_shape=shape unchanged=is_unchanged "

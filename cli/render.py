@@ -380,6 +380,18 @@ def progress_bar() -> Iterator[Progress | None]:
         yield advance
 
 
+@contextlib.contextmanager
+def resumable_progress() -> Iterator[Progress | None]:
+    """Yield what :func:`progress_bar` does; say after an interrupt that the command can go on."""
+    try:
+        with progress_bar() as progress:
+            yield progress
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C, or another request to end
+            show_note("interrupted; the same command continues where this one stopped")
+        raise
+
+
 def _progress_lines() -> Progress:
     """Return a function that prints a line of progress now and then, for logs."""
     begin = shown = time.monotonic()

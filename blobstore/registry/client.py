@@ -110,7 +110,7 @@ class RegistryClient:
         """Return the manifest of a tag or digest.
 
         Raises:
-            ModelNotFound: there is none.
+            ModelNotFound: the registry has no such manifest.
             InvalidManifest: it is too large, or of an unknown media type.
             BlobDamaged: it has another digest.
             RemoteError: the registry cannot be reached, or fails.
@@ -118,7 +118,10 @@ class RegistryClient:
         request = self._manifest_request("GET", repository, reference)
         reply = self._transport.fetch(request, MAX_SIZE)
         if reply.status == HTTPStatus.NOT_FOUND:
-            raise ModelNotFound(f"{request.what}: the registry has none")
+            raise ModelNotFound(
+                f"{request.what}: the registry has none",
+                advice=f"'blobstore list oci://{self.host}/{repository}' lists the tags",
+            )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         manifest = RemoteManifest.of(media_type, reply.body)
         expected = reference if ":" in reference else reply.headers.get("docker-content-digest")
@@ -127,7 +130,7 @@ class RegistryClient:
         return manifest
 
     def head_manifest(self, repository: str, reference: str) -> Digest | None:
-        """Return the digest of a tag's manifest as the registry states it; None if there is none.
+        """Return the digest of a tag's manifest as the registry states it, or None without a manifest.
 
         Raises:
             RemoteError: the registry cannot be reached, or fails.

@@ -34,6 +34,10 @@ MAX_ERROR: Final = 64 * 2**10
 """Bytes that are read of the document that explains an error."""
 MAX_TOKEN: Final = 64 * 2**10
 """Bytes of a token with the JSON around it; those of large registries have about 5,000."""
+DAMAGED_ADVICE: Final = (
+    "push the model again under another repository, or ask the operator to restore the blob"
+)
+"""What to do about a blob that the registry has, but with other bytes: registries never replace it."""
 IDENTITY_TOKEN: Final = "<token>"  # noqa: S105 - a name
 """The user name that stands for a token in place of a password."""
 _MAX_CHALLENGE: Final = 8 * 2**10
@@ -146,7 +150,7 @@ class Patience:
     """Seconds that are waited at most, whatever a server asks."""
 
     def delay(self, failures: int, retry_after: float, jitter: float) -> float | None:
-        """Return the seconds to wait before the next attempt, or None if there is none.
+        """Return the seconds to wait before the next attempt, or None to give up.
 
         Args:
             failures: failures in a row, at least 1.
@@ -194,7 +198,7 @@ def resolve(location: str | None, base: str) -> str:
     """Return the URL that a ``Location`` or ``Link`` of the response from ``base`` stands for.
 
     Raises:
-        RemoteError: there is none, it is malformed, has a user name, or leads from https to http.
+        RemoteError: it is missing, malformed, has a user name, or leads from https to http.
     """
     if not location:
         raise RemoteError(f"{quote(host_of(base))} redirects without a Location")
@@ -364,7 +368,7 @@ def token_of(body: bytes) -> Token:
     """Return the token in the response of a realm.
 
     Raises:
-        RemoteError: there is none.
+        RemoteError: it is missing.
     """
     try:
         value: Any = strict_json.loads(body)
@@ -405,7 +409,9 @@ def span_of(
     length = content_length(headers.get("content-length"))
     if status != HTTPStatus.PARTIAL_CONTENT:  # the server ignored the range, which it may
         if length is not None and (length < end or (size is not None and length != size)):
-            raise BlobDamaged(f"has {length} bytes, expected {size or f'at least {end}'}")
+            raise BlobDamaged(
+                f"has {length} bytes, expected {size or f'at least {end}'}", advice=DAMAGED_ADVICE
+            )
         return Span(begin, end - begin)
     text = headers.get("content-range", "")
     found = _RANGE.fullmatch(text)
@@ -414,7 +420,9 @@ def span_of(
     first, last = int(found[1]), int(found[2])
     total = int(found[3]) if found[3] else None
     if total is not None and (total < end or (size is not None and total != size)):
-        raise BlobDamaged(f"has {total} bytes, expected {size or f'at least {end}'}")
+        raise BlobDamaged(
+            f"has {total} bytes, expected {size or f'at least {end}'}", advice=DAMAGED_ADVICE
+        )
     if (first, last + 1) != (begin, end) or length not in (None, end - begin):
         raise RemoteError(
             f"a response to a request for bytes {begin} to {end - 1} has the Content-Range "
@@ -439,7 +447,7 @@ def bytes_received(text: str | None) -> int:
 
 
 def retry_after(text: str | None, now: datetime) -> float:
-    """Return the seconds that ``Retry-After`` asks to wait; 0 if there is none or it is malformed."""
+    """Return the seconds that ``Retry-After`` asks to wait; 0 if it is missing or malformed."""
     if text is None:
         return 0
     if _NUMBER.fullmatch(text.strip()):

@@ -200,7 +200,7 @@ class LocalStore(BlobReader):
         return self._layout.reference(path)
 
     def manifest_version(self, reference: str | Reference) -> FileVersion | None:
-        """Return the version of a manifest's file; None if there is none or it cannot be read.
+        """Return the version of a manifest's file; None if it is missing or cannot be read.
 
         A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
         """

@@ -60,7 +60,7 @@ class PartialBlob:
 
     @classmethod
     def open(cls, folder: Path, blob: BlobId) -> Self | None:
-        """Lock the partial file of a blob, and create it if there is none; None if it is locked.
+        """Lock the partial file of a blob, and create it if it is missing; None if it is locked.
 
         A file that cannot be a partial file of this blob and user is replaced.
 

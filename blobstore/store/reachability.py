@@ -45,7 +45,7 @@ class ReachableBlobs:
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
         self._folder: tuple[int, int] | None = None
-        """Device and inode of the folder of manifests; None as long as there is none."""
+        """Device and inode of the folder of manifests; None until the folder exists."""
 
     def update(self) -> None:
         """Read the manifests that are new or have changed.

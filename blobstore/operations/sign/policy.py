@@ -172,7 +172,7 @@ def _action(value: Any, place: str) -> Action:
 
 
 def _texts(value: dict[str, Any], key: str, place: str) -> Sequence[str] | None:
-    """Return a list of texts, which must not be empty; None if there is none."""
+    """Return a list of texts, which must not be empty, or None without the key."""
     if key not in value:
         return None
     found = value[key]

@@ -133,7 +133,7 @@ class PushNotes:
 
 
 def _read(path: Path) -> Any:
-    """Return a note that this user has written; None if there is none that makes sense."""
+    """Return a note that this user has written; None if it is missing or malformed."""
     try:
         if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
             return None

@@ -29,6 +29,7 @@ from blobstore.errors import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.trust import check_trust
 from blobstore.operations.transfer.signatures import fetch_signatures
+from blobstore.registry.protocol import DAMAGED_ADVICE
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 
@@ -313,7 +314,7 @@ class _Transfer:
                     fetch.file.close()
 
     def _work(self, _: int) -> None:
-        """Run tasks until there are none, nor any that could add some."""
+        """Run tasks until none is left and none can come."""
         while True:
             with self._changed:
                 while self._unfinished and not self._tasks:
@@ -394,8 +395,7 @@ class _Transfer:
             raise BlobDamaged(
                 f"{fetch.label}: the registry sent other bytes than those of blob "
                 f"{fetch.blob.digest}, twice",
-                advice="push the model again under another repository, or ask the operator to "
-                "restore the blob",
+                advice=DAMAGED_ADVICE,
             )
         fetch.is_second = True
         self._add([partial(self._begin, fetch)])
