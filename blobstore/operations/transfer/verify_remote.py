@@ -113,7 +113,7 @@ def _verify(source: RemoteSource, blob: Descriptor, workers: WorkerPool) -> Remo
     try:
         found = Digest.of_pieces(pieces(), lambda count: workers.report(count, quote(layer)))
     except (BlobDamaged, BlobMissing) as error:
-        return RemoteFault(str(source.address), layer, str(error), blob.digest)
+        return RemoteFault(str(source.address), layer, error.message, blob.digest)
     if found == blob.digest:
         return None
     message = f"the registry sent bytes with digest {found}, expected {blob.digest}"
