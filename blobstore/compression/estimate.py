@@ -1,7 +1,8 @@
 """Estimates compressed sizes from samples, and fits low-rank factors where they save space.
 
-The base of a small span is kept in memory; that of a large one is read a few rows at a time. If the base
-is cold, each pass decodes it again. Fitting needs little memory otherwise (`delta.low_rank_fit`).
+Fitting takes several passes. The base of a small span is kept in memory for them; that of a large one is
+read a few rows at a time. If the base is cold, each pass decodes it again. Fitting needs little memory
+otherwise (`delta.low_rank_fit`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import can_fit, fit, is_promising
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import Span, split_rows
-from blobstore.compression.table import MAX_FACTORS
+from blobstore.compression.table import MAX_CHUNK, MAX_FACTORS
 from blobstore.compression.transforms import width_of
 from blobstore.core.digest import Digest
 
@@ -113,6 +114,7 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
     elements = as_elements(data, span.dtype)
     if level == "fast" and not is_promising(elements, reader, span.dtype, columns):
         return span
+    reader.keep(_MAX_IN_MEMORY)
     if reader.are_equal(elements):
         return span
     found = fit(elements, reader, span.dtype, columns)
@@ -123,7 +125,7 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
 
 
 class _Reader:
-    """Reads elements of a span's base, from memory if they are few."""
+    """Reads elements of a span's base."""
 
     def __init__(self, span: Span, base: BaseBlob) -> None:
         if span.base_begin is None or span.dtype is None:
@@ -132,11 +134,16 @@ class _Reader:
         self._begin = span.base_begin
         self._dtype = span.dtype
         self._width = width_of(span.dtype)
+        self._size = span.size
         self._elements: Array | None = None
-        if span.size <= _MAX_IN_MEMORY:
-            memory = np.empty(span.size, np.uint8)
-            base.read_into(memory.data, span.base_begin)
-            self._elements = as_elements(memory, span.dtype)
+        self.keep(MAX_CHUNK)  # reading a few rows of a cold base decodes at least a chunk
+
+    def keep(self, most: int) -> None:
+        """Read the elements into memory if they have at most so many bytes."""
+        if self._elements is None and self._size <= most:
+            memory = np.empty(self._size, np.uint8)
+            self._base.read_into(memory.data, self._begin)
+            self._elements = as_elements(memory, self._dtype)
 
     def __call__(self, begin: int, end: int) -> Array:
         if self._elements is not None:

@@ -50,7 +50,8 @@ _IMPORTING = Lock()
 os.register_at_fork(
     before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release, after_in_child=_IMPORTING.release
 )
-_PIECE = 1 << 22
+_PIECE = 1 << 20
+"""As large as the largest chunk, and still in the processor's cache when it is hashed or written."""
 LOOKS = 3
 """How often a form is looked for: a blob may change its form between two looks."""
 
@@ -143,8 +144,8 @@ class ColdBlob:
         Raises as :meth:`read_into`.
         """
         buffer = memoryview(bytearray(min(_PIECE, self.size)))
-        for begin in range(0, self.size, _PIECE):
-            piece = buffer[: min(_PIECE, self.size - begin)]
+        for begin, end, *_ in self.container.chunk_ranges(_PIECE, self.size):
+            piece = buffer[: end - begin]  # of complete chunks, so that each is decoded once
             self.read_into(begin, piece)
             yield piece
 

@@ -46,9 +46,8 @@ _BLOCK: Final = 64
 """Elements per block that is omitted if all are equal."""
 _MOST: Final = 0.9
 """Equal blocks are omitted only if at most this fraction of blocks differs."""
-_SAMPLE: Final = 1 << 13
-_ESTIMATED: Final = 1 << 14
-"""Elements of the sample of an estimate."""
+_SAMPLE: Final = 1 << 14
+"""Elements of the sample that classes and forms are chosen from."""
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
@@ -98,15 +97,11 @@ def estimate_bits(chunk: Array, predicted: Array, dtype: DType) -> float:
 
     Equal blocks are not considered. The arguments are those of :func:`encode_chunk`.
     """
-    step = max(len(chunk) // _ESTIMATED, 1)
+    step = max(len(chunk) // _SAMPLE, 1)
     predicted = np.ascontiguousarray(predicted[::step])
-    difference = (chunk[::step] - predicted).view(f"<i{chunk.itemsize}")
-    if not has_classes(dtype):
-        return planes.bits_of(difference, [len(difference)]) * step
-    classes = choose_classes(predicted, dtype, SMALL.classes)
-    numbers = classes_of(predicted, dtype, classes)
-    sizes = np.bincount(numbers, minlength=classes.many).tolist()
-    return planes.bits_of(difference[numbers.argsort(kind="stable")], sizes) * step
+    difference = chunk[::step] - predicted
+    _, histogram = _sampled(difference, predicted, dtype, SMALL.classes)
+    return float(histogram.costs().min(axis=1).sum()) * step if difference.any() else 0.0
 
 
 def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
@@ -160,7 +155,7 @@ def _blocks(elements: Array, changed: Array) -> Array:
 def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
     np.subtract(chunk, predicted, out=difference)
-    classes = _chosen(difference, predicted, dtype, settings)
+    classes, segments = _chosen(difference, predicted, dtype, settings)
     stream, sizes = difference, [len(chunk)]
     if classes.many > 1:
         even = len(chunk) & ~1
@@ -169,23 +164,37 @@ def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSet
         gather(difference[:even], groups, stream[:even])
         stream[even:] = difference[even:]
         sizes = _with_rest(groups, len(chunk) - even)
-    return _encode_stream(stream.view(f"<i{chunk.itemsize}"), sizes, classes, settings)
+    signed = stream.view(f"<i{chunk.itemsize}")
+    return _encode_stream(signed, sizes, classes, segments, settings.coders)
 
 
-def _chosen(difference: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> Classes:
-    """Return the classes to use: several only if they save enough."""
-    one = Classes(0, 1)
-    if not has_classes(dtype) or len(predicted) < _LEAST_GROUPED:
-        return one
-    classes = choose_classes(predicted, dtype, settings.classes)
-    if not settings.min_gain:
-        return classes
-    step = max(len(predicted) // _SAMPLE, 1)
-    numbers = classes_of(predicted[::step], dtype, classes)
-    sample = difference[::step][numbers.argsort(kind="stable")].view(f"<i{difference.itemsize}")
-    apart = planes.bits_of(sample, np.bincount(numbers, minlength=classes.many).tolist())
-    together = planes.bits_of(sample, [len(sample)])
-    return classes if apart <= (1 - settings.min_gain) * together else one
+def _chosen(
+    difference: Array, predicted: Array, dtype: DType, settings: DeltaSettings
+) -> tuple[Classes, list[tuple[int, int]]]:
+    """Return the classes to use, several only if they save enough, and the form of each segment."""
+    if not difference.any():
+        return Classes(0, 1), [(1, planes.Form.ZERO)]
+    classes, histogram = _sampled(difference, predicted, dtype, settings.classes)
+    costs = histogram.costs()
+    if settings.min_gain and classes.many > 1:
+        together = histogram.merged().costs()
+        if costs.min(axis=1).sum() > (1 - settings.min_gain) * together.min():
+            classes, costs = Classes(0, 1), together
+    return classes, planes.choose(costs, difference.itemsize)
+
+
+def _sampled(
+    difference: Array, predicted: Array, dtype: DType, many: int
+) -> tuple[Classes, planes.Histogram]:
+    """Return at most ``many`` classes, and a histogram of a sample of the differences."""
+    step = max(len(difference) // _SAMPLE, 1)
+    sample, theirs = difference[::step], predicted[::step]
+    classes, numbers = Classes(0, 1), np.zeros(len(sample), np.uint8)
+    if has_classes(dtype) and len(predicted) >= _LEAST_GROUPED:
+        classes = choose_classes(theirs, dtype, many)
+        numbers = classes_of(theirs, dtype, classes)
+    signed, scale = sample.view(f"<i{sample.itemsize}"), len(difference) / len(sample)
+    return classes, planes.Histogram.of(signed, numbers, classes.many, scale)
 
 
 def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
@@ -212,15 +221,19 @@ def _with_rest(groups: Groups, rest: int) -> list[int]:
 
 
 def _encode_stream(
-    stream: Array, sizes: list[int], classes: Classes, settings: DeltaSettings
+    stream: Array,
+    sizes: list[int],
+    classes: Classes,
+    segments: list[tuple[int, int]],
+    coders: Sequence[Coder],
 ) -> bytes:
     heads, tables, bodies = [], [], []
     at = number = 0
-    for count, form in planes.choose(stream, sizes):
+    for count, form in segments:
         within = sizes[number : number + count]
         number += count
         end = at + sum(within)
-        segment = planes.encode(stream[at:end], within, form, settings.coders)
+        segment = planes.encode(stream[at:end], within, form, coders)
         at = end
         escapes = len(segment.escaped) // stream.itemsize
         heads.append(_SEGMENT.pack(count, segment.form, escapes))

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_SAMPLE: Final = 1 << 14
-"""Number of differences in the sample that forms are chosen from."""
 _LEAST_BITS: Final = 1.02
 """Minimum cost of a symbol of a Huffman code."""
 _WASTED_BITS: Final = 0.04
@@ -72,16 +70,67 @@ def planes_of(form: int) -> int:
     return max(form - Form.BYTES + 1, min(form, 1))
 
 
-def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
+class Histogram(NamedTuple):
+    """How often values occur in the differences of each class, about: counted in a sample and scaled."""
+
+    small: Array
+    """Of shape (classes, 257): the differences from -128 to 127, and all others."""
+    bytes: list[Array]
+    """Of shape (classes, 256) each: the bytes of the differences, the lowest first."""
+
+    @classmethod
+    def of(cls, sample: Array, classes: Array, many: int, scale: float) -> Histogram:
+        """Count a sample of signed differences; each stands for ``scale`` of them.
+
+        Args:
+            sample: the differences.
+            classes: the class of each of them.
+            many: the number of classes.
+            scale: the number of differences that each one represents.
+        """
+        rest = sample.astype(np.int64)
+        first = classes.astype(np.int64)
+        small = _counts(first, rest.clip(-128, 128) + 128, many, 257) * scale
+        planes = []
+        for _ in range(sample.itemsize):
+            low = rest.astype(np.int8)
+            planes.append(_counts(first, low.view(np.uint8), many, 256) * scale)
+            rest = (rest - low) >> 8
+        return cls(small, planes)
+
+    def merged(self) -> Histogram:
+        """Return that of all classes as one."""
+        planes = [values.sum(axis=0, keepdims=True) for values in self.bytes]
+        return Histogram(self.small.sum(axis=0, keepdims=True), planes)
+
+    def costs(self) -> Array:
+        """Estimate the bits of each class in each form except `ZERO`."""
+        width, sizes = len(self.bytes), self.bytes[0].sum(axis=1)
+        logs = _xlogx(self.small)
+        costs = np.full((len(sizes), len(_BITS)), np.inf)
+        for form, bits in enumerate(_BITS):
+            if 0 < bits < _BYTE * width:
+                half = (1 << (bits - 1)) - 1
+                inside = slice(128 - half, 129 + half)
+                escapes = np.maximum(sizes - self.small[:, inside].sum(axis=1), 0)
+                entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
+                codes = _code_bits(entropy, sizes * bits / _BYTE)
+                costs[:, form - 1] = codes + _BYTE * width * escapes
+        costs[:, -1] = _WASTED_BITS * sizes  # even an empty plane takes time
+        for values in self.bytes:
+            used = (values > 0).sum(axis=1)
+            entropy = _xlogx(sizes) - _xlogx(values).sum(axis=1)
+            costs[:, -1] += np.minimum(_code_bits(entropy, sizes), _BYTE * sizes) * (used > 1)
+        return costs
+
+
+def choose(costs: Array, width: int) -> list[tuple[int, int]]:
     """Return the number of classes and the form of each segment.
 
     Args:
-        stream: the differences, class by class.
-        sizes: the number of differences in each class.
+        costs: the bits of each class in each form, as :meth:`Histogram.costs` returns them.
+        width: bytes of a difference.
     """
-    if not stream.any():
-        return [(len(sizes), Form.ZERO)]
-    costs = _costs(stream, np.asarray(sizes))
     total, came = costs[0], []
     for cost in costs[1:]:
         best = int(total.argmin())
@@ -91,48 +140,12 @@ def choose(stream: Array, sizes: Sequence[int]) -> list[tuple[int, int]]:
     forms = [int(total.argmin())]
     for origin in reversed(came):
         forms.append(int(origin[forms[-1]]))
-    width = stream.itemsize
     segments: list[tuple[int, int]] = []
     for choice in reversed(forms):
         form = choice + 1 if choice + 1 < Form.BYTES else Form.BYTES + width - 1
         count = segments.pop()[0] if segments and segments[-1][1] == form else 0
         segments.append((count + 1, form))
     return segments
-
-
-def bits_of(stream: Array, sizes: Sequence[int]) -> float:
-    """Estimate the bits of encoded differences, with the best form for each class."""
-    return float(_costs(stream, np.asarray(sizes)).min(axis=1).sum()) if stream.any() else 0.0
-
-
-def _costs(stream: Array, sizes: Array) -> Array:
-    """Estimate from a sample the bits of each class in each form except `ZERO`."""
-    width, many = stream.itemsize, len(sizes)
-    step = max(len(stream) // _SAMPLE, 1)
-    sample = stream[::step].astype(np.int64)
-    places = np.arange(0, len(stream), step)
-    classes = sizes.cumsum().searchsorted(places, "right") if many > 1 else np.zeros_like(sample)
-    scale = sizes / np.maximum(np.bincount(classes, minlength=many), 1)
-    values = _counts(classes, sample.clip(-128, 128) + 128, many, 257) * scale[:, None]
-    logs = values * np.log2(np.maximum(values, 1))
-    costs = np.full((many, len(_BITS)), np.inf)
-    for form, bits in enumerate(_BITS):
-        if 0 < bits < 8 * width:
-            half = (1 << (bits - 1)) - 1
-            inside = slice(128 - half, 129 + half)
-            escapes = np.maximum(sizes - values[:, inside].sum(axis=1), 0)
-            entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
-            codes = _code_bits(entropy, sizes * bits / 8)
-            costs[:, form - 1] = codes + 8 * width * escapes
-    costs[:, -1] = _WASTED_BITS * sizes  # even an empty plane takes time
-    for _ in range(width):
-        low = sample.astype(np.int8)
-        values = _counts(classes, low.view(np.uint8), many, 256) * scale[:, None]
-        used = (values > 0).sum(axis=1)
-        entropy = _xlogx(sizes) - _xlogx(values).sum(axis=1)
-        costs[:, -1] += np.minimum(_code_bits(entropy, sizes), 8 * sizes) * (used > 1)
-        sample = (sample - low) >> 8
-    return costs
 
 
 def _counts(classes: Array, values: Array, many: int, size: int) -> Array:

@@ -21,6 +21,21 @@ def test_gives_bytes_of_the_base(base: BaseBlob) -> None:
     assert base.read(123_457, 200_000).tobytes() == DATA[123_457:323_457]
 
 
+def test_bytes_in_memory_are_not_copied_if_they_are_aligned() -> None:
+    data = bytearray(DATA)
+    base = BaseBlob.hot(data)
+    aligned, other = base.read(8, 100), base.read(9, 100)
+    data[8:12] = b"abcd"
+    assert aligned.tobytes()[:4] == b"abcd"
+    assert other.tobytes() == DATA[9:109]
+    assert other.ctypes.data % 8 == 0
+
+
+def test_rejects_a_range_past_the_end() -> None:
+    with pytest.raises(ValueError, match="different structures"):
+        BaseBlob.hot(DATA).read(len(DATA) - 10, 11)
+
+
 def test_takes_a_caller_s_word_for_a_digest() -> None:
     digest = Digest.of(b"another")
     assert BaseBlob.hot(DATA, digest).identity.digest == digest

@@ -107,6 +107,21 @@ def test_a_tensor_equal_to_its_base_is_unchanged() -> None:
     assert coded(BASE, span, BASE, "small")[2] == [span]
 
 
+def test_reads_few_rows_of_a_base_without_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "MAX_CHUNK", 32 << 10)
+    tuned = (np.frombuffer(BASE, np.uint16) ^ 1).tobytes()
+    hot, sizes = BaseBlob.hot(BASE), [0]
+
+    def read_into(out: memoryview, begin: int) -> None:
+        sizes.append(out.nbytes)
+        hot.read_into(out, begin)
+
+    base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]
+    span = span_of(tuned, SHAPE)
+    assert list(fit_low_rank(memoryview(tuned), [span], base, "fast")) == [span]
+    assert 0 < sum(sizes) <= len(BASE) / 2
+
+
 def test_reads_a_large_base_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     span = span_of(MERGED, SHAPE, 4)
     before = b"head" + BASE
@@ -118,7 +133,8 @@ def test_reads_a_large_base_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(out.nbytes)
         hot.read_into(out, begin)
 
-    monkeypatch.setattr(estimate, "_MAX_IN_MEMORY", 32 << 10)
+    for limit in ("_MAX_IN_MEMORY", "MAX_CHUNK"):
+        monkeypatch.setattr(estimate, limit, 32 << 10)
     monkeypatch.setattr(estimate, "_SLICE", 16 << 10)
     monkeypatch.setattr("blobstore.compression.delta.low_rank_fit._BLOCK_ELEMENTS", 1 << 13)
     base = BaseBlob(hot.identity, read_into)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blobstore.compression.chunks import decode_chunk
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileState
 from blobstore.core.mmap import MappedRegion
@@ -19,6 +20,7 @@ from blobstore.store import cold
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.frozen import flip, layer, layers, put, weights
+from tests.support.models import add_blobs
 
 DATA = layer("x", weights(1))
 
@@ -229,3 +231,21 @@ def test_a_fork_waits_for_threads_that_import_the_codecs(store: LocalStore, dige
     is_held.wait()
     assert sandbox.call(read) == "True"
     holder.join()
+
+
+def test_checking_a_blob_decodes_each_chunk_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, store = layer("x", weights(1, 2_400_000)), LocalStore(tmp_path)
+    add_blobs(store, "a", {"x": large})
+    freeze_models(["a"], store=store)
+    blob = store.open_cold(Digest.of(large), len(large))
+    decoded: list[object] = []
+
+    def decode(entry: object, *rest: Any) -> None:
+        decoded.append(entry)
+        decode_chunk(entry, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("blobstore.compression.decoder.decode_chunk", decode)
+    blob.check()
+    assert len(decoded) == len(blob.container.table.chunks) > 4

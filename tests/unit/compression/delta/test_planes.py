@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blobstore.compression.delta.planes import Form, bits_of, choose, decode, encode, planes_of
+from blobstore.compression.delta.planes import Form, Histogram, choose, decode, encode, planes_of
 from blobstore.compression.entropy import Coder
 from blobstore.errors import ColdDamaged
 
@@ -14,6 +14,17 @@ Array = np.ndarray[Any, Any]
 
 def normal(size: int, spread: float, dtype: str = "<i2") -> Array:
     return np.rint(np.random.default_rng(0).normal(0, spread, size)).astype(dtype)
+
+
+def histogram(stream: Array, sizes: list[int]) -> Histogram:
+    """Return the histogram of a third of the differences."""
+    classes = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    return Histogram.of(stream[::3], classes[::3], len(sizes), len(stream) / len(stream[::3]))
+
+
+def chosen(stream: Array, sizes: list[int]) -> list[tuple[int, int]]:
+    """Return the number of classes and the form of each segment."""
+    return choose(histogram(stream, sizes).costs(), stream.itemsize)
 
 
 def back(differences: Array, form: int, sizes: list[int] | None = None) -> int:
@@ -41,13 +52,11 @@ def test_every_form_holds_any_differences(dtype: str, size: int, form: Form) -> 
     [(0.15, Form.CRUMBS), (1.5, Form.NIBBLES), (25, Form.ESCAPED), (2000, Form.BYTES + 1)],
 )
 def test_the_form_suits_the_spread(spread: float, form: int) -> None:
-    assert choose(normal(1 << 15, spread), [1 << 15]) == [(1, form)]
+    assert chosen(normal(1 << 15, spread), [1 << 15]) == [(1, form)]
 
 
 def test_equal_elements_have_no_planes() -> None:
-    nothing = np.zeros(100, np.int16)
-    assert choose(nothing, [40, 60]) == [(2, Form.ZERO)]
-    assert back(nothing, Form.ZERO) == 0
+    assert back(np.zeros(100, np.int16), Form.ZERO) == 0
 
 
 def test_neighbouring_classes_of_one_form_are_one_segment() -> None:
@@ -56,12 +65,12 @@ def test_neighbouring_classes_of_one_form_are_one_segment() -> None:
     stream = np.concatenate(
         [normal(size, spread) for size, spread in zip(sizes, spreads, strict=True)]
     )
-    assert choose(stream, sizes) == [(2, Form.BYTES + 1), (2, Form.NIBBLES), (1, Form.CRUMBS)]
+    assert chosen(stream, sizes) == [(2, Form.BYTES + 1), (2, Form.NIBBLES), (1, Form.CRUMBS)]
 
 
 def test_a_small_class_takes_the_form_of_its_neighbour() -> None:
     stream = np.concatenate([normal(1 << 15, 1.5), normal(40, 0.3), np.zeros(0, np.int16)])
-    assert choose(stream, [1 << 15, 40, 0]) == [(3, Form.NIBBLES)]
+    assert chosen(stream, [1 << 15, 40, 0]) == [(3, Form.NIBBLES)]
 
 
 @pytest.mark.parametrize("form", [Form.NIBBLES, Form.ESCAPED])
@@ -76,16 +85,23 @@ def test_classes_have_codes_of_their_own(form: Form) -> None:
 @pytest.mark.parametrize("spread", [0.4, 2, 30, 3000])
 def test_estimates_the_encoded_bits(spread: float) -> None:
     stream = normal(1 << 16, spread)
-    ((_, form),) = choose(stream, [len(stream)])
+    ((_, form),) = chosen(stream, [len(stream)])
     segment = encode(stream, [len(stream)], form, (Coder.HUFFMAN,))
     stored = sum(plane.size for plane in segment.planes) + len(segment.escaped)
-    assert bits_of(stream, [len(stream)]) == pytest.approx(8 * stored, rel=0.05)
+    bits = histogram(stream, [len(stream)]).costs().min()
+    assert bits == pytest.approx(8 * stored, rel=0.05)
+
+
+def test_the_histogram_of_all_classes_is_that_of_one() -> None:
+    stream, sizes = normal(9000, 30), [4000, 5000]
+    apart, together = histogram(stream, sizes), histogram(stream, [9000])
+    assert np.array_equal(apart.merged().costs(), together.costs())
 
 
 def test_what_the_sample_missed_is_kept() -> None:
     stream = np.zeros(1 << 17, np.int16)
     stream[12_345] = 9
-    ((_, form),) = choose(stream, [len(stream)])
+    ((_, form),) = chosen(stream, [len(stream)])
     back(stream, form)
 
 
