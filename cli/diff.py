@@ -25,6 +25,7 @@ _DIFFERENT = 1
 @click.argument("ours", metavar="A", type=options.MODEL_OR_ADDRESS)
 @click.argument("theirs", metavar="B", type=options.MODEL_OR_ADDRESS)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
+@options.plain_http_option
 @options.store_option
 @options.jobs_option
 @options.json_option
@@ -36,6 +37,7 @@ def command(
     store: LocalStore,
     shows_all: bool,
     jobs: int | None,
+    plain_http: bool | None,
     as_json: bool,
 ) -> None:
     """Show which tensors and files differ between the models A and B, or are in only one of them.
@@ -57,7 +59,9 @@ def command(
         options.model_or_address(store, theirs) as second,
         render.progress_bar() as progress,
     ):
-        found = diff_models(first, second, store=store, jobs=jobs, progress=progress)
+        found = diff_models(
+            first, second, store=store, jobs=jobs, plain_http=plain_http, progress=progress
+        )
     if as_json:
         _show_json(found, seconds=render.since(begin))
     else:

@@ -42,11 +42,17 @@ _SPACES = {
     show_default=True,
     help="Order of the models; largest first for size and unique.",
 )
+@options.plain_http_option
 @options.store_option
 @options.json_option
 @click.pass_context
 def command(
-    ctx: click.Context, names: tuple[str, ...], store: LocalStore, order: Order, as_json: bool
+    ctx: click.Context,
+    names: tuple[str, ...],
+    store: LocalStore,
+    order: Order,
+    plain_http: bool | None,
+    as_json: bool,
 ) -> None:
     """Show the disk usage of the models NAME, or of all models, and of the whole store.
 
@@ -63,7 +69,7 @@ def command(
     if any(map(is_address, names)):
         if not all(map(is_address, names)):
             raise click.UsageError("names and addresses in registries cannot be combined", ctx)
-        _show_remote(store, names, as_json=as_json)
+        _show_remote(store, names, plain_http, as_json=as_json)
         return
     begin = time.monotonic()
     with options.models(store, names) as chosen:
@@ -87,10 +93,12 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _show_remote(store: LocalStore, addresses: Sequence[str], *, as_json: bool) -> None:
+def _show_remote(
+    store: LocalStore, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
+) -> None:
     from blobstore.operations.maintenance.disk_usage import measure_remote
 
-    models = [measure_remote(address, store=store) for address in addresses]
+    models = [measure_remote(address, store=store, plain_http=plain_http) for address in addresses]
     if as_json:
         fields = "name=address blobs bytes=size bytes_present=present bytes_missing=missing"
         render.show_json({"models": render.records(models, fields)})

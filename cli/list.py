@@ -34,11 +34,17 @@ _FIELDS = (
     show_default=True,
     help="Order of the models: by name, largest first, or latest first for modified.",
 )
+@options.plain_http_option
 @options.store_option
 @options.json_option
 @click.pass_context
 def command(
-    ctx: click.Context, patterns: tuple[str, ...], order: Order, store: LocalStore, as_json: bool
+    ctx: click.Context,
+    patterns: tuple[str, ...],
+    order: Order,
+    store: LocalStore,
+    plain_http: bool | None,
+    as_json: bool,
 ) -> None:
     """List the models of the store, or those that a PATTERN matches.
 
@@ -56,7 +62,7 @@ def command(
     from blobstore.registry.reading import is_address
 
     if any(map(is_address, patterns)):
-        _show_tags(ctx, patterns, as_json=as_json)
+        _show_tags(ctx, patterns, plain_http, as_json=as_json)
         return
     models: Sequence[ListedModel] = list_models(store, read_sources=as_json)
     models = _selected(models, patterns)
@@ -75,12 +81,14 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _show_tags(ctx: click.Context, addresses: Sequence[str], *, as_json: bool) -> None:
+def _show_tags(
+    ctx: click.Context, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
+) -> None:
     from blobstore.registry.store import list_tags
 
     if len(addresses) > 1:
         raise click.UsageError("a repository cannot be combined with other patterns", ctx)
-    found = list_tags(addresses[0])
+    found = list_tags(addresses[0], plain_http=plain_http)
     if as_json:
         models = [{"name": str(name), "digest": digest and str(digest)} for name, digest in found]
         render.show_json({"models": models})

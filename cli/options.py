@@ -346,6 +346,7 @@ limit_rate_option = click.option(
 plain_http_option = click.option(
     "--plain-http",
     is_flag=True,
+    default=None,
     help="Use HTTP without TLS; for registries on this machine this is the default.",
 )
 

@@ -34,7 +34,7 @@ def command(
     force: bool,
     streams: int,
     limit_rate: int | None,
-    plain_http: bool,
+    plain_http: bool | None,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -57,7 +57,7 @@ def command(
             jobs=jobs,
             force=force,
             dry_run=dry_run,
-            plain_http=plain_http or None,
+            plain_http=plain_http,
             progress=progress,
         )
     for notice in pulled.notices:

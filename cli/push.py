@@ -64,7 +64,7 @@ def command(
     dry_run: bool,
     streams: int,
     limit_rate: int | None,
-    plain_http: bool,
+    plain_http: bool | None,
     as_json: bool,
 ) -> None:
     """Give the model NAME to a registry, at REMOTE.
@@ -91,7 +91,7 @@ def command(
             passphrase=options.read_passphrase,
             verify=verify,
             dry_run=dry_run,
-            plain_http=plain_http or None,
+            plain_http=plain_http,
             streams=streams,
             limit_rate=limit_rate,
             progress=progress,
@@ -114,8 +114,8 @@ def _as_text(pushed: Pushed) -> str:
     )
     if pushed.is_unchanged:
         return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
-    verb = "would push" if pushed.is_dry_run else "pushed"
-    parts = [f"{render.human_bytes(pushed.bytes_sent)} sent"]
+    verb, sent = ("would push", "to send") if pushed.is_dry_run else ("pushed", "sent")
+    parts = [f"{render.human_bytes(pushed.bytes_sent)} {sent}"]
     if pushed.bytes_mounted:
         parts.append(f"{render.human_bytes(pushed.bytes_mounted)} mounted")
     if pushed.bytes_present:

@@ -68,6 +68,7 @@ def _view_option(view: View, text: str) -> Callable[[_Command], _Command]:
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
 @click.argument("name", metavar="NAME|PATH", type=options.MODEL_OR_PATH)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
+@options.plain_http_option
 @options.store_option
 @_view_option("layers", "List the manifest's layers.")
 @_view_option("files", "List the small files.")
@@ -87,6 +88,7 @@ def command(
     patterns: tuple[str, ...],
     store: LocalStore,
     order: Order | None,
+    plain_http: bool | None,
     as_json: bool,
 ) -> None:
     """Show the tensors of the model NAME: types, shapes, sizes and digests.
@@ -115,12 +117,13 @@ def command(
             if patterns or order:
                 raise click.UsageError(f"--{view} takes no PATTERN and no --sort", ctx)
             if view == "manifest":
-                with reading_models(store, reference) as (reader, (own,)):
+                with reading_models(store, reference, plain_http=plain_http) as (reader, (own,)):
                     render.show_bytes(reader.read_manifest(own))
             else:
-                _show_source(reference, model_source(reference, store=store), as_json=as_json)
+                source = model_source(reference, store=store, plain_http=plain_http)
+                _show_source(reference, source, as_json=as_json)
             return
-        model = describe_model(reference, store=store)
+        model = describe_model(reference, store=store, plain_http=plain_http)
     _show_model(model, view, patterns, order, as_json=as_json)
     for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
         render.show_error(f"model {model.reference}: {message}")

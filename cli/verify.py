@@ -45,6 +45,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
     multiple=True,
     help="A public key in PEM to check signatures with, besides those of the policy; may be repeated.",
 )
+@options.plain_http_option
 @options.store_option
 @options.jobs_option
 @options.json_option
@@ -59,6 +60,7 @@ def command(
     signatures: bool,
     keys: tuple[str, ...],
     jobs: int | None,
+    plain_http: bool | None,
     as_json: bool,
 ) -> None:
     """Hash and parse every blob of the models NAME, or of all models.
@@ -75,7 +77,7 @@ def command(
             raise click.UsageError(
                 "--remote cannot be combined with NAME, --quick, --jobs or --signatures", ctx
             )
-        _verify_remote(ctx, remote, rate, as_json=as_json)
+        _verify_remote(ctx, remote, rate, plain_http, as_json=as_json)
         return
     if keys and not signatures:
         raise click.UsageError("--key needs --signatures", ctx)
@@ -109,11 +111,13 @@ def command(
         ctx.exit(Damaged.exit_code)
 
 
-def _verify_remote(ctx: click.Context, remote: str, rate: int | None, *, as_json: bool) -> None:
+def _verify_remote(
+    ctx: click.Context, remote: str, rate: int | None, plain_http: bool | None, *, as_json: bool
+) -> None:
     from blobstore.operations.transfer.verify_remote import verify_remote
 
     with render.progress_bar() as progress:
-        verified = verify_remote(remote, limit_rate=rate, progress=progress)
+        verified = verify_remote(remote, limit_rate=rate, plain_http=plain_http, progress=progress)
     if as_json:
         faults = render.records(verified.faults, FAULT_FIELDS)
         work = render.record(verified, "remote digest models blobs bytes_read seconds")

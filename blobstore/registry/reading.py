@@ -23,7 +23,7 @@ def is_address(name: object) -> TypeGuard[str]:
 
 @contextlib.contextmanager
 def reading_models(
-    local: LocalStore, *names: str | Reference
+    local: LocalStore, *names: str | Reference, plain_http: bool | None = None
 ) -> Iterator[tuple[ModelInspector, list[Reference]]]:
     """Give a reader of models in a store and in registries, and the names that they have in it.
 
@@ -50,6 +50,6 @@ def reading_models(
             found.append(own)
             if is_address(name):
                 address = RemoteReference.parse(name)
-                client = stack.enter_context(RegistryClient(address.host))
+                client = stack.enter_context(RegistryClient(address.host, plain_http=plain_http))
                 sources[own] = RemoteSource.resolve(client, address)
         yield RegistryReader(sources, local), found

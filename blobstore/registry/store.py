@@ -321,7 +321,9 @@ class RegistryReader:
         return source
 
 
-def list_tags(address: str) -> list[tuple[RemoteReference, Digest | None]]:
+def list_tags(
+    address: str, *, plain_http: bool | None = None
+) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the models in a repository, by their tags in order, with the digests of their manifests.
 
     Raises:
@@ -331,7 +333,7 @@ def list_tags(address: str) -> list[tuple[RemoteReference, Digest | None]]:
     """
     repository = RemoteReference.parse(address)
     with (
-        RegistryClient(repository.host) as client,
+        RegistryClient(repository.host, plain_http=plain_http) as client,
         ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-tags") as threads,
     ):
         tags = sorted(client.tags(repository.repository))

@@ -98,6 +98,7 @@ def diff_models(
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     jobs: int | None = None,
+    plain_http: bool | None = None,
     progress: Progress | None = None,
 ) -> Difference:
     """List which tensors and files of two models are equal, changed, or in only one of them.
@@ -108,6 +109,7 @@ def diff_models(
         store: the store of both models, or its folder; by default the store of
             ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         jobs: number of threads; by default one per processor.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
         progress: called with the current step, bytes done and total bytes.
 
     Raises:
@@ -117,7 +119,10 @@ def diff_models(
         UsageError: ``jobs`` is below 1.
     """
     check_jobs(jobs)
-    with reading_models(LocalStore.of(store), ours, theirs) as (reader, names):
+    with reading_models(LocalStore.of(store), ours, theirs, plain_http=plain_http) as (
+        reader,
+        names,
+    ):
         found = _diff(reader, names, jobs, progress)
     spelled = [name if is_address(name) else Reference.of(name) for name in (ours, theirs)]
     return replace(found, ours=spelled[0], theirs=spelled[1])

@@ -142,7 +142,10 @@ class RemoteUsage:
 
 
 def measure_remote(
-    address: str, *, store: LocalStore | str | os.PathLike[str] | None = None
+    address: str,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    plain_http: bool | None = None,
 ) -> RemoteUsage:
     """Return the size of a model in a registry, and how much of it a store has.
 
@@ -150,7 +153,7 @@ def measure_remote(
         InvalidManifest, ModelNotFound, RemoteError: as :func:`describe_model`.
     """
     local = LocalStore.of(store)
-    with reading_models(local, address) as (reader, (name,)):
+    with reading_models(local, address, plain_http=plain_http) as (reader, (name,)):
         blobs = reader.resolve(name).blobs
     return RemoteUsage(
         address=address,

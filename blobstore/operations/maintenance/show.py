@@ -127,13 +127,17 @@ class ModelDescription:
 
 
 def describe_model(
-    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+    reference: str | Reference,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    plain_http: bool | None = None,
 ) -> ModelDescription:
     """Describe a model. Missing and damaged blobs are part of the description, not errors.
 
     Args:
         reference: the model's name; ``oci://`` begins an address in a registry.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
     Raises:
         ModelNotFound: the store has no such model.
@@ -142,7 +146,10 @@ def describe_model(
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    with reading_models(LocalStore.of(store), reference) as (reader, (name,)):
+    with reading_models(LocalStore.of(store), reference, plain_http=plain_http) as (
+        reader,
+        (name,),
+    ):
         found = _describe(reader, name)
     return replace(found, reference=str(reference)) if is_address(reference) else found
 
@@ -214,7 +221,10 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
 
 
 def model_source(
-    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+    reference: str | Reference,
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    plain_http: bool | None = None,
 ) -> SourceRecord | None:
     """Return what a model was imported from; None if an earlier version imported it.
 
@@ -225,7 +235,10 @@ def model_source(
     """
     from blobstore.models.source_layers import read_source_record
 
-    with reading_models(LocalStore.of(store), reference) as (reader, (name,)):
+    with reading_models(LocalStore.of(store), reference, plain_http=plain_http) as (
+        reader,
+        (name,),
+    ):
         record = read_source_record(reader, reader.resolve(name))
     if record is not None:
         check_options(record)

@@ -88,7 +88,7 @@ def verify_remote(
     with RegistryClient(
         address.host, plain_http=plain_http, limiter=limiter, streams=streams
     ) as client:
-        source = RemoteSource.resolve(client, address)
+        source = RemoteSource.resolve(client, address, with_files=True)
         blobs = source.model.blobs
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
         read = workers.run(blobs, lambda blob: _verify(source, blob, workers))

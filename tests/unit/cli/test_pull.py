@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.registry import protocol
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
@@ -129,6 +130,29 @@ def test_an_interrupted_pull_continues(
 
 
 # Other commands with the address of a model
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show", "oci://{}"),
+        ("show", "oci://{}", "--manifest"),
+        ("list", "oci://{}"),
+        ("du", "oci://{}"),
+        ("diff", "oci://{0}", "oci://{0}"),
+        ("verify", "--remote", "{}"),
+        ("pull", "{}", "a"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_every_command_that_reads_a_registry_can_do_without_tls(
+    store: LocalStore, remote: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "is_loopback", lambda _: False)
+    words = [word.format(remote) for word in command]
+    refused = run(*words, exit_code=1)
+    assert "cannot connect to 'https://127.0.0.1:" in refused.stderr
+    run(*words, "--plain-http")
 
 
 def test_show_reads_the_headers_of_a_model_in_a_registry(

@@ -25,7 +25,7 @@ def test_reports_what_was_sent(stored: LocalStore, server: Server) -> None:
     remote = f"{server.host}/cli/dense"
     planned = run("push", "dense", remote, "--dry-run").stdout
     assert without_time(planned) == (
-        f"would push dense:latest to {remote}:latest: 17 blobs, 6.6 kB sent"
+        f"would push dense:latest to {remote}:latest: 17 blobs, 6.6 kB to send"
     )
     done = run("push", "dense", remote).stdout
     assert without_time(done) == f"pushed dense:latest to {remote}:latest: 17 blobs, 6.6 kB sent"

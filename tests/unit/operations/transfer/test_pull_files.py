@@ -13,6 +13,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, NotTrusted, UnsupportedSource
+from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import RemoteReference
@@ -118,6 +119,13 @@ def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
     assert store.read_manifest("model") == expected
     assert reports == sorted(reports)
     assert not blobstore.verify(store=store).faults
+
+
+def test_files_of_another_tool_can_be_read_back(remote: str, source: Path) -> None:
+    offer_as_modctl(remote, source)
+    found = verify_remote(remote)
+    assert found.faults == ()
+    assert found.bytes_read == sum(path.stat().st_size for path in source.iterdir())
 
 
 def test_a_policy_can_pin_the_manifest_in_the_registry(
