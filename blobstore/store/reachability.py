@@ -44,6 +44,7 @@ class ReachableBlobs:
         self._store = store
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
+        self._lost: set[str] = set()
         self._folder: tuple[int, int] | None = None
         """Device and inode of the folder of manifests; None until the folder exists."""
 
@@ -76,6 +77,7 @@ class ReachableBlobs:
         self._check_folder()
         if found != self._manifests or not found:
             self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
+            self._lost = {item.lost for item in found.values() if item.lost is not None}
         self._manifests = found
 
     def _check_folder(self) -> None:
@@ -107,7 +109,7 @@ class ReachableBlobs:
 
         A flipped bit in such a manifest may have changed the digest of its config.
         """
-        return {item.lost for item in self._manifests.values() if item.lost is not None}
+        return self._lost
 
     def manifests(self) -> set[Digest]:
         """Return the digests of the manifests themselves."""

@@ -171,6 +171,8 @@ class _Candidate(NamedTuple):
     """The file of an unreferenced blob."""
 
     folder: Path
+    below: Path
+    """The folder within the store."""
     name: str
     digest: Digest
 
@@ -218,12 +220,13 @@ class _Collection:
         deltas: list[_Candidate] = []
         others: list[_Candidate] = []
         for folder, found in names.items():
+            below = folder.relative_to(self._store.root)
             for name in found:
                 if name.removeprefix(_PREFIX) not in reached:
                     digest = digest_of(name)
                     if digest is not None:
                         is_delta = folder == cold and digest in coded
-                        item = _Candidate(folder, name, digest)
+                        item = _Candidate(folder, below, name, digest)
                         (deltas if is_delta else others).append(item)
         return deltas, others
 
@@ -282,7 +285,7 @@ class _Collection:
             return []
         if not stat.S_ISREG(status.st_mode) or item.digest.hex in self._marks.reached():
             return []
-        below = Path(item.folder.relative_to(self._store.root), item.name)
+        below = item.below / item.name
         leases = self._leases_of(item.digest)
         reason = "in use" if leases else self._reason(item, status)
         if reason is not None:
