@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 @click.argument("remote", metavar="REMOTE")
 @click.argument("name", metavar="[NAME]", required=False, type=options.NEW_NAME)
 @click.option("--dry-run", is_flag=True, help="Fetch no blobs; report what would be fetched.")
-@click.option("--force", is_flag=True, help="Replace another model that has the name.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace another model that has the name, even if it was not pulled from REMOTE.",
+)
 @options.streams_option
 @options.limit_rate_option
 @options.plain_http_option
@@ -65,7 +69,7 @@ def command(
     if as_json:
         fields = (
             "remote name=reference digest remote_shape=shape blobs blobs_fetched bytes_fetched bytes_resumed "
-            "bytes_present signatures seconds"
+            "bytes_present signatures replaced seconds"
         )
         render.show_json({"dry_run": dry_run} | render.record(pulled, fields))
         return

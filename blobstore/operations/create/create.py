@@ -215,7 +215,7 @@ def create(
         commit=record.commit or None,
         replaced=former is not None,
         seconds=time.monotonic() - started,
-        notices=(*notices, *_repairs(ingest.repaired), *_replacement(reference, former)),
+        notices=(*notices, *_repairs(ingest.repaired), *replacement_notices(reference, former)),
     )
 
 
@@ -318,7 +318,7 @@ def _kept(names: Sequence[str]) -> Iterator[str]:
     )
 
 
-def _replacement(reference: Reference, former: bytes | None) -> Iterator[str]:
+def replacement_notices(reference: Reference, former: bytes | None) -> Iterator[str]:
     """Yield a notice of the model that had the name before."""
     if former is not None:
         yield (

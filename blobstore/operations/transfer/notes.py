@@ -1,7 +1,8 @@
-"""What a store remembers of its pushes: unfinished uploads, and the blobs that repositories have.
+"""What a store remembers of its transfers: unfinished uploads, blobs of repositories, and origins of names.
 
 All of it is a cache that may vanish or be wrong at any time. Without a note, an upload begins at its first
-byte, and a blob is uploaded that the registry could have mounted from another repository.
+byte, a blob is uploaded that the registry could have mounted from another repository, and a pull needs
+``--force`` to replace what an earlier one fetched.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import fcntl
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from blobstore.manifests.reference import Reference
     from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.store import RemoteSource
     from blobstore.store.local import LocalStore
 
 _MAX_REPOSITORIES: Final = 32
@@ -77,7 +80,7 @@ class PushNotes:
     def keep_session(self, digest: Digest, session: UploadSession) -> None:
         """Remember an unfinished upload."""
         if self._lock is not None:
-            self._write(self._upload(digest), {"url": session.url, "offset": session.offset})
+            _write(self._upload(digest), self._root, {"url": session.url, "offset": session.offset})
 
     def forget_session(self, digest: Digest) -> None:
         """Forget an upload, and those that registries have forgotten too."""
@@ -111,7 +114,7 @@ class PushNotes:
         known = self._pushed()
         blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
         known[self._repository] = list(blobs)
-        self._write(self._registry, dict(list(known.items())[-_MAX_REPOSITORIES:]))
+        _write(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))
 
     @property
     def _registry(self) -> Path:
@@ -125,11 +128,46 @@ class PushNotes:
         )
         return value if is_sound else {}
 
-    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Write a note, unless the store cannot be written."""
-        with contextlib.suppress(OSError):
-            make_folders(path.parent, self._root)
-            write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
+
+class PulledNote(NamedTuple):
+    """What a name was when it was pulled."""
+
+    remote: str
+    """The address."""
+    digest: str
+    """Of the manifest in the registry."""
+    manifest: str
+    """Digest of the manifest in the store, which differs from that if files were imported."""
+
+    @classmethod
+    def of(cls, source: RemoteSource, manifest: bytes) -> PulledNote:
+        """Describe a model that was pulled, and has this manifest in the store."""
+        return cls(str(source.address), str(source.root.digest), str(Digest.of(manifest)))
+
+    @classmethod
+    def read(cls, store: LocalStore, reference: Reference) -> PulledNote | None:
+        """Return the note about a name; None without one, or if the name has another model by now."""
+        match _read(_pulled(store, reference)):
+            case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
+                with contextlib.suppress(BlobstoreError):
+                    if manifest == str(Digest.of(store.read_manifest(reference))):
+                        return cls(remote, digest, manifest)
+        return None
+
+    def keep(self, store: LocalStore, reference: Reference) -> None:
+        """Remember it for a name."""
+        _write(_pulled(store, reference), store.root, self._asdict())
+
+
+def _pulled(store: LocalStore, reference: Reference) -> Path:
+    return store.folder("remotes") / f"pulled-{Digest.of(str(reference).encode()).hex}"
+
+
+def _write(path: Path, root: Path, value: Mapping[str, Any]) -> None:
+    """Write a note, unless the store cannot be written."""
+    with contextlib.suppress(OSError):
+        make_folders(path.parent, root)
+        write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
 
 
 def _read(path: Path) -> Any:

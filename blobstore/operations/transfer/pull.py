@@ -23,11 +23,14 @@ from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_job
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
+    InvalidManifest,
+    ModelNotFound,
     NameTaken,
     UsageError,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.trust import check_trust
+from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.protocol import DAMAGED_ADVICE
 from blobstore.registry.reference import RemoteReference
@@ -75,6 +78,8 @@ class Pulled:
     """The damaged blobs that were replaced, and where the damaged files are now."""
     signatures: int
     """Signatures that came with the model; none of them has to be trusted."""
+    replaced: bool
+    """Whether the name belonged to another model, which ``restore`` brings back."""
     seconds: float
     notices: tuple[str, ...] = ()
     """What the policy warns about."""
@@ -102,7 +107,8 @@ def pull_model(
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
         limit_rate: bytes per second that are fetched at most.
         jobs: number of threads that hash blobs of the store; by default one per processor.
-        force: replace another model that has the name.
+        force: replace another model that has the name. What an earlier pull from this address gave it is
+            replaced without.
         dry_run: fetch nothing but manifests; report what would be fetched.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
@@ -139,13 +145,15 @@ def pull_model(
     ) as client:
         source = RemoteSource.resolve(client, address, with_files=True)
         data = source.model.manifest
-        _check_name(store, reference, data, force=force)
+        _check_name(store, reference, source, force=force)
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
         signatures = fetch_signatures(client, address.repository, source.root, digest)
         verdict = check_trust(store, reference, signed, signatures)
-        if dry_run:
+        if source.files and _is_imported(store, reference, source, dry_run=dry_run):
+            done = _Done(0, 0, 0, {})
+        elif dry_run:
             done = _Done(*_planned(store, source), {})
         else:
             kept = [(digest, signature.data) for signature in signatures]
@@ -162,19 +170,48 @@ def pull_model(
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=done.repaired,
         signatures=len(signatures),
+        replaced=done.former is not None,
         seconds=time.monotonic() - started,
-        notices=verdict.notices(reference) if verdict is not None else (),
+        notices=(
+            *(verdict.notices(reference) if verdict is not None else ()),
+            *_replacement(reference, done.former),
+        ),
     )
 
 
-def _check_name(store: LocalStore, reference: Reference, data: bytes, *, force: bool) -> None:
-    """Check that the model may have its name."""
+def _check_name(
+    store: LocalStore, reference: Reference, source: RemoteSource, *, force: bool
+) -> None:
+    """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
     store.check_name(reference)
-    if not force and store.is_taken(reference, data):
+    if force or not store.is_taken(reference, source.model.manifest):
+        return
+    note = PulledNote.read(store, reference)
+    if note is None or note.remote != str(source.address):
         raise NameTaken(
             f"another model has the name {quote(reference)}",
             advice="replace it with force=True, or choose another name for the model",
         )
+
+
+def _is_imported(
+    store: LocalStore, reference: Reference, source: RemoteSource, *, dry_run: bool
+) -> bool:
+    """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
+    note = PulledNote.read(store, reference)
+    if note is None or note[:2] != (str(source.address), str(source.root.digest)):
+        return False
+    blobs = store.resolve(reference).blobs
+    if dry_run:
+        return store.has_blobs(blobs)
+    with store.ingest() as ingest:
+        return all(ingest.find(*blob.id) for blob in blobs)
+
+
+def _replacement(reference: Reference, former: bytes | None) -> Iterable[str]:
+    from blobstore.operations.create.create import replacement_notices
+
+    return replacement_notices(reference, former)
 
 
 class _Done(NamedTuple):
@@ -185,6 +222,8 @@ class _Done(NamedTuple):
     """Bytes of the blobs that the store did not have."""
     bytes_resumed: int
     repaired: dict[Digest, Path | None]
+    former: bytes | None = None
+    """The manifest that was replaced."""
 
     @property
     def bytes_fetched(self) -> int:
@@ -214,6 +253,7 @@ def _pull(
     force: bool,
 ) -> _Done:
     model = source.model
+    former: bytes | None = None
     with store.ingest() as ingest:
         found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
         missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
@@ -223,17 +263,24 @@ def _pull(
         transfer = _Transfer(source, ingest, missing, WorkerPool(streams, progress, size))
         transfer.run(streams)
         if source.files:
+            with contextlib.suppress(ModelNotFound, InvalidManifest):
+                former = store.read_manifest(reference)
             _import(store, reference, source, transfer, jobs, progress)
-            return _Done(len(missing), size, size - transfer.bytes_fetched, {})
+            manifest = store.read_manifest(reference)
+            PulledNote.of(source, manifest).keep(store, reference)
+            former = None if former == manifest else former
+            return _Done(len(missing), size, size - transfer.bytes_fetched, {}, former)
         ingest.publish()
         store.check_manifest(model.manifest, source.manifest)
         for digest, signature in signatures:
             store.keep_signature(digest, signature)
         with ingest.exclusive_lock():
-            _check_name(store, reference, model.manifest, force=force)
+            _check_name(store, reference, source, force=force)
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
-                store.place(reference, model.manifest, model.blobs)
-        return _Done(len(missing), size, size - transfer.bytes_fetched, dict(ingest.repaired))
+                former = store.place(reference, model.manifest, model.blobs)
+            PulledNote.of(source, model.manifest).keep(store, reference)
+        resumed = size - transfer.bytes_fetched
+        return _Done(len(missing), size, resumed, dict(ingest.repaired), former)
 
 
 def _import(

@@ -69,6 +69,7 @@ def test_prints_json_with_exact_numbers(store: LocalStore, origin: LocalStore, r
         "bytes_resumed": 0,
         "signatures": 0,
         "bytes_present": 0,
+        "replaced": False,
     }
 
 

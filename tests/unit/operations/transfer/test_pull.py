@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +205,43 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_fetched(
     assert registry.sent.total() == 0
     pull(remote, store, force=True)
     assert_equal(store, origin)
+
+
+def move_tag(registry: StubRegistry, origin: LocalStore) -> None:
+    frozen.put(origin, "a", {"x": 1, "z": 3})
+    registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/a", "latest")
+
+
+def test_a_tag_that_moved_replaces_what_was_pulled_from_there(
+    remote: str, store: LocalStore, registry: StubRegistry, origin: LocalStore
+) -> None:
+    pull(remote, store)
+    former = store.read_manifest("a")
+    move_tag(registry, origin)
+    pulled = pull(remote, store)
+    assert pulled.replaced
+    assert_equal(store, origin)
+    restored = blobstore.restore("a", store=store)
+    assert restored.digest == Digest.of(former)
+
+
+@pytest.mark.parametrize("change", ["other model", "other address", "no note"])
+def test_a_tag_that_moved_replaces_nothing_else(
+    remote: str, store: LocalStore, registry: StubRegistry, origin: LocalStore, change: str
+) -> None:
+    pull(remote, store)
+    move_tag(registry, origin)
+    if change == "other model":
+        frozen.put(store, "a", {"mine": 9})
+    elif change == "other address":
+        registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/a", "v2")
+        remote = remote.replace(":latest", ":v2")
+    else:
+        shutil.rmtree(store.folder("remotes"))
+    before = store.read_manifest("a")
+    with pytest.raises(NameTaken):
+        pull(remote, store)
+    assert store.read_manifest("a") == before
 
 
 def test_a_name_that_is_taken_in_the_meantime_is_refused(

@@ -185,10 +185,49 @@ def test_a_failed_import_keeps_what_was_fetched(
 
 def test_a_name_that_is_taken_needs_force(remote: str, source: Path, store: LocalStore) -> None:
     offer_as_modctl(remote, source)
-    blobstore.pull(remote, "model", store=store)
+    blobstore.create(source, "model", store=store)
     with pytest.raises(NameTaken):
         blobstore.pull(remote, "model", store=store)
     blobstore.pull(remote, "model", store=store, force=True)
+
+
+def test_files_that_were_pulled_before_are_not_fetched_again(
+    remote: str, source: Path, store: LocalStore
+) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "model", store=store)
+    for dry_run in (True, False):
+        again = blobstore.pull(remote, "model", store=store, dry_run=dry_run)
+        assert (again.blobs_fetched, again.bytes_fetched, again.replaced) == (0, 0, False)
+
+
+def test_files_are_fetched_again_if_a_blob_is_damaged(
+    remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "model", store=store)
+    blob = store.resolve("model").layers[0]
+    path = Path(store.blob_path(blob.digest))
+    path.chmod(0o644)
+    path.write_bytes(bytes(blob.size))
+    assert blobstore.pull(remote, "model", store=store).blobs_fetched > 0
+    assert store.read_manifest("model") == expected
+    assert not blobstore.verify(store=store).faults
+
+
+def test_newer_files_replace_those_that_were_pulled_from_there(
+    remote: str, source: Path, expected: bytes, store: LocalStore
+) -> None:
+    offer_as_modctl(remote, source)
+    blobstore.pull(remote, "model", store=store)
+    (source / "README.md").write_bytes(b"# A newer model\n")
+    offer_as_modctl(remote, source)
+    newer = blobstore.pull(remote, "model", store=store)
+    assert newer.replaced
+    assert "'blobstore restore model:latest' brings that back" in newer.notices[0]
+    assert store.read_manifest("model") != expected
+    former = blobstore.history("model", store=store)[-1]
+    assert former.digest == Digest.of(expected)
 
 
 def test_a_dry_run_fetches_nothing(remote: str, source: Path, store: LocalStore) -> None:
