@@ -12,6 +12,7 @@ The rules, which ``protocol`` decides:
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import ssl
 import threading
@@ -62,15 +63,22 @@ class Transport:
         self._has_answered = False
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
-        self._client = httpx2.Client(
-            # As curl does, this takes proxies and certificates from the environment. A connection within
-            # this machine has no proxy: it may carry credentials without TLS.
-            mounts=dict.fromkeys(_LOOPBACK),
-            headers={"accept-encoding": "identity", "user-agent": "blobstore"},
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            timeout=httpx2.Timeout(patience.stall, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
-        )
+        try:
+            self._client = httpx2.Client(
+                verify=_trusted(),
+                # As curl does, this takes proxies and certificates from the environment. A connection within
+                # this machine has no proxy: it may carry credentials without TLS.
+                mounts=dict.fromkeys(_LOOPBACK),
+                headers={"accept-encoding": "identity", "user-agent": "blobstore"},
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+                timeout=httpx2.Timeout(patience.stall, pool=None),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
+            )
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:  # its messages hide passwords
+            raise RemoteError(
+                f"the proxy of the environment cannot be used: {quote(error)}",
+                advice="correct the variables https_proxy, http_proxy and all_proxy",
+            ) from None
 
     @property
     def has_login(self) -> bool:
@@ -272,11 +280,30 @@ class Transport:
                 f"{request.what}: timed out waiting for {quote(self.base)}"
             ) from error
         except httpx2.TransportError as error:
+            if isinstance(error, httpx2.ProxyError) and str(error).startswith("407"):
+                raise RemoteRefused(
+                    f"{request.what}: the proxy asks for a login",
+                    advice="name it in the address of the proxy: http://USER:PASSWORD@HOST:PORT",
+                ) from None
             raise TransientError(
                 f"{request.what}: lost the connection to {quote(self.base)}: {quote(error)}"
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
+
+
+def _trusted() -> ssl.SSLContext | bool:
+    """Return the certificates that the environment names, or True for those of the client."""
+    for variable in ("CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+        path = os.environ.get(variable)
+        if not path:
+            continue
+        try:
+            return ssl.create_default_context(cafile=path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RemoteError(f"{variable}: {quote(path)}: {reason}") from None
+    return True
 
 
 class Retry:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import datetime as dt
 import ipaddress
+import socket
 import ssl
+import subprocess
+import threading
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.workers import RateLimiter
-from blobstore.errors import RemoteError
+from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.registry import transport
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.protocol import Patience
@@ -21,12 +28,59 @@ DATA = bytes(100_000)
 DIGEST = Digest.of(DATA)
 NOBODY = GivenLogin(None)
 ONCE = Patience(attempts=1)
+CERTIFICATES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+class TunnelProxy:
+    """A proxy that connects to the host of a CONNECT request, or only sends ``answered``."""
+
+    def __init__(self, answered: bytes | None = None) -> None:
+        self.heads: list[str] = []
+        self._answered = answered
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.close()
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self._server.getsockname()[1]}"
+
+    def _serve(self) -> None:
+        client, _ = self._server.accept()
+        with client:
+            head = b""
+            while not head.endswith(b"\r\n\r\n"):
+                head += client.recv(1)
+            self.heads.append(head.decode())
+            if self._answered is not None:
+                client.sendall(self._answered)
+                return
+            host, _, port = self.heads[0].split()[1].rpartition(":")
+            with socket.create_connection((host, int(port))) as server:
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                back = threading.Thread(target=_copy, args=(server, client), daemon=True)
+                back.start()
+                _copy(client, server)
+                back.join(10)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*PROXIES, *map(str.upper, PROXIES), "SSL_CERT_FILE", "SSL_CERT_DIR"):
+    for name in (*PROXIES, *map(str.upper, PROXIES), *CERTIFICATES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -114,16 +168,75 @@ def certificate(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("variable", CERTIFICATES)
 def test_certificates_of_the_environment_are_trusted(
-    certificate: Path, monkeypatch: pytest.MonkeyPatch
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)
     with RawServer(answer, context) as server:
         with pytest.raises(RemoteError, match="certificate verify failed.*; SSL_CERT_FILE names"):
             size(server.host, plain_http=False)
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        path = certificate
+        if variable == "SSL_CERT_DIR":  # as "openssl rehash" prepares it
+            path = certificate.parent / "authorities"
+            path.mkdir()
+            command = ["openssl", "x509", "-hash", "-noout", "-in", str(certificate)]
+            name = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            (path / f"{name.strip()}.0").symlink_to(certificate)
+        monkeypatch.setenv(variable, str(path))
         assert size(server.host, plain_http=False) == 17
+
+
+@pytest.mark.parametrize("variable", CERTIFICATES[:2])
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_certificates_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, content: bytes | None
+) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setenv(variable, str(path))
+    with pytest.raises(RemoteError, match=f"^{variable}: '{path}': "):
+        size("registry.invalid")
+
+
+def test_credentials_of_a_proxy_reach_the_proxy_only(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    monkeypatch.setattr(transport, "_LOOPBACK", ())  # this machine is asked through the proxy
+    with RawServer(answer, context) as server, TunnelProxy() as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:s3cret@{proxy.host}")
+        assert size(server.host, plain_http=False) == 17
+        assert proxy.heads[0].startswith(f"CONNECT {server.host} ")
+
+    secret = base64.b64encode(b"user:s3cret").decode()
+    assert f"Basic {secret}" in proxy.heads[0]
+    assert "proxy-authorization" not in server.requests[0].headers
+
+
+@pytest.mark.parametrize("answered", [b"HTTP/1.1 407 No\r\n\r\n", b""])
+def test_passwords_of_proxies_are_in_no_message(
+    monkeypatch: pytest.MonkeyPatch, answered: bytes
+) -> None:
+    with TunnelProxy(answered) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:s3cret@{proxy.host}")
+        with pytest.raises(RemoteError) as failed:
+            size("registry.example")
+
+    assert "s3cret" not in str(failed.value)
+    assert isinstance(failed.value, RemoteRefused) == bool(answered)
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "socks5"])
+def test_proxies_of_other_kinds_are_refused(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setenv("ALL_PROXY", f"{scheme}://user:s3cret@proxy.example:1")
+    with pytest.raises(RemoteError, match="the proxy of the environment cannot be used") as failed:
+        size("registry.example")
+    assert "s3cret" not in str(failed.value)
 
 
 def test_bytes_of_blobs_are_limited_in_both_directions() -> None:
