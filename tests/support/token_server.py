@@ -37,6 +37,8 @@ class TokenServer:
         """Method, authorization and scopes of each request."""
         self.seconds = 300
         """How long tokens are valid."""
+        self.denied: set[str] = set()
+        """Repositories to which nobody gets access."""
         self._key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, ISSUER)])
         now = datetime.now(UTC)
@@ -80,6 +82,7 @@ class TokenServer:
         for scope in scopes:
             kind, name, actions = scope.split(":")
             granted = [one for one in actions.split(",") if may_push or one == "pull"]
+            granted = [] if name in self.denied else granted
             access.append({"type": kind, "name": name, "actions": granted})
         now = int(time.time())
         claims = {

@@ -9,7 +9,11 @@ import pytest
 
 from blobstore.registry.credentials import DockerCredentials
 from blobstore.registry.protocol import Login
+from blobstore.store.local import LocalStore
+from tests.support.frozen import put
 from tests.support.raw_server import RawServer, Received, reply
+from tests.support.registry import Server, htpasswd_registry, token_registry
+from tests.support.token_server import TokenServer
 from tests.unit.cli.running import run, run_json
 
 LOGIN = Login("alice", "secret")
@@ -96,3 +100,88 @@ def test_logout_forgets_the_login(config: Path) -> None:
     assert json.loads(config.read_text(encoding="utf-8"))["auths"] == {}
     assert run("logout", "a.example").output == "nothing to do: not logged in at a.example\n"
     assert run_json("logout", "a.example") == {"host": "a.example", "removed": False}
+
+
+# Commands that read a registry which asks for a login
+
+READS = [
+    ("show", "oci://{}"),
+    ("list", "oci://{}"),
+    ("du", "oci://{}"),
+    ("diff", "oci://{0}", "oci://{0}"),
+    ("verify", "--remote", "{}"),
+    ("pull", "{}", "copy"),
+]
+reads = pytest.mark.parametrize("command", READS, ids=lambda command: command[0])
+
+
+@pytest.fixture(scope="module")
+def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a registry that asks for a password."""
+    folder = tmp_path_factory.mktemp("htpasswd")
+    with htpasswd_registry(folder, LOGIN.user, LOGIN.password) as server:
+        yield server
+
+
+@pytest.fixture
+def pushed(protected: Server, store: LocalStore) -> str:
+    """Push a model; return its address."""
+    put(store, "a", {"x": 1})
+    remote = f"{protected.host}/team/a:latest"
+    DockerCredentials().store(protected.host, LOGIN)
+    run("push", "a", remote)
+    return remote
+
+
+@reads
+def test_a_login_is_used_by_every_command_that_reads_a_registry(
+    pushed: str, command: tuple[str, ...]
+) -> None:
+    words = [word.format(pushed) for word in command]
+    run(*words)
+    assert run_json(*words)
+
+
+@reads
+@pytest.mark.parametrize(
+    ("login", "advice"),
+    [
+        (None, "'blobstore login {}' may be needed"),
+        (Login("alice", "s3cret"), "the credentials for 127.0.0.1 give no access to it"),
+    ],
+    ids=["no password", "wrong password"],
+)
+def test_without_the_right_password_nothing_is_read(
+    pushed: str, protected: Server, command: tuple[str, ...], login: Login | None, advice: str
+) -> None:
+    DockerCredentials().erase(protected.host)
+    if login is not None:
+        DockerCredentials().store(protected.host, login)
+    words = [word.format(pushed) for word in command]
+    result = run(*words, exit_code=1)
+    assert advice.format(protected.host) in result.stderr
+    assert "s3cret" not in result.output
+    assert "401" in run_json(*words, exit_code=1)["error"]["message"]
+
+
+@pytest.fixture
+def tokens() -> Iterator[TokenServer]:
+    with TokenServer(LOGIN.user, LOGIN.password) as server:
+        yield server
+
+
+def test_tokens_give_access_to_some_repositories_and_expire(
+    tokens: TokenServer, tmp_path: Path, store: LocalStore
+) -> None:
+    put(store, "a", {"x": 1})
+    with token_registry(tmp_path / "registry", tokens) as server:
+        DockerCredentials().store(server.host, LOGIN)
+        for name in ("open", "closed"):
+            run("push", "a", f"{server.host}/team/{name}")
+        tokens.denied.add("team/closed")
+        tokens.seconds = 1  # the client asks for another one each time
+        for command in READS:
+            run(*(word.format(f"{server.host}/team/open") for word in command))
+            words = [word.format(f"{server.host}/team/closed") for word in command]
+            refused = run(*words, exit_code=1)
+            assert "give no access to it" in refused.stderr
