@@ -68,6 +68,14 @@ def _sync_threads(count: int) -> None:
     ingest._SYNC_THREADS = count  # type: ignore[misc]
 
 
+def _part(size: int) -> None:
+    """Send uploads in parts of so many bytes."""
+    from blobstore.operations.transfer import push
+    from blobstore.registry import upload
+
+    upload.PART = push.PART = size  # type: ignore[misc]
+
+
 def _slow(seed: int) -> None:
     """Let the process be interrupted before and after calls, so that others come between them."""
     chance = random.Random(seed)
@@ -101,4 +109,5 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "short": _short,
     "no_locks": _no_locks,
     "sync_threads": _sync_threads,
+    "part": _part,
 }
