@@ -13,7 +13,9 @@ Delta-encoded blobs are removed before their bases, so that no delta ever lacks 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import stat
 import time
 from dataclasses import dataclass, field
@@ -26,9 +28,9 @@ from blobstore.core.files import FileVersion, allocated, read_regular, sync_fold
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.local import LocalStore
-from blobstore.store.locks import Leases
+from blobstore.store.locks import Leases, try_lock
 from blobstore.store.reachability import ReachableBlobs
-from blobstore.store.scan import digest_of, list_names, scan_folder
+from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +82,8 @@ class Collected:
     blobs: tuple[Removed, ...] = field(default=(), repr=False)
     """Blobs that no manifest references, hot and cold."""
     leftovers: tuple[Removed, ...] = field(default=(), repr=False)
-    """Temporary files and leases of dead processes, caches of removed models, and old unfinished downloads."""
+    """Temporary files and leases of dead processes, caches of removed models, and old unfinished downloads
+    and uploads."""
     folders: tuple[Path, ...] = ()
     """Empty folders of manifests, below the root."""
     kept_blobs: tuple[KeptBlob, ...] = field(default=(), repr=False)
@@ -399,6 +402,7 @@ class _Collection:
                 if _age(status) >= age:
                     yield self._remove(path, status.st_size)
         yield from self._remove_partial()
+        yield from self._remove_uploads()
         if not self._is_dry:
             self._store.prune_signatures()
 
@@ -416,6 +420,22 @@ class _Collection:
                 removable = status.st_mtime + self._partial_age
                 self._keep(below, size, "in use" if leases else "partial", leases, removable)
 
+    def _remove_uploads(self) -> Iterator[Removed]:
+        """Remove notes of uploads, and their locks, that no process holds and no registry remembers."""
+        for entry in scan_folder(self._store.folder("remotes")):
+            if not entry.name.startswith(("upload-", "lock-")):
+                continue
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                status = entry.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode) or _age(status) < self._partial_age:
+                    continue
+                descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    if try_lock(descriptor, fcntl.LOCK_EX, self._store.root):
+                        yield self._remove(Path(entry.path), status.st_size)
+                finally:
+                    os.close(descriptor)
+
     def remove_empty_folders(self) -> Iterator[Path]:
         """Remove empty folders of manifests; a folder with only empty folders is empty too."""
         empty: set[str] = set()
@@ -430,8 +450,14 @@ class _Collection:
                 yield Path(folder).relative_to(self._store.root)
 
     def _remove(self, path: Path, size: int) -> Removed:
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_folder:  # of an import that was killed
+            size = sum(entry.stat(follow_symlinks=False).st_size for entry in walk_files(path))
         if not self._is_dry:
-            path.unlink(missing_ok=True)
+            if is_folder:
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         return Removed(path.relative_to(self._store.root), size)
 
 

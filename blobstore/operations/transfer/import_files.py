@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
-import time
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from blobstore.core.escape import quote
@@ -22,6 +19,7 @@ from blobstore.operations.create.create import create
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
@@ -33,9 +31,6 @@ _MAX_RATIO: Final = 64
 """Limit of the unpacked size of a compressed tar, in sizes of the tar; beyond :data:`_MIN_LIMIT`."""
 _MIN_LIMIT: Final = 64 * 2**20
 _MAX_MEMBERS: Final = 100_000
-_PREFIX: Final = "import-"
-_MAX_AGE: Final = 7 * 86400
-"""Seconds after which the folder of an import is taken for that of a process that was killed."""
 
 
 def import_files(
@@ -61,17 +56,13 @@ def import_files(
         DamagedSource: a tar is malformed, or has files that must not be written.
         BlobstoreError: as :func:`blobstore.create`.
     """
-    parent = store.folder("temporary").parent
-    with store.writing():
-        make_folders(parent, store.root)
-        for stale in parent.glob(f"{_PREFIX}*"):  # imports that were killed
-            with contextlib.suppress(OSError):
-                if stale.stat().st_mtime < time.time() - _MAX_AGE:
-                    shutil.rmtree(stale, ignore_errors=True)
-        temporary = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
-    with temporary as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
         with store.writing():
+            # The name tells gc whose folder it is: that of a killed process is removed.
+            folder = store.folder("temporary") / f"{stack.enter_context(store.lease()).name}-files"
+            make_folders(folder.parent, store.root)
+            folder.mkdir()
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             for file in files:
                 _place(file, path_of(file), folder, store)
         return create(folder, reference, store=store, jobs=jobs, progress=progress)

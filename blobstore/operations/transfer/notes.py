@@ -2,7 +2,8 @@
 
 All of it is a cache that may vanish or be wrong at any time. Without a note, an upload begins at its first
 byte, a blob is uploaded that the registry could have mounted from another repository, and a pull needs
-``--force`` to replace what an earlier one fetched.
+``--force`` to replace what an earlier one fetched. ``gc`` removes notes of uploads after a week,
+when registries have forgotten them too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _MAX_REPOSITORIES: Final = 32
 """Per registry; the oldest are forgotten first."""
 _MAX_NOTE: Final = 64 * 2**20
-_MAX_AGE: Final = 7 * 86400
-"""Seconds after which registries remove unfinished uploads."""
 _UPLOAD: Final = "upload-"
 
 
@@ -57,6 +55,7 @@ class PushNotes:
             make_folders(path.parent, self._root)
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(self._lock)  # gc removes old ones
             return self
         self.__exit__()
         return self
@@ -83,14 +82,10 @@ class PushNotes:
             _write(self._upload(digest), self._root, {"url": session.url, "offset": session.offset})
 
     def forget_session(self, digest: Digest) -> None:
-        """Forget an upload, and those that registries have forgotten too."""
-        if self._lock is None:
-            return
-        with contextlib.suppress(OSError):
-            self._upload(digest).unlink(missing_ok=True)
-            for path in self._folder.glob(f"{_UPLOAD}*"):
-                if path.stat().st_mtime < time.time() - _MAX_AGE:
-                    path.unlink(missing_ok=True)
+        """Forget an upload."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._upload(digest).unlink(missing_ok=True)
 
     def _upload(self, digest: Digest) -> Path:
         return self._folder / f"{_UPLOAD}{self._key(f'@{digest}')}"

@@ -14,7 +14,11 @@ from blobstore.core.files import read_regular
 from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy, StoreError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance import gc as collect
+from blobstore.operations.maintenance.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.transfer.notes import PushNotes
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.upload import UploadSession
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
@@ -671,3 +675,42 @@ def test_removes_foreign_files_among_unfinished_downloads(store: LocalStore) -> 
     foreign = unfinished(store, 0).with_name("notes.txt")
     foreign.write_text("no digest")
     assert "notes.txt" in names(collect_garbage(store, older_than=0).leftovers)
+
+
+def test_removes_the_folder_of_an_import_that_was_killed(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    with store.lease() as lease:
+        living = store.folder("temporary") / f"{lease.name}-files"
+        dead = store.folder("temporary") / "1-abc-files"
+        for folder in (living, dead):
+            (folder / "inner").mkdir(parents=True)
+            (folder / "inner" / "config.json").write_bytes(b"12345")
+        assert measure_usage(store=store).temporary == Space(2, 10)
+        assert [item.size for item in collect_garbage(store, dry_run=True).leftovers] == [5]
+        collect_garbage(store)
+        assert living.exists()
+        assert not dead.exists()
+
+
+def test_removes_old_notes_of_uploads_that_no_process_continues(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    remote = RemoteReference.parse("127.0.0.1:5000/team/model")
+    digest = Digest.of(b"abc")
+
+    def age() -> set[str]:
+        old = time.time() - 8 * 86400
+        for path in store.folder("remotes").iterdir():
+            os.utime(path, (old, old))
+        return {path.name.partition("-")[0] for path in store.folder("remotes").iterdir()}
+
+    with PushNotes(store, remote) as notes:
+        notes.add([digest])
+        notes.keep_session(digest, UploadSession("http://127.0.0.1:5000/upload", 5))
+        collect_garbage(store)
+        assert age() == {"lock", "registry", "upload"}
+        collect_garbage(store)
+        assert age() == {"lock", "registry"}
+    collect_garbage(store, dry_run=True)
+    assert age() == {"lock", "registry"}
+    collect_garbage(store)
+    assert age() == {"registry"}
