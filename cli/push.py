@@ -99,8 +99,8 @@ def command(
     if as_json:
         fields = (
             "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
-            "dry_run=is_dry_run blobs manifests bytes_sent bytes_mounted bytes_present "
-            "bytes_verified signatures seconds"
+            "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
+            "bytes_present bytes_verified signatures seconds"
         )
         render.show_json(render.record(pushed, fields))
         return
@@ -116,6 +116,8 @@ def _as_text(pushed: Pushed) -> str:
         return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
     verb, sent = ("would push", "to send") if pushed.is_dry_run else ("pushed", "sent")
     parts = [f"{render.human_bytes(pushed.bytes_sent)} {sent}"]
+    if pushed.bytes_resumed:
+        parts.append(f"{render.human_bytes(pushed.bytes_resumed)} sent before")
     if pushed.bytes_mounted:
         parts.append(f"{render.human_bytes(pushed.bytes_mounted)} mounted")
     if pushed.bytes_present:

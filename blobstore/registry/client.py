@@ -95,6 +95,10 @@ class RegistryClient:
         """Close all connections."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """End all requests of other threads now, as cancelled."""
+        self._transport.abort()
+
     def check_login(self) -> bool:
         """Check that the registry accepts the credentials; return whether it asked for any.
 
@@ -237,8 +241,8 @@ class RegistryClient:
         *,
         session: UploadSession | None = None,
         on_session: Callable[[UploadSession], object] = lambda _: None,
-    ) -> None:
-        """Upload a blob.
+    ) -> int:
+        """Upload a blob; return how many bytes of ``session`` the server still had.
 
         Args:
             repository: where to.
@@ -255,7 +259,8 @@ class RegistryClient:
         """
         blobs = f"{self._url(repository)}/blobs"
         scopes = _scopes(repository, _PUSH)
-        Upload(self._transport, blobs, scopes, digest, size, pieces, on_session).run(session)
+        upload = Upload(self._transport, blobs, scopes, digest, size, pieces, on_session)
+        return upload.run(session)
 
     def tags(self, repository: str) -> Iterator[str]:
         """Yield the tags of a repository.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import ssl
 import threading
 import time
@@ -21,10 +22,12 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import httpx2
 
 from blobstore.core.escape import quote
+from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
 from blobstore.registry.protocol import Login, Patience, Reply, Request, TransientError
@@ -60,6 +63,7 @@ class Transport:
         self.patience = patience
         self._limiter = limiter
         self._closed = threading.Event()
+        self._sockets: WeakSet[socket.socket] = WeakSet()
         self._has_answered = False
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
@@ -89,6 +93,17 @@ class Transport:
         """Close the connections, and wake threads that wait for the next attempt."""
         self._closed.set()
         self._client.close()
+
+    def abort(self) -> None:
+        """End all requests now, from any thread: they raise Cancelled.
+
+        Closing a socket would not wake a thread that waits for its server; shutting it down does.
+        """
+        self._closed.set()
+        for connection in self._sockets.copy():
+            # The method of an encrypted socket would remove what another thread reads with.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def fetch(self, request: Request, limit: int = 0) -> Reply:
         """Send a request, again if it fails, and return its response with ``limit`` bytes at most.
@@ -208,13 +223,16 @@ class Transport:
         return response
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
-        """Limit the time that a new connection may take for the headers of a response, or a chunk.
+        """Note a new connection, and limit the time that it may take for headers of a response, or a chunk.
 
         httpx2 limits the time between two bytes only, so that a server could take days.
         """
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
             return
         stream = info["return_value"]
+        self._sockets.add(stream.get_extra_info("socket"))
+        if self._closed.is_set():
+            self.abort()
         read = stream.read
 
         def read_in_time(max_bytes: int, timeout: float) -> bytes:
@@ -335,6 +353,8 @@ class Retry:
         self._failures += 1
         jitter = random.random()  # noqa: S311 - not a secret
         delay = self._patience.delay(self._failures, error.retry_after, jitter)
-        if delay is None or self._closed.wait(delay):
+        if self._closed.wait(delay or 0):
+            raise Cancelled("stopped") from error
+        if delay is None:
             raise RemoteError(error.message, advice=error.advice) from error
         return True

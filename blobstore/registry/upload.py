@@ -68,8 +68,11 @@ class Upload:
         self._has_parts = size > PART
         self._what = f"upload of blob {digest.short}"
 
-    def run(self, session: UploadSession | None) -> None:
+    def run(self, session: UploadSession | None) -> int:
         """Upload the blob; go on with ``session`` if the server still knows it.
+
+        Returns:
+            The bytes that did not have to be sent, because of ``session``.
 
         Raises:
             RemoteRefused: the registry refuses it.
@@ -77,13 +80,16 @@ class Upload:
             BlobDamaged: the pieces end early.
         """
         is_resumed = session is not None
+        resumed = None if is_resumed else 0
         retry = self._transport.retry()
         for attempt in retry:
             with attempt:
                 if is_resumed and session is not None:
                     session = self._status(session)
+                    if resumed is None:
+                        resumed = session.offset if session is not None else 0
                     if session is None and self._is_there():
-                        return
+                        return resumed
                 if session is None:
                     begun = self._request("POST", f"{self._blobs}/uploads/", HTTPStatus.ACCEPTED)
                     session = UploadSession(self._location(begun), 0)
@@ -102,8 +108,10 @@ class Upload:
                         raise
                     # The server takes no parts, or lost some of what it had. Once more, in one piece.
                     session, is_resumed, self._has_parts = None, False, False
+                    resumed = 0
                     continue
-                return
+                return resumed or 0
+        raise AssertionError("unreachable")
 
     def _status(self, session: UploadSession) -> UploadSession | None:
         """Return where the upload goes on, or None if the server has forgotten it."""

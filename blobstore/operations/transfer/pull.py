@@ -354,7 +354,7 @@ class _Transfer:
     def run(self, streams: int) -> None:
         """Fetch all blobs. What an error or an interrupt stops can be continued."""
         try:
-            self._workers.run(range(streams), self._work)
+            self._workers.run(range(streams), self._work, self._source.client.abort)
         finally:
             for fetch in self._fetches:
                 if fetch.file is not None:

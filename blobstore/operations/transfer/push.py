@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from blobstore.registry.shapes.image import TarLayer
     from blobstore.registry.shapes.plan import RemotePlan, Shape
 
-Sent = Literal["sent", "mounted", "present"]
+Sent = Literal["sent", "resumed", "mounted", "present"]
 _MANY_LAYERS = 100
 """A registry that refuses a manifest of more layers may have a limit."""
 
@@ -63,6 +63,8 @@ class Pushed:
     blobs: int
     """Blobs that the registry needs for the model."""
     bytes_sent: int
+    bytes_resumed: int
+    """Bytes that an interrupted push had sent."""
     bytes_mounted: int
     """Bytes of blobs that other repositories of the registry had."""
     bytes_present: int
@@ -116,7 +118,8 @@ def push_model(
         mount_from: repositories of the registry that may have blobs of the model.
         sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
         passphrase: called if that key is encrypted.
-        verify: read all blobs and manifests back, and compare their digests.
+        verify: look for every blob, even if the tag refers to the model already; then read all blobs
+            and manifests back, and compare their digests.
         dry_run: send nothing, and return what would be sent.
         plain_http: use HTTP without TLS; by default only for this machine.
         streams: number of blobs to send at once.
@@ -152,11 +155,12 @@ def push_model(
         is_unchanged = client.head_manifest(target.repository, target.tag) == plan.root.digest
         sent: dict[Sent, int] = {}
         verified = 0
-        if not is_unchanged:
+        if verify or not is_unchanged:  # a registry may have lost blobs of a manifest that it has
             sent = push.send_blobs(
                 steps.begin(push.size, push.size if verify else 0), dry_run=dry_run
             )
-            if not dry_run:
+            is_unchanged = is_unchanged and not (sent["sent"] or sent["mounted"] or sent["resumed"])
+            if not (dry_run or is_unchanged):
                 push.send_manifests()
         signatures = 0
         if not dry_run:
@@ -172,6 +176,7 @@ def push_model(
         is_unchanged=is_unchanged,
         blobs=len(push.blobs),
         bytes_sent=sent.get("sent", 0),
+        bytes_resumed=sent.get("resumed", 0),
         bytes_mounted=sent.get("mounted", 0),
         bytes_present=sent.get("present", 0),
         bytes_verified=verified,
@@ -301,13 +306,14 @@ class _Push:
     def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> dict[Sent, int]:
         """Send the blobs that the repository does not have; return bytes by how it got them."""
 
-        def send(blob: _Blob) -> Sent:
+        def send(blob: _Blob) -> dict[Sent, int]:
             found = self._client.blob_size(self._repository, blob.digest)
             if found is not None and found != blob.size:
                 raise RemoteError(
                     f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
                     f"{blob.size}: its storage is damaged"
                 )
+            resumed = 0
             with contextlib.closing(_CheckedPieces(blob, workers.report)) as pieces:
                 if found is not None:
                     how: Sent = "present"
@@ -316,14 +322,13 @@ class _Push:
                 else:
                     how = "sent"
                     if not dry_run:
-                        self._upload(blob, pieces)
+                        resumed = self._upload(blob, pieces)
                 pieces.note_all()
-            return how
+            return {how: blob.size - resumed, "resumed": resumed}
 
-        results = workers.run(self.blobs, send)
         sent: Counter[Sent] = Counter()
-        for blob, how in zip(self.blobs, results, strict=True):
-            sent[how] += blob.size
+        for counts in workers.run(self.blobs, send, self._client.abort):
+            sent.update(counts)
         return sent
 
     def _is_mounted(self, blob: _Blob) -> bool:
@@ -336,9 +341,9 @@ class _Push:
             if source != self._repository
         )
 
-    def _upload(self, blob: _Blob, pieces: _CheckedPieces) -> None:
-        """Upload a blob, from where an upload that was interrupted ended."""
-        self._client.upload_blob(
+    def _upload(self, blob: _Blob, pieces: _CheckedPieces) -> int:
+        """Upload a blob, from where an upload that was interrupted ended; return the bytes before that."""
+        resumed = self._client.upload_blob(
             self._repository,
             blob.digest,
             blob.size,
@@ -348,6 +353,7 @@ class _Push:
         )
         if blob.size > PART:
             self._notes.forget_session(blob.digest)
+        return resumed
 
     def send_manifests(self) -> None:
         """Send the manifests, the one with the tag last."""
@@ -391,10 +397,11 @@ class _Push:
                 raise BlobDamaged(
                     f"{quote(self._target)}: the registry returns bytes with digest "
                     f"{digester.digest()} for {quote(blob.label)}, blob {blob.digest}",
-                    advice="its storage is damaged; remove the blob there and push again",
+                    advice="its storage is damaged; remove the blob there and push again with "
+                    "verify=True",
                 )
 
-        workers.run(self.blobs, read)
+        workers.run(self.blobs, read, self._client.abort)
 
 
 class _Steps:

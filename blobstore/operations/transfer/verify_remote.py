@@ -91,7 +91,7 @@ def verify_remote(
         source = RemoteSource.resolve(client, address, with_files=True)
         blobs = source.model.blobs
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
-        read = workers.run(blobs, lambda blob: _verify(source, blob, workers))
+        read = workers.run(blobs, lambda blob: _verify(source, blob, workers), client.abort)
     return VerifiedRemote(
         remote=address,
         digest=source.root.digest,

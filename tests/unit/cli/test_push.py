@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,8 +10,9 @@ import pytest
 
 from blobstore.operations.transfer import push as pushing
 from blobstore.store.local import LocalStore
+from tests.support.raw_server import RawServer, Received, reply
 from tests.support.registry import Server, running_registry
-from tests.unit.cli.running import run, run_json
+from tests.unit.cli.running import command_line, environment, run, run_json
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +87,29 @@ def test_says_that_an_interrupted_push_can_be_continued(
 
 def test_other_tools_words_for_it_lead_to_it() -> None:
     assert "push" in run("upload", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("silent", ["HEAD", "POST", "PUT"])
+def test_an_interrupt_ends_a_push_although_the_server_is_silent(
+    stored: LocalStore, silent: str
+) -> None:
+    is_silent = threading.Event()
+
+    def serve(request: Received) -> Iterator[bytes]:
+        if "/blobs/" in request.path + "/" and request.method == silent:
+            is_silent.set()
+            server.closing.wait()
+        yield reply(202 if request.method == "POST" else 404, location="/v2/a/blobs/uploads/1")
+
+    with RawServer(serve) as server:
+        process = subprocess.Popen(
+            command_line("push", "dense", f"{server.host}/a"),
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        is_silent.wait()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)  # less than a stalled connection is waited for
+    assert process.returncode == 130
+    assert "the same command continues where this one stopped" in errors

@@ -10,14 +10,15 @@ import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import RateLimiter
-from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.core.workers import Cancelled, RateLimiter
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import transport
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
@@ -259,6 +260,62 @@ def test_bytes_of_blobs_are_limited_in_both_directions() -> None:
         assert sum(spent) == len(DATA)
         client.upload_blob("a", DIGEST, len(DATA), lambda offset: [DATA[offset:]])
         assert sum(spent) == 2 * len(DATA)
+
+
+@pytest.mark.parametrize("part", ["response", "body", "upload"])
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_requests_that_wait_for_a_silent_server_can_be_aborted(
+    part: str, is_encrypted: bool, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_silent = threading.Event()
+    context = None
+    if is_encrypted:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+
+    def serve(request: Received) -> Iterator[bytes]:
+        if request.method == "POST":
+            yield reply(202, location="/upload")
+            return
+        if part == "body":
+            yield reply(200, b"x", content_length=len(DATA))
+        is_silent.set()
+        server.closing.wait()
+
+    errors: list[BaseException] = []
+    with (
+        RawServer(serve, context) as server,
+        RegistryClient(server.host, plain_http=not is_encrypted, credentials=NOBODY) as client,
+    ):
+
+        def transfer() -> None:
+            try:
+                if part == "upload":
+                    client.upload_blob("a", DIGEST, len(DATA), lambda offset: [DATA[offset:]])
+                else:
+                    b"".join(client.read_blob("a", DIGEST, 0, len(DATA), size=len(DATA)))
+            except BlobstoreError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=transfer)
+        thread.start()
+        is_silent.wait()
+        client.abort()
+        thread.join()
+        assert len(server.requests) == 1 + (part == "upload")
+    assert [type(error) for error in errors] == [Cancelled]
+
+
+def test_client_that_was_aborted_connects_no_more() -> None:
+    with (
+        RawServer(answer) as server,
+        RegistryClient(server.host, credentials=NOBODY) as client,
+    ):
+        client.abort()
+        with pytest.raises(Cancelled):
+            client.blob_size("a", DIGEST)
+        assert server.requests == []
 
 
 def test_client_that_is_closed_waits_for_nothing() -> None:

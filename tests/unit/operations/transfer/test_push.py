@@ -248,11 +248,11 @@ def test_gc_removes_no_blob_that_is_being_pushed(
     original = RegistryClient.upload_blob
     data = origin.read_manifest("org/Dense")
 
-    def collect(self: Any, *arguments: Any, **options: Any) -> None:
+    def collect(self: Any, *arguments: Any, **options: Any) -> int:
         if origin.has_model("org/Dense"):
             blobstore.remove("org/Dense", store=origin)
         blobstore.gc(origin, older_than=0, force=True)
-        original(self, *arguments, **options)
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(RegistryClient, "upload_blob", collect)
     push(origin, remote, streams=1)
@@ -331,6 +331,21 @@ def test_verifying_finds_bits_that_the_server_has_lost(
             push(origin, remote, verify=True)
     finally:
         path.write_bytes(intact)
+
+
+def test_verifying_sends_again_what_the_registry_has_lost(
+    origin: LocalStore, server: Server, remote: str
+) -> None:
+    push(origin, remote)
+    layer = max(origin.resolve("org/Dense").layers, key=lambda layer: layer.size)
+    server.blob(str(layer.digest)).unlink()
+
+    assert push(origin, remote).is_unchanged  # that is one request, which cannot tell
+    healed = push(origin, remote, verify=True)
+
+    assert not healed.is_unchanged
+    assert healed.bytes_sent == layer.size
+    assert push(origin, remote, verify=True).is_unchanged
 
 
 def test_an_unknown_model_is_an_error(origin: LocalStore, remote: str) -> None:
@@ -419,8 +434,10 @@ def test_a_killed_upload_goes_on_where_it_stopped(
         return pieces(self, offset)
 
     monkeypatch.setattr(pushing._CheckedPieces, "__call__", recorded)
-    push(store, remote, "large", shape="ollama", verify=True)
+    done = push(store, remote, "large", shape="ollama", verify=True)
     assert [offset for offset in offsets if offset] == [PART]
+    assert done.bytes_resumed == PART
+    assert done.bytes_sent + PART + done.bytes_present == done.bytes_verified
     assert read_back(remote)[1][Digest.of(content)] == content
     assert not list(store.folder("remotes").glob("upload-*"))
 
