@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import importlib
 import os
 import random
 import time
@@ -70,10 +71,8 @@ def _sync_threads(count: int) -> None:
 
 def _part(size: int) -> None:
     """Send uploads in parts of so many bytes."""
-    from blobstore.operations.transfer import push
-    from blobstore.registry import upload
-
-    upload.PART = push.PART = size  # type: ignore[misc]
+    for name in ("blobstore.registry.upload", "blobstore.operations.transfer.push"):
+        setattr(importlib.import_module(name), "PART", size)  # noqa: B010 - it is final
 
 
 def _slow(seed: int) -> None:

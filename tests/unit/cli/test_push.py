@@ -98,12 +98,12 @@ def test_an_interrupt_ends_a_push_although_the_server_is_silent(
     def serve(request: Received) -> Iterator[bytes]:
         if "/blobs/" in request.path + "/" and request.method == silent:
             is_silent.set()
-            server.closing.wait()
+            mute.closing.wait()
         yield reply(202 if request.method == "POST" else 404, location="/v2/a/blobs/uploads/1")
 
-    with RawServer(serve) as server:
+    with RawServer(serve) as mute:
         process = subprocess.Popen(
-            command_line("push", "dense", f"{server.host}/a"),
+            command_line("push", "dense", f"{mute.host}/a"),
             env=environment(),
             stderr=subprocess.PIPE,
             text=True,
