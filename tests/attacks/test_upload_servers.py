@@ -248,3 +248,36 @@ def test_server_that_always_fails_is_given_up(
     with pytest.raises(RemoteError, match="status 500"):
         send(client)
     assert methods(server).count("PUT") <= QUICK.attempts
+
+
+@pytest.mark.parametrize("retry_after", [10**9, 10**30, -1, "x"])
+def test_server_that_asks_for_years_is_not_waited_for(
+    uploads: Uploads, server: RawServer, client: RegistryClient, retry_after: object
+) -> None:
+    uploads.planned["PUT"] = [reply(429, retry_after=retry_after)] * 50
+
+    with pytest.raises(RemoteError, match="status 429"):
+        send(client)
+    assert methods(server).count("PUT") <= QUICK.attempts
+
+
+@pytest.mark.parametrize("status", [202, 302, 401, 413])
+def test_server_that_never_takes_the_last_byte_is_given_up(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient, status: int
+) -> None:
+    uploads.planned["PUT"] = [reply(status, location="/upload?state=1")] * 50
+
+    with pytest.raises(RemoteError, match=f"status {status}"):
+        send(client)
+    assert methods(server).count("PUT") <= QUICK.attempts
+
+
+def test_status_without_end_is_given_up(
+    in_parts: None, uploads: Uploads, server: RawServer, client: RegistryClient
+) -> None:
+    uploads.planned["PATCH"] = [b""] * 50
+    uploads.planned["GET"] = [reply(204, location="/upload?state=1", range="0-9999")] * 50
+
+    with pytest.raises(RemoteError):
+        send(client)
+    assert methods(server).count("PATCH") <= QUICK.attempts
