@@ -117,7 +117,7 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
     reader.keep(_MAX_IN_MEMORY)
     if reader.are_equal(elements):
         return span
-    found = fit(elements, reader, span.dtype, columns)
+    found = fit(elements, reader, span.dtype, columns, level)
     if found is None or found.ratio > 1 - _MIN_GAIN[level]:
         return span
     packed = pack(found.factors)
@@ -210,7 +210,7 @@ class _Sample(NamedTuple):
             return 1
         if level == "fast" and not is_promising(mine, theirs, span.dtype, columns):
             return 1
-        found = fit(mine, theirs, span.dtype, columns)
+        found = fit(mine, theirs, span.dtype, columns, level)
         return found.ratio if found and found.ratio <= 1 - _MIN_GAIN[level] else 1
 
 

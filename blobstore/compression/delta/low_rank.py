@@ -10,7 +10,6 @@ Processors differ in subnormal numbers, infinities and NaN; these are predicted 
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,23 +194,17 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
     """
     if not len(right):
         return None
-    terms = []
-    for column, row in zip(left.T, right, strict=True):
-        largest = float(np.abs(row).max())
-        scaled = column.astype(np.float64) * (largest / limit)
-        reach = float(np.abs(scaled).max())
-        if not (math.isfinite(reach) and reach > 0):
-            return None
-        exponent = math.ceil(math.log2(reach / limit))
-        terms.append((exponent, scaled, np.rint(row * (limit / largest)).astype(np.int8)))
-    # Terms far below the largest are coarser, so that their sums with it are exact.
-    distance = ((_EXACT - 1) // (len(terms) * limit * limit)).bit_length() - 1
-    least = max(term[0] for term in terms) - distance
-    exponents = tuple(max(term[0], least) for term in terms)
-    if not {min(exponents), max(exponents)} <= set(_EXPONENTS):
+    largest = np.abs(right).max(axis=1).astype(np.float64)
+    scaled = left.T * (largest / limit)[:, None]
+    reaches = np.abs(scaled).max(axis=1)
+    if not (np.isfinite(reaches).all() and (reaches > 0).all()):
         return None
-    lefts = [
-        np.rint(np.ldexp(term[1], -exponent)).astype(np.int8)
-        for exponent, term in zip(exponents, terms, strict=True)
-    ]
-    return Factors(exponents, np.stack(lefts), np.stack([term[2] for term in terms]))
+    wanted = np.ceil(np.log2(reaches / limit)).astype(np.int64)
+    # Terms far below the largest are coarser, so that their sums with it are exact.
+    distance = ((_EXACT - 1) // (len(right) * limit * limit)).bit_length() - 1
+    exponents = np.maximum(wanted, wanted.max() - distance)
+    if not {int(exponents.min()), int(exponents.max())} <= set(_EXPONENTS):
+        return None
+    lefts = np.rint(np.ldexp(scaled, -exponents[:, None])).astype(np.int8)
+    rights = np.rint(right * (limit / largest)[:, None]).astype(np.int8)
+    return Factors(tuple(exponents.tolist()), lefts, rights)

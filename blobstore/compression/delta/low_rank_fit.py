@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta.codec import SMALL, encode_chunk, estimate_bits
+from blobstore.compression.delta.codec import FAST, SMALL, encode_chunk, estimate_bits
 from blobstore.compression.delta.low_rank import (
     MAX_SIDE,
     Factors,
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Final
 
+    from blobstore.compression.delta.codec import DeltaSettings
+    from blobstore.compression.level import Level
+
     Array = np.ndarray[Any, Any]
     Reader = Callable[[int, int], Array]
     """Returns the elements of a base from one to before another, good until it is asked again."""
@@ -39,14 +42,11 @@ _LEAST_STEP: Final = 8
 """How many times more energy than the mean of all others the last direction has where there are."""
 _MARGIN: Final = 8
 """Additional directions of the power iteration, for the accuracy of the wanted ones."""
-_ROUNDS: Final = 2
 _PER_DOUBLING: Final = 0.01
 """The part of its bytes that a tensor must save for products that take twice the time."""
 _LEAST_SIDE: Final = 32
-_SAMPLE_ELEMENTS: Final = 1 << 24
-"""Elements whose rows tell the directions, about."""
-_TRIED_ELEMENTS: Final = 1 << 16
-"""Elements that ranks are compared on, in some blocks of rows."""
+_KEPT_ELEMENTS: Final = 1 << 20
+"""Elements of a tensor whose difference is kept while the directions are searched."""
 _TRIED_BLOCKS: Final = 8
 _BLOCK_ELEMENTS: Final = 1 << 19
 """Elements of the rows that are looked at together, about."""
@@ -70,6 +70,24 @@ _LIMITS: Final = (15, 31, 63, 127)
 """The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
 
 
+class _Effort(NamedTuple):
+    """How thoroughly factors are searched."""
+
+    rounds: int
+    """Of the power iteration."""
+    sampled: int
+    """Elements whose rows tell the directions, about."""
+    tried: int
+    """Elements that ranks are compared on, in some blocks of rows."""
+    codec: DeltaSettings
+
+
+_EFFORTS: Final[dict[Level, _Effort]] = {
+    "fast": _Effort(1, 1 << 22, 1 << 15, FAST),
+    "small": _Effort(2, 1 << 24, 1 << 16, SMALL),
+}
+
+
 class Fit(NamedTuple):
     """Factors, and what they save."""
 
@@ -78,7 +96,9 @@ class Fit(NamedTuple):
     """The ratio of the size with factors, which are included, to the size without."""
 
 
-def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Fit | None:
+def fit(
+    tensor: Array, base: Array | Reader, dtype: DType, columns: int, level: Level = "small"
+) -> Fit | None:
     """Return factors that save space when ``tensor`` is encoded against ``base``, or None.
 
     Ranks are tried from the largest one on, as long as they get better.
@@ -88,17 +108,19 @@ def fit(tensor: Array, base: Array | Reader, dtype: DType, columns: int) -> Fit 
         base: as many of the base, or what reads them.
         dtype: the type of both.
         columns: elements of a row.
+        level: ``fast`` to search with a quarter of the effort.
     """
     if not can_fit(len(tensor), dtype, columns):
         return None
     pair = _Pair(tensor, _reader(base), dtype, columns)
-    best = _Best(pair)
+    effort = _EFFORTS[level]
+    best = _Best(pair, effort)
     ranks: tuple[int, ...] = _RANKS
-    found = _found(pair, ranks[-1])
+    found = _found(pair, ranks[-1], effort)
     if found is None:
         return None
     if found.has_more:
-        found, ranks = _found(pair, _MORE_RANKS[-1]) or found, _RANKS + _MORE_RANKS
+        found, ranks = _found(pair, _MORE_RANKS[-1], effort) or found, _RANKS + _MORE_RANKS
     for rank in reversed([rank for rank in ranks if rank <= len(found.directions)]):
         if not best.judge(found.of(rank, _LIMITS[0])):
             break
@@ -180,12 +202,12 @@ class _Pair(NamedTuple):
 class _Best:
     """The factors with which a tensor takes least, for the time that they take."""
 
-    def __init__(self, pair: _Pair) -> None:
+    def __init__(self, pair: _Pair, effort: _Effort) -> None:
         self.factors: Factors | None = None
         self._pair = pair
-        samples = list(_samples(pair))
-        self._chunk = np.concatenate([tensor for _, tensor, _ in samples])
-        self._bases = [(first, base) for first, _, base in samples]
+        self._codec = effort.codec
+        rows, tensors, bases = zip(*_samples(pair, effort.tried), strict=True)
+        self._rows, self._chunk, self._base = map(np.concatenate, (rows, tensors, bases))
         self._scale = len(pair.tensor) / len(self._chunk)
         self._least = float("inf")
 
@@ -206,7 +228,7 @@ class _Best:
         if self.factors is None:
             return None
         plain, size = (
-            len(encode_chunk(self._chunk, self._predicted(factors), self._pair.dtype, SMALL))
+            len(encode_chunk(self._chunk, self._predicted(factors), self._pair.dtype, self._codec))
             for factors in (None, self.factors)
         )
         size_of_factors = len(pack(self.factors)) / self._scale
@@ -216,21 +238,19 @@ class _Best:
 
     def _predicted(self, factors: Factors | None) -> Array:
         if factors is None:
-            return np.concatenate([base for _, base in self._bases])
-        predictor = LowRankPredictor(factors, self._pair.dtype)
-        return np.concatenate(
-            [predictor.predict(base, first).copy() for first, base in self._bases]
-        )
+            return self._base
+        sampled = factors._replace(left=factors.left[:, self._rows])
+        return LowRankPredictor(sampled, self._pair.dtype).predict(self._base, 0)
 
 
-def _samples(pair: _Pair) -> Iterator[tuple[int, Array, Array]]:
-    """Yield the number of its first element, and both sides, of some blocks of rows."""
-    height = min(max(_TRIED_ELEMENTS // _TRIED_BLOCKS // pair.columns, 1), pair.rows)
+def _samples(pair: _Pair, elements: int) -> Iterator[tuple[Array, Array, Array]]:
+    """Yield the numbers of some rows in blocks, and the elements of both sides."""
+    height = min(max(elements // _TRIED_BLOCKS // pair.columns, 1), pair.rows)
     count = min(_TRIED_BLOCKS, pair.rows // height)
     for number in range(count):
         begin = number * (pair.rows - height) // max(count - 1, 1)
         tensor, base = pair.rows_of(begin, begin + height)
-        yield begin * pair.columns, tensor, base.copy()
+        yield np.arange(begin, begin + height), tensor, base.copy()
 
 
 class _Found(NamedTuple):
@@ -246,21 +266,22 @@ class _Found(NamedTuple):
         return quantized(self.lengths[:, :rank], self.directions[:rank], limit)
 
 
-def _found(pair: _Pair, rank: int) -> _Found | None:
+def _found(pair: _Pair, rank: int, effort: _Effort) -> _Found | None:
     """Return the directions in which most of the difference lies, if there is any."""
-    step = -(-len(pair.tensor) // _SAMPLE_ELEMENTS)
+    step = -(-len(pair.tensor) // effort.sampled)
     count = min(rank + _MARGIN, -(-pair.rows // step), pair.columns)
     basis = np.random.default_rng(0).standard_normal((pair.columns, count), np.float32)
-    for _ in range(_ROUNDS):  # the power iteration
+    kept = list(pair.blocks()) if len(pair.tensor) <= _KEPT_ELEMENTS else None
+    for _ in range(effort.rounds):  # the power iteration
         turned = np.zeros(basis.shape)
-        for block in pair.blocks(step):
+        for block in kept or pair.blocks(step):
             turned += _times_transposed(block, _times(block, basis))
         if not turned.any():
             return None
         basis = _orthonormal(turned)
     energy = 0.0
     parts = []
-    for block in pair.blocks():
+    for block in kept or pair.blocks():
         parts.append(_times(block, basis))
         energy += float(np.square(block).sum(dtype=np.float64))
     lengths = np.concatenate(parts)
@@ -298,7 +319,8 @@ def _times(block: Array, basis: Array) -> Array:
     for begin in range(0, block.shape[1], width):
         wanted = basis[begin : begin + width]
         parts += np.matmul(tiles[:, :, begin : begin + width], wanted)
-        found[whole:] += np.matmul(block[whole:, begin : begin + width], wanted)
+        if whole < len(block):
+            found[whole:] += np.matmul(block[whole:, begin : begin + width], wanted)
     return found
 
 
@@ -313,7 +335,8 @@ def _times_transposed(block: Array, lengths: Array) -> Array:
     for begin in range(0, block.shape[1], width):
         some = slice(begin, begin + width)
         found[some] = np.matmul(tiles[:, some], parts).sum(0, dtype=np.float64)
-        found[some] += np.matmul(block[whole:, some].T, lengths[whole:])
+        if whole < len(block):
+            found[some] += np.matmul(block[whole:, some].T, lengths[whole:])
     return found
 
 

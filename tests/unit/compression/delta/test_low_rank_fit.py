@@ -1,13 +1,21 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from blobstore.compression.delta.codec import SMALL, as_elements, encode_chunk
 from blobstore.compression.delta.low_rank import LowRankPredictor, pack
-from blobstore.compression.delta.low_rank_fit import _found, _Pair, can_fit, fit, is_promising
+from blobstore.compression.delta.low_rank_fit import (
+    _EFFORTS,
+    _found,
+    _Pair,
+    can_fit,
+    fit,
+    is_promising,
+)
+from blobstore.compression.level import Level
 from blobstore.core.tensor import DType
 from tests.unit.compression.delta.test_codec import bf16
 
@@ -25,10 +33,10 @@ def merged(rank: int, size: float) -> tuple[Array, Array]:
     return base, bf16(wide + (left @ right).ravel() * np.float32(size))
 
 
-def stored(tensor: Array, base: Array) -> tuple[int, int, int]:
+def stored(tensor: Array, base: Array, level: Level) -> tuple[int, int, int]:
     """Return the bytes without factors, with them, and the rank."""
     plain = len(encode_chunk(tensor, base, DType.BF16, SMALL))
-    found = fit(tensor, base, DType.BF16, _COLUMNS)
+    found = fit(tensor, base, DType.BF16, _COLUMNS, level)
     if found is None:
         return plain, plain, 0
     factors = found.factors
@@ -37,10 +45,11 @@ def stored(tensor: Array, base: Array) -> tuple[int, int, int]:
     return plain, size, factors.rank
 
 
+@pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize("rank", [1, 8])
-def test_a_merged_adapter_is_predicted(rank: int) -> None:
+def test_a_merged_adapter_is_predicted(rank: int, level: Level) -> None:
     base, tensor = merged(rank, 1e-3)
-    plain, size, found = stored(tensor, base)
+    plain, size, found = stored(tensor, base, level)
     assert rank <= found <= 2 * rank
     assert size < plain / 2
 
@@ -70,7 +79,7 @@ def test_noise_is_not_taken_for_more_directions(rank: int, *, has_more: bool) ->
     update = left @ right + random.standard_normal((512, 512))
     tensor = update.astype("<f4").view(np.uint32).ravel()
     pair = _Pair(tensor, lambda begin, end: np.zeros(end - begin, np.uint32), DType.F32, 512)
-    found = _found(pair, 32)
+    found = _found(pair, 32, _EFFORTS["small"])
     assert found is not None
     assert found.has_more == has_more
 
@@ -136,4 +145,4 @@ def test_other_floats_are_predicted_too(dtype: DType) -> None:
 def test_infinities_and_nans_do_not_stop_a_fit() -> None:
     base, tensor = merged(1, 1e-3)
     base[5], tensor[77], tensor[78] = 0x7F80, 0x7FC0, 0xFF80
-    assert stored(tensor, base)[2] >= 1
+    assert stored(tensor, base, "small")[2] >= 1
