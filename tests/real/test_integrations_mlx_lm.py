@@ -50,6 +50,7 @@ mlx_utils = pytest.importorskip("mlx_lm.utils")
 mlx_server = pytest.importorskip("mlx_lm.server")
 integration = import_module("blobstore.integrations.mlx_lm")
 program = import_module("blobstore.integrations.mlx_lm.server")
+provider = import_module("blobstore.integrations.mlx_lm.provider")
 
 ROOT = Path(__file__).parents[2]
 NAME = Reference.parse("m")
@@ -435,7 +436,7 @@ def _no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def listen(*_: Any) -> None:
         pytest.fail("a port was opened")
 
-    monkeypatch.setattr(program, "_listen", listen)
+    monkeypatch.setattr(provider, "_listen", listen)
 
 
 def run_program(*arguments: str) -> int:

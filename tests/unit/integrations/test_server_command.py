@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import blobstore
 from blobstore.errors import ModelNotFound
 from blobstore.integrations.server_command import ServerOptions, run_server
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, write_folder
 
 
 def serve(served: list[ServerOptions], *arguments: str) -> int:
@@ -64,3 +71,29 @@ def test_shows_its_usage(wrong: list[str], capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit, match="2"):
         serve([], *wrong)
     assert capsys.readouterr().err.startswith("usage: python -m some.module NAME [--store DIR]")
+
+
+@pytest.mark.parametrize("library", ["mlx_lm", "vllm"])
+def test_a_server_whose_library_is_missing_says_in_one_line_what_to_install(
+    library: str, tmp_path: Path
+) -> None:
+    (tmp_path / library).mkdir()
+    (tmp_path / library / "__init__.py").write_text(
+        f"raise ModuleNotFoundError('No module', name={library!r})"
+    )
+    model = write_folder(tmp_path / "model", dense_tensors())
+    blobstore.create(model, "m", store=LocalStore(tmp_path / "store"))
+    command = [sys.executable, "-m", f"blobstore.integrations.{library}.server", "m"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--store", str(tmp_path / "store")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"blobstore: error: {library} is not installed for this Python; run: pip install .+\n",
+        done.stderr,
+    )
