@@ -47,6 +47,7 @@ LONG: dict[str, str] = {}
 # A module of fewer lines than this needs two importers, or a reason here.
 SHORT_LINES = 60
 SHORT: dict[str, str] = {
+    "blobstore/integrations/mlx_lm/server.py": "a program of its own, started with python -m",
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
