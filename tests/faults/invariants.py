@@ -36,6 +36,7 @@ _OURS = {
     "bases",
     "history",
     "partial",
+    "remotes",
 }
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4

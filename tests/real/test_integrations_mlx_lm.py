@@ -275,9 +275,8 @@ def test_reading_keeps_no_file_open(lazy: bool, store: LocalStore, tmp_path: Pat
     blobstore.create(tmp_path / "source", NAME, store=store)
     assert len(store.resolve(NAME).blobs) > 140
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = os.open(os.devnull, os.O_RDONLY)
-    os.close(used)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 24, hard))
+    highest = max(int(name) for name in os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 24, hard))
     try:
         ours, _ = integration.load_model(NAME, store=store, lazy=lazy)
         spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]

@@ -111,6 +111,7 @@ def test_runs_from_its_sources_without_a_version(monkeypatch: pytest.MonkeyPatch
 def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it() -> None:
     code = """
 import sys
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 for name in ("torch", "mlx", "mlx.core", "mlx_lm", "transformers"):
@@ -124,9 +125,9 @@ with TemporaryDirectory() as folder:
             blobstore.open("m", store=f"{folder}/store", framework=framework)
         except blobstore.BlobstoreError as error:
             print(error)
-    for module in ("transformers", "mlx_lm"):
+    for name in ("transformers", "mlx_lm"):
         try:
-            __import__(f"blobstore.integrations.{module}")
+            import_module(f"blobstore.integrations.{name}").load_model
         except ImportError as error:
             print(error)
 """

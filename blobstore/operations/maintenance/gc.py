@@ -381,7 +381,8 @@ class _Collection:
         ]
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
-        caches += [entry for entry in scan_folder(folder("headers").parent) if entry.name[0] == "."]
+        for parent in (folder("headers").parent, folder("remotes")):
+            caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
         links = [
             entry
             for entry in scan_folder(folder("bases"))
