@@ -48,6 +48,8 @@ _MOST: Final = 0.9
 """Equal blocks are omitted only if at most this fraction of blocks differs."""
 _SAMPLE: Final = 1 << 14
 """Elements of the sample that classes and forms are chosen from."""
+_DIGITS: Final = np.maximum(np.arange(256) - 126, 0)
+"""Bits of a difference after its length, which is the exponent of float32: the sign and lower digits."""
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
@@ -92,16 +94,16 @@ def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSe
     return b"".join([head, coded.data, inner])
 
 
-def estimate_bits(chunk: Array, predicted: Array, dtype: DType) -> float:
-    """Return about how many bits :func:`encode_chunk` needs, without encoding.
+def estimate_bits(chunk: Array, predicted: Array) -> float:
+    """Return about how many bits the differences need: those of their lengths, and their digits.
 
-    Equal blocks are not considered. The arguments are those of :func:`encode_chunk`.
+    This orders predictions of one chunk as :func:`encode_chunk` does, in a fraction of the time.
     """
-    step = max(len(chunk) // _SAMPLE, 1)
-    predicted = np.ascontiguousarray(predicted[::step])
-    difference = chunk[::step] - predicted
-    _, histogram = _sampled(difference, predicted, dtype, SMALL.classes)
-    return float(histogram.costs().min(axis=1).sum()) * step if difference.any() else 0.0
+    difference = (chunk - predicted).view(f"<i{chunk.itemsize}").astype(np.float32)
+    lengths = np.right_shift(difference.view(np.uint32), 23).astype(np.uint8)  # drops the sign
+    counts = np.bincount(lengths, minlength=256)
+    entropy = planes.xlogx(len(chunk)) - planes.xlogx(counts).sum()
+    return float(entropy + counts @ _DIGITS)
 
 
 def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:

@@ -205,6 +205,6 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
     exponents = np.maximum(wanted, wanted.max() - distance)
     if not {int(exponents.min()), int(exponents.max())} <= set(_EXPONENTS):
         return None
-    lefts = np.rint(np.ldexp(scaled, -exponents[:, None])).astype(np.int8)
+    lefts = np.rint(scaled * np.ldexp(1.0, -exponents)[:, None]).astype(np.int8)
     rights = np.rint(right * (limit / largest)[:, None]).astype(np.int8)
     return Factors(tuple(exponents.tolist()), lefts, rights)

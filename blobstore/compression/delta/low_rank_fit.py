@@ -215,7 +215,7 @@ class _Best:
         """Keep factors if they are better; return whether they are."""
         if factors is None:
             return False
-        bits = estimate_bits(self._chunk, self._predicted(factors), self._pair.dtype)
+        bits = estimate_bits(self._chunk, self._predicted(factors))
         size = bits / 8 * self._scale + len(pack(factors))
         size *= 1 + _PER_DOUBLING * factors.rank.bit_length()
         if size >= self._least:

@@ -106,20 +106,20 @@ class Histogram(NamedTuple):
     def costs(self) -> Array:
         """Estimate the bits of each class in each form except `ZERO`."""
         width, sizes = len(self.bytes), self.bytes[0].sum(axis=1)
-        logs = _xlogx(self.small)
+        logs = xlogx(self.small)
         costs = np.full((len(sizes), len(_BITS)), np.inf)
         for form, bits in enumerate(_BITS):
             if 0 < bits < _BYTE * width:
                 half = (1 << (bits - 1)) - 1
                 inside = slice(128 - half, 129 + half)
                 escapes = np.maximum(sizes - self.small[:, inside].sum(axis=1), 0)
-                entropy = _xlogx(sizes) - logs[:, inside].sum(axis=1) - _xlogx(escapes)
+                entropy = xlogx(sizes) - logs[:, inside].sum(axis=1) - xlogx(escapes)
                 codes = _code_bits(entropy, sizes * bits / _BYTE)
                 costs[:, form - 1] = codes + _BYTE * width * escapes
         costs[:, -1] = _WASTED_BITS * sizes  # even an empty plane takes time
         for values in self.bytes:
             used = (values > 0).sum(axis=1)
-            entropy = _xlogx(sizes) - _xlogx(values).sum(axis=1)
+            entropy = xlogx(sizes) - xlogx(values).sum(axis=1)
             costs[:, -1] += np.minimum(_code_bits(entropy, sizes), _BYTE * sizes) * (used > 1)
         return costs
 
@@ -152,7 +152,8 @@ def _counts(classes: Array, values: Array, many: int, size: int) -> Array:
     return np.bincount(classes * size + values, minlength=many * size).reshape(many, size)
 
 
-def _xlogx(counts: Array) -> Array:
+def xlogx(counts: Array | int) -> Any:
+    """Return ``counts * log2(counts)``, 0 for 0."""
     return counts * np.log2(np.maximum(counts, 1))
 
 
