@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.files import FileState, make_folders, sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,17 +111,27 @@ class WholeBases:
                 return None if state is None else (path, state)
         return None
 
-    def is_whole(self, digest: Digest, size: int, form: tuple[str, FileState] | None) -> bool:
-        """Return whether the file that a base is read from is intact; each file is hashed once.
+    def whole_form(self, digest: Digest, size: int) -> tuple[str, FileState] | None:
+        """Return the form that a base is read from if it is intact, else None; each file is hashed once.
+
+        If the base is frozen or thawed in the meantime, its new form is hashed.
 
         Raises:
             StoreError: it cannot be read.
         """
-        if form is None:
-            return False
-        if form in self._whole.get(digest, ()):
-            return True
-        store, path = self._store, form[0]
+        for _ in range(LOOKS):
+            form = self.form(digest)
+            if form is None or form in self._whole.get(digest, ()):
+                return form
+            is_intact = self._is_intact(digest, size, form[0])
+            if self.form(digest) == form:
+                if is_intact:
+                    self.add(digest, form)
+                return form if is_intact else None
+        return None
+
+    def _is_intact(self, digest: Digest, size: int, path: str) -> bool:
+        store = self._store
         check = {
             store.cold_path(digest): store.check_cold,
             store.base_path(digest): store.check_base_link,
@@ -129,9 +140,6 @@ class WholeBases:
             check(digest, size)
         except (BlobMissing, BlobDamaged):
             return False
-        if self.form(digest) != form:
-            return False
-        self.add(digest, form)
         return True
 
     def add(self, digest: Digest, form: tuple[str, FileState]) -> None:

@@ -32,7 +32,7 @@ _BATCH_BYTES: Final = 256 << 20
 """About the most bytes of blobs per batch: as much free disk space is needed."""
 _BATCH_SECONDS: Final = 2.0
 
-_NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
+NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
 
 Result = TypeVar("Result")
 
@@ -107,7 +107,7 @@ def run_in_batches(
         try:
             return job(blob)
         except OSError as error:
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 return error.with_traceback(None)  # whose frames keep files mapped
             raise
 

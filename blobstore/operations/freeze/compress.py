@@ -97,7 +97,7 @@ class ColdBlobBuilder:
         if base is None or not (self.has_links or self._store.has_cold(base.digest)):
             return None
         # Checked again when the delta is decoded; checking it here saves an encoding in vain.
-        if self._verified.is_whole(*base, self._verified.form(base.digest)):
+        if self._verified.whole_form(*base) is not None:
             return base
         self.fallbacks.add(blob.digest)
         return None
@@ -179,8 +179,8 @@ class ColdBlobBuilder:
             cold = ColdBlob(where, blob.digest, first_form)
             form = None
             if cold.base is not None:
-                form = self._verified.form(cold.base)
-                if not self._verified.is_whole(cold.base, cold.base_size, form):
+                form = self._verified.whole_form(cold.base, cold.base_size)
+                if form is None:
                     return None
             cold.check(report)
             if cold.base is None and state is not None:

@@ -24,7 +24,7 @@ from blobstore.core.files import FileState, sync_folder
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
+from blobstore.operations.freeze.batches import NO_SPACE, TemporaryFiles, run_in_batches
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, count_blocks
 from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
@@ -247,11 +247,18 @@ class _Run:
             self._plan.reachable.update()
             needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
             ready, again = self._select(batch, needs)
-            self._store.cold_index.append(
+            entries = [
                 (item.blob.digest, item.state, item.base)
                 for item in ready
                 if item.path is not None and item.state is not None
-            )
+            ]
+            try:
+                self._store.cold_index.append(entries)
+            except OSError as error:
+                if error.errno not in NO_SPACE or self._keep_hot:
+                    raise  # else gc would read the bases of these blobs from their files, until below
+            else:
+                entries = []
             for item in ready:
                 if item.path is not None:
                     item.path.replace(self._store.cold_path(item.blob.digest))
@@ -268,6 +275,7 @@ class _Run:
                     # A cold base needs no second link to outlive its hot file.
                     Path(self._store.base_path(digest)).unlink(missing_ok=True)
                 sync_folder(self._store.folder("blobs"))
+            self._store.cold_index.append(entries)  # removing the hot files has freed space
         for item in ready:
             if item.blob.digest in placed:
                 self._add(item.blob, "frozen", item.stored, item.base)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -143,15 +144,13 @@ def test_a_file_is_intact_until_it_changes(store: LocalStore, base: Descriptor, 
     for other in set(found) - {form}:
         Path(found[other]).unlink()
     bases = WholeBases(store)
-    before = bases.form(base.digest)
+    before = bases.whole_form(*base.id)
     assert before is not None
     assert before[0] == found[form]
-    assert bases.is_whole(base.digest, base.size, before)
+    assert bases.whole_form(*base.id) == before == bases.form(base.digest)
     flip_in_place(found[form])
-    assert bases.is_whole(base.digest, base.size, before)  # before it changed
-    after = bases.form(base.digest)
-    assert after != before
-    assert not bases.is_whole(base.digest, base.size, after)
+    assert bases.form(base.digest) != before
+    assert bases.whole_form(*base.id) is None
 
 
 def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Descriptor) -> None:
@@ -161,7 +160,7 @@ def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Des
     Path(path).symlink_to(path + "-real")
     bases = WholeBases(store)
     assert bases.form(base.digest) is None
-    assert not bases.is_whole(base.digest, base.size, None)
+    assert bases.whole_form(*base.id) is None
 
 
 @pytest.mark.parametrize(
@@ -203,15 +202,31 @@ def test_a_second_link_outlives_the_hot_file(store: LocalStore, base: Descriptor
     assert not link_base(store, base.digest)
 
 
-def test_a_base_that_changes_while_it_is_hashed_is_not_intact(
+def test_a_base_that_always_changes_while_it_is_hashed_is_not_intact(
+    store: LocalStore, base: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases, check, times = WholeBases(store), store.check_digest, itertools.count(1)
+
+    def changing(digest: Digest, size: int) -> None:
+        check(digest, size)
+        os.utime(store.blob_path(digest), (1, next(times)))
+
+    monkeypatch.setattr(store, "check_digest", changing)
+    assert bases.whole_form(*base.id) is None
+    monkeypatch.setattr(store, "check_digest", check)
+    assert bases.whole_form(*base.id) is not None
+
+
+def test_a_base_whose_hot_file_is_removed_while_it_is_hashed_is_intact_in_its_cold_form(
     store: LocalStore, base: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bases, check = WholeBases(store), store.check_digest
 
-    def changing(digest: Digest, size: int) -> None:
+    def freezing(digest: Digest, size: int) -> None:
+        Path(store.blob_path(digest)).unlink()
         check(digest, size)
-        os.utime(store.blob_path(digest), (1, 1))
 
-    monkeypatch.setattr(store, "check_digest", changing)
-    assert not bases.is_whole(*base.id, bases.form(base.digest))
-    assert bases.is_whole(*base.id, bases.form(base.digest))
+    monkeypatch.setattr(store, "check_digest", freezing)
+    form = bases.whole_form(*base.id)
+    assert form is not None
+    assert form[0] == store.cold_path(base.digest)

@@ -37,6 +37,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.cold import ColdBlob
+from blobstore.store.cold_index import ColdIndex
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
@@ -362,6 +363,26 @@ def test_an_unreadable_manifest_stops_freezing(store: LocalStore) -> None:
     with pytest.raises(InvalidManifest, match="cannot tell which blobs"):
         freeze_models(["a"], store=store)
     assert forms_of(store, "a") == {"x": "hot"}
+
+
+def test_freezes_on_a_disk_without_space_for_the_index_which_gets_its_entries_afterwards(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "a", {"x": 1, "y": 2})
+    append = ColdIndex.append
+    refused: list[bool] = []
+
+    def without_space(self: ColdIndex, blobs: Any) -> None:
+        if not refused and any(store.has_hot(digest) for digest, *_ in blobs):
+            refused.append(True)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, blobs)
+
+    monkeypatch.setattr(ColdIndex, "append", without_space)
+    freeze_models(["a"], store=store)
+    assert refused
+    assert set(forms_of(store, "a").values()) == {"cold"}
+    assert all(store.cold_index.has(*item) for item in store.cold_files().items())
 
 
 def test_a_full_disk_leaves_all_blobs_intact(tmp_path: Path) -> None:
