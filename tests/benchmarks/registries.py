@@ -1,0 +1,317 @@
+"""Push to and pull from a real registry on this machine, compared with bare loops and with skopeo.
+
+    python -m tests.benchmarks.registries [--folder DIR] [--scale X] [--rounds N]
+
+The registry is Debian's ``docker-registry``. A bare loop sends the same requests on as many threads, and
+does nothing else that a transfer must not do too: for a push, it hashes each file while it sends it; for a
+pull, it hashes each blob while it writes it, syncs it and renames it. skopeo copies the same blobs from and
+to an OCI layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from http.client import HTTPConnection, HTTPResponse
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.manifests import media_types
+from blobstore.operations.sign.sign import sign_model
+from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.push import push_model
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.store import HEADER_REQUEST, RegistryReader, RemoteSource
+from blobstore.store.local import LocalStore
+from tests.benchmarks import common
+from tests.support.registry import Server, running_registry
+from tests.support.signing import key_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+_STREAMS = 8
+_PIECE = 2**20
+_MODELS = {
+    "301 blobs, 525 MB": [4096] * 100 + [2**20] * 180 + [2**24] * 20,
+    "2 GiB in 200 blobs": [2 * common.GIB // 200] * 200,
+}
+_NAME = "bench/model:latest"
+_MANIFEST = f"/v2/{_NAME.replace(':', '/manifests/')}"
+_BLOBS = f"/v2/{_NAME.partition(':')[0]}/blobs"
+
+
+def make_store(folder: Path, sizes: list[int], scale: float) -> LocalStore:
+    """Return a store with a model of random bf16 tensors, one in each blob."""
+    shapes = [max(1, int(size * scale) // 2) for size in sizes]
+    specs = [
+        TensorSpec(f"unit.{number}.weight", DTYPES["BF16"], (count,))
+        for number, count in enumerate(shapes)
+    ]
+    nbytes = {spec.name: spec.nbytes for spec in specs}
+    source = common.write_model(folder / "source", specs, lambda name: [os.urandom(nbytes[name])])
+    store = LocalStore(folder / "store")
+    blobstore.create(source, "m", store=store)
+    shutil.rmtree(source)
+    return store
+
+
+class Bare(NamedTuple):
+    """The requests of a push and of a pull on as many threads, and nothing else."""
+
+    host: str
+    layout: Path
+    """An OCI layout with the blobs and the manifest."""
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """The descriptor of the manifest."""
+        found: dict[str, Any] = json.loads((self.layout / "index.json").read_bytes())
+        return found["manifests"][0]  # type: ignore[no-any-return]
+
+    def file(self, digest: str) -> Path:
+        """Return the file of a blob or of the manifest."""
+        return self.layout / "blobs" / digest.replace(":", "/")
+
+    def push(self) -> None:
+        """Send the blobs, then the manifest."""
+        data = self.file(self.manifest["digest"]).read_bytes()
+        self._on_threads(self._send, _blobs(data))
+        headers = {"Content-Type": self.manifest["mediaType"]}
+        with closing(HTTPConnection(self.host)) as connection:
+            assert _ask(connection, "PUT", _MANIFEST, data, headers).status == 201
+
+    def pull(self, folder: Path) -> None:
+        """Fetch the manifest, then the blobs, into durable files of a new folder."""
+        folder.mkdir()
+        with closing(HTTPConnection(self.host)) as connection:
+            headers = {"Accept": self.manifest["mediaType"]}
+            connection.request("GET", _MANIFEST, headers=headers)
+            data = connection.getresponse().read()
+        self._on_threads(partial(self._fetch, folder), _blobs(data))
+        (folder / "manifest").write_bytes(data)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def read_start(self, connection: HTTPConnection, blob: str) -> None:
+        """Read the first bytes of a blob."""
+        headers = {"Range": f"bytes=0-{HEADER_REQUEST - 1}"}
+        connection.request("GET", f"{_BLOBS}/{blob}", headers=headers)
+        connection.getresponse().read()
+
+    def _on_threads(self, job: Callable[[HTTPConnection, str], None], blobs: Iterable[str]) -> None:
+        threads = threading.local()
+
+        def run(blob: str) -> None:
+            if not hasattr(threads, "connection"):
+                threads.connection = HTTPConnection(self.host)
+            job(threads.connection, blob)
+
+        with ThreadPoolExecutor(_STREAMS) as pool:
+            list(pool.map(run, blobs))
+
+    def _send(self, connection: HTTPConnection, blob: str) -> None:
+        assert _ask(connection, "HEAD", f"{_BLOBS}/{blob}").status == 404
+        location = _ask(connection, "POST", f"{_BLOBS}/uploads/").headers["location"]
+        path = "/" + location.split("/", 3)[3]
+        headers = {"Content-Length": str(self.file(blob).stat().st_size)}
+        pieces = _hashed_pieces(self.file(blob), blob)
+        assert _ask(connection, "PUT", f"{path}&digest={blob}", pieces, headers).status == 201
+
+    def _fetch(self, folder: Path, connection: HTTPConnection, blob: str) -> None:
+        connection.request("GET", f"{_BLOBS}/{blob}")
+        response = connection.getresponse()
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+        temporary = folder / f"{blob}.part"
+        with temporary.open("wb", buffering=0) as file:
+            while count := response.readinto(buffer):
+                digest.update(buffer[:count])
+                file.write(buffer[:count])
+            os.fsync(file.fileno())
+        assert blob == f"sha256:{digest.hexdigest()}"
+        temporary.rename(folder / blob)
+
+
+def _blobs(manifest: bytes) -> list[str]:
+    """Return the digests of the blobs that a manifest lists, the largest first."""
+    content = json.loads(manifest)
+    sizes = {item["digest"]: item["size"] for item in [content["config"], *content["layers"]]}
+    return sorted(sizes, key=lambda digest: -sizes[digest])
+
+
+def _ask(
+    connection: HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | Iterable[memoryview] | None = None,
+    headers: dict[str, str] | None = None,
+) -> HTTPResponse:
+    connection.request(method, path, body, headers or {})  # type: ignore[arg-type]
+    response = connection.getresponse()
+    response.read()
+    return response
+
+
+def _hashed_pieces(path: Path, blob: str) -> Iterator[memoryview]:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            yield buffer[:count]
+    assert blob == f"sha256:{digest.hexdigest()}"
+
+
+def make_layout(folder: Path, store: LocalStore, host: str) -> Bare:
+    """Return the model that was pushed as an OCI layout, whose blobs are links to those of the store."""
+    repository, tag = _NAME.split(":")
+    bare = Bare(host, folder)
+    (folder / "blobs" / "sha256").mkdir(parents=True)
+    (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    with RegistryClient(host) as client:
+        root = client.get_manifest(repository, tag)
+        for item in [json.loads(root.data)["config"], *json.loads(root.data)["layers"]]:
+            digest, path = Digest.parse(item["digest"]), bare.file(item["digest"])
+            if store.exists(digest, item["size"]):
+                path.hardlink_to(store.blob_path(digest))
+            else:
+                path.write_bytes(b"".join(client.read_blob(repository, digest, 0, item["size"])))
+    bare.file(str(root.digest)).write_bytes(root.data)
+    manifest = {
+        "mediaType": root.media_type,
+        "digest": str(root.digest),
+        "size": len(root.data),
+        "annotations": {"org.opencontainers.image.ref.name": tag},
+    }
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [manifest]}))
+    return bare
+
+
+def run(*command: str | Path) -> None:
+    """Run a command that must succeed."""
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
+
+
+def skopeo(source: str, target: str) -> None:
+    """Copy between an OCI layout and the registry."""
+    options = ["--insecure-policy", "copy", "--quiet", "--preserve-digests"]
+    run("skopeo", *options, "--src-tls-verify=false", "--dest-tls-verify=false", source, target)
+
+
+def compare(folder: Path, store: LocalStore, server: Server, bare: Bare, rounds: int) -> None:
+    """Print the tables of push and of pull."""
+    address, target = f"{server.host}/{_NAME}", folder / "target"
+    command = (sys.executable, "-m", "blobstore.cli")
+
+    def push(work: Callable[[], object]) -> float:
+        shutil.rmtree(server.root / "docker", ignore_errors=True)
+        return common.timed(work)
+
+    def pull(work: Callable[[], object]) -> float:
+        taken = common.timed(work)
+        shutil.rmtree(target)
+        return taken
+
+    nbytes = sum(blob.size for blob in store.resolve("m").blobs)
+    layout, remote = f"oci:{bare.layout}:latest", f"docker://{address}"
+    limit = "bare loop"
+    pushes: dict[str, Callable[[], object]] = {
+        limit: bare.push,
+        "push_model": lambda: push_model("m", address, store=store, streams=_STREAMS),
+        "skopeo copy": lambda: skopeo(layout, remote),
+        "blobstore push": lambda: run(*command, "push", "m", address, "--store", store.root),
+    }
+    pulls: dict[str, Callable[[], object]] = {
+        limit: lambda: bare.pull(target),
+        "pull_model": lambda: pull_model(address, "m", store=target, streams=_STREAMS),
+        "skopeo copy": lambda: skopeo(remote, f"oci:{target}:latest"),
+        "blobstore pull": lambda: run(*command, "pull", address, "m", "--store", target),
+    }
+    for title, cases, measure in (("push", pushes, push), ("pull", pulls, pull)):
+        print(f"{title}\n")
+        timed = {name: partial(measure, work) for name, work in cases.items()}
+        common.table(common.rounds(timed, rounds, os.sync), limit, nbytes)
+    unchanged = {
+        "push_model, unchanged": lambda: common.timed(pushes["push_model"]),
+        "blobstore push, unchanged": lambda: common.timed(pushes["blobstore push"]),
+    }
+    common.table(common.rounds(unchanged, rounds), "push_model, unchanged")
+
+
+def read_headers(store: LocalStore, server: Server, bare: Bare, rounds: int) -> None:
+    """Print the table of reading the header of one tensor, over a connection that is open."""
+    address = RemoteReference.parse(f"{server.host}/{_NAME}")
+    layers = store.resolve("m").layers_of(media_types.TENSOR)
+    blobs = cycle(layer.id for layer in layers if layer.size > HEADER_REQUEST)
+    with RegistryClient(server.host) as client, closing(HTTPConnection(server.host)) as connection:
+        source = RemoteSource.resolve(client, address)
+        reader = RegistryReader({address.name(): source})
+        cases = {
+            "one range": lambda: common.timed(
+                lambda: bare.read_start(connection, str(next(blobs).digest))
+            ),
+            "read_headers": lambda: common.timed(lambda: list(reader.read_headers([next(blobs)]))),
+        }
+        common.table(common.rounds(cases, rounds * 20), "one range")
+
+
+def sign(store: LocalStore, folder: Path, rounds: int) -> None:
+    """Print the seconds of signing a model."""
+    key = key_files(folder).private
+
+    def case() -> float:
+        shutil.rmtree(store.folder("signatures"), ignore_errors=True)
+        return common.timed(lambda: sign_model("m", key, store=store))
+
+    common.table(common.rounds({"sign_model": case}, rounds * 4), "sign_model")
+
+
+def measure_memory(store: LocalStore, server: Server, folder: Path) -> None:
+    """Print the private memory of a push and a pull, with that of the libraries."""
+    address = f"{server.host}/{_NAME}"
+    shutil.rmtree(server.root / "docker")
+    for operation, arguments in (("push", "'m', sys.argv[1]"), ("pull", "sys.argv[1], 'm'")):
+        used = common.private_memory(
+            "begin()\n"
+            f"from blobstore.operations.transfer.{operation} import {operation}_model\n"
+            f"{operation}_model({arguments}, store=sys.argv[2])",
+            address,
+            str(store.root if operation == "push" else folder / "memory"),
+        )
+        print(f"private memory of {operation}: {used / 2**20:.0f} MiB\n")
+    shutil.rmtree(folder / "memory")
+
+
+def main() -> None:
+    """Print the tables."""
+    options = common.arguments(__doc__)
+    for title, sizes in _MODELS.items():
+        print(f"## {title}, {_STREAMS} streams\n")
+        with (
+            common.workspace(options.folder) as folder,
+            running_registry(folder / "server") as server,
+        ):
+            store = make_store(folder, sizes, options.scale)
+            push_model("m", f"{server.host}/{_NAME}", store=store)
+            bare = make_layout(folder / "layout", store, server.host)
+            compare(folder, store, server, bare, options.rounds)
+            read_headers(store, server, bare, options.rounds)
+            sign(store, folder, options.rounds)
+            measure_memory(store, server, folder)
+
+
+if __name__ == "__main__":
+    main()
