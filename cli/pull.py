@@ -69,7 +69,7 @@ def command(
     if as_json:
         fields = (
             "remote name=reference digest remote_shape=shape blobs blobs_fetched bytes_fetched bytes_resumed "
-            "bytes_present signatures replaced seconds"
+            "bytes_saved bytes_present signatures replaced seconds"
         )
         render.show_json({"dry_run": dry_run} | render.record(pulled, fields))
         return
@@ -88,6 +88,8 @@ def _as_text(pulled: Pulled, *, dry_run: bool) -> str:
     parts = [
         f"{render.human_bytes(pulled.bytes_fetched)} in {render.count_of(pulled.blobs_fetched, 'blob')}"
     ]
+    if pulled.bytes_saved:
+        parts.append(f"{render.human_bytes(pulled.bytes_saved)} saved by compression")
     if pulled.bytes_resumed:
         parts.append(f"{render.human_bytes(pulled.bytes_resumed)} fetched before")
     if pulled.bytes_present:

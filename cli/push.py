@@ -9,6 +9,7 @@ import click
 from blobstore.cli import options, render
 
 if TYPE_CHECKING:
+    from blobstore.compression.level import Level
     from blobstore.operations.transfer.push import Pushed
     from blobstore.registry.shapes.plan import Shape
     from blobstore.store.local import LocalStore
@@ -44,6 +45,20 @@ if TYPE_CHECKING:
     type=options.FILE,
     help="Private key in PEM, to sign what the registry gets.",
 )
+@click.option("--cold", is_flag=True, help="Add the compressed form, deltas included.")
+@click.option(
+    "--level",
+    type=click.Choice(["fast", "small"]),
+    default="fast",
+    show_default=True,
+    help="How --cold compresses blobs that are not frozen.",
+)
+@click.option(
+    "--base",
+    metavar="NAME",
+    type=options.MODEL,
+    help="Base model of the deltas of --cold; by default one is searched for.",
+)
 @click.option("--verify", is_flag=True, help="Read everything back and compare digests.")
 @click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
 @options.streams_option
@@ -60,6 +75,9 @@ def command(
     max_layers: int,
     mount_from: tuple[str, ...],
     sign_key: str | None,
+    cold: bool,
+    level: Level,
+    base: str | None,
     verify: bool,
     dry_run: bool,
     streams: int,
@@ -89,6 +107,9 @@ def command(
             mount_from=mount_from,
             sign_key=sign_key,
             passphrase=options.read_passphrase,
+            cold=cold,
+            level=level,
+            base=base,
             verify=verify,
             dry_run=dry_run,
             plain_http=plain_http,
@@ -100,7 +121,7 @@ def command(
         fields = (
             "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
             "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
-            "bytes_present bytes_verified signatures seconds"
+            "bytes_present bytes_verified signatures cold_blobs bytes_cold seconds"
         )
         render.show_json(render.record(pushed, fields))
         return
@@ -112,6 +133,9 @@ def _as_text(pushed: Pushed) -> str:
     verified = (
         f", {render.human_bytes(pushed.bytes_verified)} read back" if pushed.bytes_verified else ""
     )
+    if pushed.cold_blobs:
+        cold = render.count_of(pushed.cold_blobs, "blob")
+        verified += f", {render.human_bytes(pushed.bytes_cold)} for {cold} in compressed form"
     if pushed.is_unchanged:
         return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
     verb, sent = ("would push", "to send") if pushed.is_dry_run else ("pushed", "sent")

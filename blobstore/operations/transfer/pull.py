@@ -23,6 +23,7 @@ from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_job
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
+    DamagedSource,
     InvalidManifest,
     ModelNotFound,
     NameTaken,
@@ -30,6 +31,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.trust import check_trust
+from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.protocol import DAMAGED_ADVICE
@@ -38,11 +40,12 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.transfer.cold import ColdLayer
     from blobstore.registry.shapes.files import RemoteFile
     from blobstore.registry.store import RemoteSource
     from blobstore.store.ingest import Ingest
@@ -72,6 +75,8 @@ class Pulled:
     """Bytes that were transferred, or would be."""
     bytes_resumed: int
     """Bytes of these blobs that an earlier pull had transferred."""
+    bytes_saved: int
+    """Bytes that were not transferred because blobs came in their compressed form."""
     bytes_present: int
     """Bytes of blobs that the store already had."""
     repaired: dict[Digest, Path | None]
@@ -157,7 +162,12 @@ def pull_model(
             done = _Done(*_planned(store, source), {})
         else:
             kept = [(digest, signature.data) for signature in signatures]
-            done = _pull(store, reference, source, kept, streams, jobs, progress, force=force)
+            layers = (
+                {} if source.files else fetch_cold_layers(client, address.repository, source.root)
+            )
+            done = _pull(
+                store, reference, source, kept, streams, jobs, progress, force=force, cold=layers
+            )
     return Pulled(
         remote=address,
         reference=reference,
@@ -167,6 +177,7 @@ def pull_model(
         blobs_fetched=done.fetched,
         bytes_fetched=done.bytes_fetched,
         bytes_resumed=done.bytes_resumed,
+        bytes_saved=done.bytes_saved,
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=done.repaired,
         signatures=len(signatures),
@@ -175,6 +186,7 @@ def pull_model(
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
             *_replacement(reference, done.former),
+            *done.notices,
         ),
     )
 
@@ -224,10 +236,12 @@ class _Done(NamedTuple):
     repaired: dict[Digest, Path | None]
     former: bytes | None = None
     """The manifest that was replaced."""
+    bytes_saved: int = 0
+    notices: tuple[str, ...] = ()
 
     @property
     def bytes_fetched(self) -> int:
-        return self.size - self.bytes_resumed
+        return self.size - self.bytes_resumed - self.bytes_saved
 
 
 def _planned(store: LocalStore, source: RemoteSource) -> tuple[int, int, int]:
@@ -251,6 +265,7 @@ def _pull(
     progress: Progress | None,
     *,
     force: bool,
+    cold: Mapping[Digest, ColdLayer] | None = None,
 ) -> _Done:
     model = source.model
     former: bytes | None = None
@@ -260,7 +275,9 @@ def _pull(
         size = sum(blob.size for blob in missing)
         resumed = sum(store.partial_bytes(blob.id) for blob in missing)
         store.check_space(size - resumed + len(model.manifest))
-        transfer = _Transfer(source, ingest, missing, WorkerPool(streams, progress, size))
+        usable = _usable(store, ingest, missing, {} if cold is None else cold)
+        workers = WorkerPool(streams, progress, size)
+        transfer = _Transfer(source, store, ingest, missing, workers, usable)
         transfer.run(streams)
         if source.files:
             with contextlib.suppress(ModelNotFound, InvalidManifest):
@@ -279,8 +296,10 @@ def _pull(
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                 former = store.place(reference, model.manifest, model.blobs)
             PulledNote.of(source, model.manifest).keep(store, reference)
-        resumed = size - transfer.bytes_fetched
-        return _Done(len(missing), size, resumed, dict(ingest.repaired), former)
+        saved = transfer.bytes_saved
+        resumed = max(0, size - saved - transfer.bytes_fetched)
+        repaired = dict(ingest.repaired)
+        return _Done(len(missing), size, resumed, repaired, former, saved, tuple(transfer.notices))
 
 
 def _import(
@@ -308,11 +327,41 @@ def _import(
         path.unlink(missing_ok=True)
 
 
-class _Fetch:
-    """A blob that is being fetched."""
+def _usable(
+    store: LocalStore,
+    ingest: Ingest,
+    missing: Iterable[Descriptor],
+    layers: Mapping[Digest, ColdLayer],
+) -> dict[Digest, ColdLayer]:
+    """Return the cold layers that take fewer bytes than their blobs, and whose bases are intact here."""
 
-    def __init__(self, blob: Descriptor) -> None:
+    def is_base(base: BlobId) -> bool:
+        if ingest.find(*base) is None:
+            return False
+        return not store.is_cold(base.digest) or store.open_cold(*base).base is None
+
+    found: dict[Digest, ColdLayer] = {}
+    bases: dict[BlobId, bool] = {}
+    for blob in missing:
+        layer = layers.get(blob.digest)
+        if layer is None or layer.blob != blob.id:
+            continue
+        left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
+        if left[0] >= left[1]:
+            continue
+        if layer.base is not None and layer.base not in bases:
+            bases[layer.base] = is_base(layer.base)
+        if layer.base is None or bases[layer.base]:
+            found[blob.digest] = layer
+    return found
+
+
+class _Fetch:
+    """A blob that is being fetched, or its cold form."""
+
+    def __init__(self, blob: Descriptor, cold: ColdLayer | None = None) -> None:
         self.blob = blob
+        self.cold = cold
         self.label = quote(blob.name or blob.media_type)
         self.file: PartialBlob | None = None
         self.parts = 0
@@ -321,6 +370,11 @@ class _Fetch:
         """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
         self.is_second = False
         """Whether the bytes were wrong once."""
+
+    @property
+    def stored(self) -> BlobId:
+        """What is fetched."""
+        return self.blob.id if self.cold is None else self.cold.stored
 
 
 class _Transfer:
@@ -333,14 +387,19 @@ class _Transfer:
     def __init__(
         self,
         source: RemoteSource,
+        store: LocalStore,
         ingest: Ingest,
         blobs: Iterable[Descriptor],
         workers: WorkerPool,
+        cold: Mapping[Digest, ColdLayer],
     ) -> None:
         self._source = source
+        self._store = store
         self._ingest = ingest
         self._workers = workers
-        self._fetches = list(map(_Fetch, blobs))
+        self._fetches = [_Fetch(blob, cold.get(blob.digest)) for blob in blobs]
+        self.bytes_saved = sum(one.blob.size - one.stored.size for one in self._fetches)
+        self.notices: list[str] = []
         self._tasks: deque[Callable[[], None]] = deque(
             partial(self._begin, fetch) for fetch in self._fetches
         )
@@ -388,7 +447,7 @@ class _Transfer:
     def _begin(self, fetch: _Fetch) -> None:
         """Open the partial file of a blob, and fetch the parts that it lacks."""
         self._workers.report(0, fetch.label)
-        file = self._ingest.open_partial(fetch.blob.id)
+        file = self._ingest.open_partial(fetch.stored)
         if file is None:
             self._workers.stopping.wait(_BUSY_PAUSE)
             self._add([partial(self._begin, fetch)], is_last=True)
@@ -412,7 +471,7 @@ class _Transfer:
         try:
             missing = file.missing_bytes(part)
             with contextlib.closing(
-                self._source.read(*fetch.blob.id, missing.start, missing.stop)
+                self._source.read(*fetch.stored, missing.start, missing.stop)
             ) as pieces:
                 for piece in pieces:
                     file.write(part, piece)
@@ -420,7 +479,9 @@ class _Transfer:
                         self.bytes_fetched += len(piece)
                     self._count(fetch, file.done)
         except (BlobDamaged, BlobMissing) as error:
-            raise error.at(fetch.label) from None
+            if fetch.cold is None:
+                raise error.at(fetch.label) from None
+            fetch.is_second = True  # the blob itself is fetched when no part is left
         file.catch_up()
         with self._changed:
             fetch.parts -= 1
@@ -430,6 +491,16 @@ class _Transfer:
 
     def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
+        if fetch.cold is not None and not self._is_decoded(fetch, fetch.cold, file):
+            file.discard()
+            file.close()
+            fetch.file = None
+            self._fall_back(fetch)
+            return
+        if fetch.cold is not None:
+            file.discard()
+            self._end(fetch, file)
+            return
         if file.has_right_digest():
             self._ingest.adopt_partial(file)
             self.paths[file.blob.digest] = file.path
@@ -447,6 +518,30 @@ class _Transfer:
         fetch.is_second = True
         self._add([partial(self._begin, fetch)])
 
+    def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
+        """Add what a complete cold layer decodes to; return False if that is not the blob."""
+        if file.missing or not file.has_right_digest():
+            return False
+        file.complete()
+        try:
+            self._ingest.add(
+                fetch.blob.size, lambda: cold.pieces(str(file.path), self._store), once=True
+            )
+        except (BlobDamaged, BlobMissing, DamagedSource):
+            return False
+        return True
+
+    def _fall_back(self, fetch: _Fetch) -> None:
+        """Fetch a blob instead of its cold form, which is useless."""
+        with self._changed:
+            self.bytes_saved -= fetch.blob.size - fetch.stored.size
+            self.notices.append(
+                f"{fetch.label}: the registry has a damaged compressed form; the blob itself was fetched"
+            )
+        fetch.cold = None
+        fetch.is_second = False
+        self._add([partial(self._begin, fetch)])
+
     def _end(self, fetch: _Fetch, file: PartialBlob) -> None:
         """Close the file of a blob that is done."""
         file.close()
@@ -455,6 +550,8 @@ class _Transfer:
 
     def _count(self, fetch: _Fetch, done: int) -> None:
         """Report the bytes of a blob that are done, beyond those that were reported before."""
+        if fetch.cold is not None:  # the progress counts bytes of the model
+            done = min(done * fetch.blob.size // fetch.stored.size, fetch.blob.size)
         with self._changed:
             new = max(done - fetch.reported, 0)
             fetch.reported += new

@@ -23,6 +23,7 @@ from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.operations.sign.keys import PrivateKey, read_key
+from blobstore.operations.transfer.cold import encoded_layers, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
 from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.signatures import push_signatures
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    from blobstore.compression.level import Level
     from blobstore.core.progress import Progress
     from blobstore.operations.sign.keys import Passphrase
     from blobstore.registry.manifest import RemoteManifest
@@ -74,6 +76,10 @@ class Pushed:
     manifests: int
     signatures: int
     """Signatures of the model that the registry has now."""
+    cold_blobs: int
+    """Blobs whose cold form the registry has now."""
+    bytes_cold: int
+    """Bytes of these cold forms."""
     is_dry_run: bool
     seconds: float
 
@@ -98,6 +104,9 @@ def push_model(
     mount_from: Sequence[str] = (),
     sign_key: str | os.PathLike[str] | None = None,
     passphrase: Callable[[], Passphrase] | None = None,
+    cold: bool = False,
+    level: Level = "fast",
+    base: str | Reference | None = None,
     verify: bool = False,
     dry_run: bool = False,
     plain_http: bool | None = None,
@@ -118,6 +127,10 @@ def push_model(
         mount_from: repositories of the registry that may have blobs of the model.
         sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
         passphrase: called if that key is encrypted.
+        cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
+            these. The model in the store stays as it is; frozen blobs are sent as they are.
+        level: how ``cold`` compresses what is not frozen: ``fast``, or as ``small`` as possible.
+        base: the model that deltas of ``cold`` are made against; found automatically by default.
         verify: look for every blob, even if the tag refers to the model already; then read all blobs
             and manifests back, and compare their digests.
         dry_run: send nothing, and return what would be sent.
@@ -165,6 +178,10 @@ def push_model(
         signatures = 0
         if not dry_run:
             signatures = push_signatures(client, target, plan.root, store, key)
+        cold_sizes: list[int] = []
+        if cold and not dry_run:
+            base = None if base is None else Reference.of(base)
+            cold_sizes = push.send_cold(reference, level, base, steps, verify=verify)
         if verify and not dry_run:
             push.verify(steps.begin(push.size))
             verified = push.size
@@ -182,6 +199,8 @@ def push_model(
         bytes_verified=verified,
         manifests=len(plan.manifests),
         signatures=signatures,
+        cold_blobs=len(cold_sizes),
+        bytes_cold=sum(cold_sizes),
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )
@@ -303,8 +322,11 @@ class _Push:
         """Each once."""
         self.size = sum(blob.size for blob in self.blobs)
 
-    def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> dict[Sent, int]:
+    def send_blobs(
+        self, workers: WorkerPool, blobs: Sequence[_Blob] = (), *, dry_run: bool
+    ) -> dict[Sent, int]:
         """Send the blobs that the repository does not have; return bytes by how it got them."""
+        blobs = blobs or self.blobs
 
         def send(blob: _Blob) -> dict[Sent, int]:
             found = self._client.blob_size(self._repository, blob.digest)
@@ -327,9 +349,31 @@ class _Push:
             return {how: blob.size - resumed, "resumed": resumed}
 
         sent: Counter[Sent] = Counter()
-        for counts in workers.run(self.blobs, send, self._client.abort):
+        for counts in workers.run(blobs, send, self._client.abort):
             sent.update(counts)
         return sent
+
+    def send_cold(
+        self,
+        reference: Reference,
+        level: Level,
+        base: Reference | None,
+        steps: _Steps,
+        *,
+        verify: bool,
+    ) -> list[int]:
+        """Send the cold forms of a model, which the registry has; return their sizes."""
+        size = sum(blob.size for blob in self._store.resolve(reference).layers)
+        with encoded_layers(self._store, reference, level, base, steps.begin(2 * size)) as files:
+            layers = [file.layer for file in files]
+            blobs = [_Blob(*file.layer.stored, file.label, file.pieces) for file in files]
+            stored = sum(blob.size for blob in blobs)
+            if blobs:
+                self.send_blobs(steps.begin(stored), blobs, dry_run=False)
+                send_cold_manifests(self._client, self._repository, self._plan.root, layers)
+            if verify:
+                self._read_back(steps.begin(stored), blobs)
+        return [blob.size for blob in blobs]
 
     def _is_mounted(self, blob: _Blob) -> bool:
         """Mount a blob from another repository that may have it; return whether that succeeded."""
@@ -386,6 +430,9 @@ class _Push:
             if found.data != manifest.data:
                 raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
 
+        self._read_back(workers, self.blobs)
+
+    def _read_back(self, workers: WorkerPool, blobs: Sequence[_Blob]) -> None:
         def read(blob: _Blob) -> None:
             digester = Digester()
             for piece in self._client.read_blob(
@@ -401,7 +448,7 @@ class _Push:
                     "verify=True",
                 )
 
-        workers.run(self.blobs, read, self._client.abort)
+        workers.run(blobs, read, self._client.abort)
 
 
 class _Steps:

@@ -153,9 +153,18 @@ def send_signatures(
     if own:
         _send_cosign(client, repository, root, own)
     bundles = [one for one in listed if one.kind == "oms"]
-    sent = [_send_bundle(client, repository, root, one) for one in bundles]
-    if sent:
-        _list_referrers(client, repository, root, sent)
+    parts = [
+        {
+            "artifactType": BUNDLE,
+            "layers": [_send_blob(client, repository, BUNDLE, one.data)],
+            "annotations": {
+                "dev.sigstore.bundle.content": "dsse-envelope",
+                "dev.sigstore.bundle.predicateType": PREDICATE,
+            },
+        }
+        for one in bundles
+    ]
+    send_referrers(client, repository, root, parts)
     return len(own) + len(bundles)
 
 
@@ -188,24 +197,31 @@ def _send_cosign(
     client.put_manifest(repository, tag, _manifest({"config": described, "layers": layers}))
 
 
-def _send_bundle(
-    client: RegistryClient, repository: str, root: RemoteManifest, bundle: Signature
-) -> dict[str, Any]:
-    """Send a bundle as a manifest that refers to the signed one; return its descriptor."""
-    manifest = _manifest(
-        {
-            "artifactType": BUNDLE,
+def send_referrers(
+    client: RegistryClient,
+    repository: str,
+    root: RemoteManifest,
+    contents: Iterable[dict[str, Any]],
+) -> None:
+    """Send manifests that refer to another one, with their type, layers and annotations.
+
+    Raises:
+        RemoteError: the registry cannot be reached, or refuses them.
+    """
+    sent = []
+    for content in contents:
+        common = {
+            "artifactType": content["artifactType"],
             "config": _send_blob(client, repository, _EMPTY_TYPE, _EMPTY),
-            "layers": [_send_blob(client, repository, BUNDLE, bundle.data)],
+            "layers": content["layers"],
             "subject": _descriptor(root.media_type, root.data),
-            "annotations": {
-                "dev.sigstore.bundle.content": "dsse-envelope",
-                "dev.sigstore.bundle.predicateType": PREDICATE,
-            },
         }
-    )
-    client.put_manifest(repository, str(manifest.digest), manifest)
-    return _descriptor(manifest.media_type, manifest.data) | {"artifactType": BUNDLE}
+        manifest = _manifest(common | content)
+        client.put_manifest(repository, str(manifest.digest), manifest)
+        described = _descriptor(manifest.media_type, manifest.data)
+        sent.append(described | {"artifactType": content["artifactType"]})
+    if sent:
+        _list_referrers(client, repository, root, sent)
 
 
 def _list_referrers(
