@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Replace another model that has the name, even if it was not pulled from REMOTE.",
 )
+@click.option(
+    "--no-cold", is_flag=True, help="Fetch the blobs as they are, not their compressed forms."
+)
 @options.streams_option
 @options.limit_rate_option
 @options.plain_http_option
@@ -36,6 +39,7 @@ def command(
     store: LocalStore,
     dry_run: bool,
     force: bool,
+    no_cold: bool,
     streams: int,
     limit_rate: int | None,
     plain_http: bool | None,
@@ -45,7 +49,8 @@ def command(
     """Fetch the model at REMOTE from a registry, and name it NAME.
 
     REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...]. Without NAME, the model gets the name
-    that REMOTE spells. Blobs that the store already has are not fetched. The name appears last, when
+    that REMOTE spells. Blobs that the store already has are not fetched, and compressed forms are
+    fetched if the registry has them and the store has the bases of deltas. The name appears last, when
     all digests were found right and all blobs are safe on disk. If pull is interrupted, the same
     command continues where it stopped.
     """
@@ -60,6 +65,7 @@ def command(
             limit_rate=limit_rate,
             jobs=jobs,
             force=force,
+            cold=not no_cold,
             dry_run=dry_run,
             plain_http=plain_http,
             progress=progress,

@@ -134,8 +134,10 @@ def _as_text(pushed: Pushed) -> str:
         f", {render.human_bytes(pushed.bytes_verified)} read back" if pushed.bytes_verified else ""
     )
     if pushed.cold_blobs:
-        cold = render.count_of(pushed.cold_blobs, "blob")
-        verified += f", {render.human_bytes(pushed.bytes_cold)} for {cold} in compressed form"
+        verified += (
+            f", with compressed forms of {render.count_of(pushed.cold_blobs, 'blob')} "
+            f"({render.human_bytes(pushed.bytes_cold)})"
+        )
     if pushed.is_unchanged:
         return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
     verb, sent = ("would push", "to send") if pushed.is_dry_run else ("pushed", "sent")

@@ -12,11 +12,11 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.level import Level
+from blobstore.compression.level import Level, check_compression_level
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -105,8 +105,7 @@ def pack_models(
     """
     started = time.monotonic()
     check_jobs(jobs)
-    if level not in get_args(Level):
-        raise UsageError(f"level must be fast or small, got {quote(level)}")
+    check_compression_level(level)
     names = Reference.all_of(references)
     if not names:
         raise UsageError("name the models to be packed")

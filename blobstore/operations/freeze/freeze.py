@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from blobstore.compression.level import Level
+from blobstore.compression.level import Level, check_compression_level
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -130,8 +130,7 @@ def freeze_models(
         UsageError: an argument is not valid.
     """
     started = time.monotonic()
-    if level not in get_args(Level):
-        raise UsageError(f"level must be fast or small, got {quote(level)}")
+    check_compression_level(level)
     check_jobs(jobs)
     names = Reference.all_of(references)
     if not names and older_than is None:

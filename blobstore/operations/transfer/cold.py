@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from blobstore.compression.level import check_compression_level
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.files import open_regular
-from blobstore.errors import BlobDamaged, BlobstoreError, InvalidDigest
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, InvalidDigest
 from blobstore.operations.freeze.batches import TemporaryFiles
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob
+from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder
 from blobstore.operations.freeze.plan import plan_freeze
-from blobstore.operations.transfer.signatures import send_referrers
+from blobstore.operations.transfer.referrers import send_referrers
 from blobstore.registry.manifest import ImageManifest
 from blobstore.store.cold import ColdBlob
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.compression.level import Level
-    from blobstore.core.workers import WorkerPool
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.freeze.batches import Report
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
     from blobstore.store.local import LocalStore
@@ -68,13 +70,13 @@ class ColdLayer(NamedTuple):
 
     @classmethod
     def of(cls, layer: RemoteDescriptor) -> ColdLayer | None:
-        """Return the cold layer that an entry describes; None if it describes none."""
+        """Return the cold layer that an entry describes; None if it describes none that is of use."""
         blob = _blob_id(layer.annotations, BLOB_DIGEST, BLOB_SIZE)
         has_base = BASE_DIGEST in layer.annotations
         base = _blob_id(layer.annotations, BASE_DIGEST, BASE_SIZE)
         if layer.media_type != COLD or blob is None or (has_base and base is None):
             return None
-        return cls(blob, BlobId(layer.digest, layer.size), base)
+        return cls(blob, BlobId(layer.digest, layer.size), base) if layer.size < blob.size else None
 
     def pieces(self, path: str, store: LocalStore) -> Generator[memoryview, None, None]:
         """Yield the bytes of the blob from the layer's file; no more than the blob has.
@@ -83,8 +85,7 @@ class ColdLayer(NamedTuple):
             BlobDamaged: the file is not the cold form of the blob, or decodes to other bytes.
         """
         cold = ColdBlob(path, self.blob.digest, store.base_forms)
-        base = None if cold.base is None else BlobId(cold.base, cold.base_size)
-        if (cold.size, base) != (self.blob.size, self.base):
+        if (cold.size, _base_of(cold)) != (self.blob.size, self.base):
             raise BlobDamaged(
                 f"cold blob {self.stored.digest} has another size or base than stated"
             )
@@ -95,6 +96,10 @@ class ColdLayer(NamedTuple):
                 yield piece
         if digester.digest() != self.blob.digest:
             raise BlobDamaged(f"cold blob {self.stored.digest} decodes to {digester.digest()}")
+
+
+def _base_of(cold: ColdBlob) -> BlobId | None:
+    return None if cold.base is None else BlobId(cold.base, cold.base_size)
 
 
 def _blob_id(annotations: Mapping[str, str], digest: str, size: str) -> BlobId | None:
@@ -111,7 +116,6 @@ class ColdFile(NamedTuple):
     """A cold layer, and the open file that has its bytes."""
 
     layer: ColdLayer
-    label: str
     descriptor: int
 
     def pieces(self) -> Generator[memoryview, None, None]:
@@ -122,54 +126,106 @@ class ColdFile(NamedTuple):
             at += len(piece)
 
 
-@contextlib.contextmanager
-def encoded_layers(
-    store: LocalStore,
-    reference: Reference,
-    level: Level,
-    base: Reference | None,
-    workers: WorkerPool,
-) -> Iterator[list[ColdFile]]:
-    """Yield the cold forms of a model's blobs; those that are not frozen are encoded for this.
+class ColdForms:
+    """The cold forms of a model's blobs; those that are not frozen are encoded one by one.
 
-    The store is not changed. Blobs that take as much when they are compressed are left out.
-
-    Raises:
-        BlobMissing, BlobDamaged: a blob is not intact.
-        OSError: a temporary file cannot be written.
+    The store is not changed: what is encoded goes to temporary files.
     """
-    estimator = SizeEstimator(store, level)
-    plan = plan_freeze(store, [reference], estimator, older_than=None, base=base, find_base=True)
-    builder = ColdBlobBuilder(store, estimator, plan.base_blobs)
-    with TemporaryFiles(store) as files, contextlib.ExitStack() as opened:
-        files.lease.hold(plan.blobs)
-        files.lease.hold(blob.digest for blob in plan.base_blobs.values())
-        build = partial(builder.build, files=files, report=workers.report)
-        large = [blob for blob in plan.blobs.values() if blob.size > BLOCK]
-        found = []
-        for item in workers.run(large, build):
-            if item.fault is not None:
-                raise item.fault.at(item.blob.name)
-            if item.state is not None:
-                found.append(_opened(store, item, opened))
-        yield found
 
+    def __init__(
+        self, store: LocalStore, reference: Reference, level: Level, base: Reference | None
+    ) -> None:
+        """Search for the bases of deltas, unless ``base`` is the model that has them.
 
-def _opened(store: LocalStore, item: EncodedBlob, opened: contextlib.ExitStack) -> ColdFile:
-    path = str(item.path or store.cold_path(item.blob.digest))
-    descriptor, _ = open_regular(path)
-    opened.callback(os.close, descriptor)
-    cold = ColdBlob(path, item.blob.digest, store.base_forms)
-    base = None if cold.base is None else BlobId(cold.base, cold.base_size)
-    file = ColdFile(ColdLayer(item.blob.id, item.blob.id, base), item.blob.name, descriptor)
-    stored = BlobId(Digest.of_pieces(file.pieces()), os.fstat(descriptor).st_size)
-    return file._replace(layer=file.layer._replace(stored=stored))
+        Raises:
+            ModelNotFound: there is no such model.
+            UsageError: there is no such level.
+        """
+        check_compression_level(level)
+        estimator = SizeEstimator(store, level)
+        plan = plan_freeze(
+            store, [reference], estimator, older_than=None, base=base, find_base=True
+        )
+        self._store = store
+        self._builder = ColdBlobBuilder(store, estimator, plan.base_blobs)
+        self._leased = [*plan.blobs, *(blob.digest for blob in plan.base_blobs.values())]
+        self._files: TemporaryFiles | None = None
+        self.blobs: Sequence[Descriptor] = sorted(
+            (blob for blob in plan.blobs.values() if blob.size > BLOCK),
+            key=lambda blob: blob.size,
+            reverse=True,
+        )
+        """The blobs that may take less when they are compressed, the largest first."""
+        self.size = sum(blob.size for blob in self.blobs)
+
+    @contextlib.contextmanager
+    def temporary_files(self, jobs: int) -> Iterator[None]:
+        """Make a place for as many encoded blobs as there are threads, and keep ``gc`` from the blobs.
+
+        Raises:
+            StoreError: the disk does not have the space, or the store cannot be written.
+        """
+        hot = (blob.size for blob in self.blobs if not self._store.has_cold(blob.digest))
+        with self._store.writing(), TemporaryFiles(self._store) as self._files:
+            self._files.lease.hold(self._leased)
+            self._store.check_space(sum(islice(hot, jobs)))
+            yield
+
+    def stored_size(self, blob: Descriptor) -> int | None:
+        """Return the size of the cold form of a frozen blob, None if it is not frozen.
+
+        Raises:
+            BlobDamaged: the cold form is damaged.
+        """
+        with contextlib.suppress(BlobMissing):
+            return self._store.open_cold(*blob.id).stored
+        return None
+
+    def estimate(self, blob: Descriptor) -> int:
+        """Return about how many bytes the cold form of a blob has.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is not intact.
+        """
+        return self.stored_size(blob) or self._builder.estimate(blob)
+
+    @contextlib.contextmanager
+    def encoded(self, blob: Descriptor, report: Report) -> Iterator[ColdFile | None]:
+        """Yield the cold form of a blob, or None if that is not smaller.
+
+        Args:
+            blob: the blob.
+            report: called with the bytes read and decoded, twice the blob's size in total.
+
+        Raises:
+            BlobMissing, BlobDamaged: the blob is not intact.
+            OSError: a temporary file cannot be written.
+        """
+        if self._files is None:
+            raise ValueError("there are no temporary files")
+        item = self._builder.build(blob, self._files, report)
+        if item.fault is not None:
+            raise item.fault.at(f"layer {blob.name}")
+        if item.state is None:
+            yield None
+            return
+        path = str(item.path or self._store.cold_path(blob.digest))
+        descriptor, size = open_regular(path)
+        try:
+            base = _base_of(ColdBlob(path, blob.digest, self._store.base_forms))
+            file = ColdFile(ColdLayer(blob.id, blob.id, base), descriptor)
+            stored = BlobId(Digest.of_pieces(file.pieces()), size)
+            yield file._replace(layer=file.layer._replace(stored=stored))
+        finally:
+            os.close(descriptor)
+            if item.path is not None:
+                item.path.unlink(missing_ok=True)
 
 
 def send_cold_manifests(
-    client: RegistryClient, repository: str, root: RemoteManifest, layers: Sequence[ColdLayer]
+    client: RegistryClient, repository: str, root: RemoteManifest, layers: Iterable[ColdLayer]
 ) -> None:
-    """List the cold layers, which the registry has, in manifests that refer to the model's.
+    """List cold layers, which the registry has, in manifests that refer to the model's.
 
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
@@ -183,22 +239,62 @@ def send_cold_manifests(
 
 
 def fetch_cold_layers(
-    client: RegistryClient, repository: str, root: RemoteManifest
+    client: RegistryClient, repository: str, referrers: Iterable[RemoteDescriptor]
 ) -> dict[Digest, ColdLayer]:
-    """Return the smallest cold layer of each blob that a registry says to have; none of them is trusted."""
+    """Return the smallest cold layer of each blob that a registry says to have; none of them is trusted.
+
+    Args:
+        client: the registry.
+        repository: the repository of the model.
+        referrers: what the registry says refers to the model's manifest.
+    """
     found: dict[Digest, ColdLayer] = {}
-    with contextlib.suppress(BlobstoreError):
-        listed = [
-            one for one in client.referrers(repository, root.digest) if one.artifact_type == COLD
-        ]
-        for item in listed[:_MAX_MANIFESTS]:
-            with contextlib.suppress(BlobstoreError):
-                content = client.get_manifest(repository, str(item.digest)).parse()
-                for one in content.layers if isinstance(content, ImageManifest) else ():
-                    layer = ColdLayer.of(one)
-                    if layer is None or not 0 < layer.stored.size < layer.blob.size:
-                        continue
+    listed = [one for one in referrers if one.artifact_type == COLD]
+    for item in listed[:_MAX_MANIFESTS]:
+        with contextlib.suppress(BlobstoreError):
+            content = client.get_manifest(repository, str(item.digest)).parse()
+            for one in content.layers if isinstance(content, ImageManifest) else ():
+                layer = ColdLayer.of(one)
+                if layer is not None:
                     known = found.setdefault(layer.blob.digest, layer)
                     if layer.stored.size < known.stored.size:
                         found[layer.blob.digest] = layer
+    return found
+
+
+def usable_layers(
+    store: LocalStore,
+    layers: Mapping[Digest, ColdLayer],
+    missing: Iterable[Descriptor],
+    is_intact: Callable[[BlobId], bool],
+) -> dict[Digest, ColdLayer]:
+    """Return the cold layers of missing blobs that spare bytes, and whose bases the store has.
+
+    Args:
+        store: the store, which may have parts of either form.
+        layers: the cold layers of the registry.
+        missing: the blobs to fetch.
+        is_intact: whether the store has a blob; asked once for each base.
+    """
+
+    def is_base(base: BlobId) -> bool:
+        with contextlib.suppress(BlobDamaged, BlobMissing):
+            # A delta cannot be a base.
+            is_alone = not store.is_cold(base.digest) or store.open_cold(*base).base is None
+            return is_alone and is_intact(base)
+        return False
+
+    found: dict[Digest, ColdLayer] = {}
+    bases: dict[BlobId | None, bool] = {None: True}
+    for blob in missing:
+        layer = layers.get(blob.digest)
+        if layer is None or layer.blob != blob.id:
+            continue
+        left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
+        if left[0] >= left[1]:
+            continue
+        if layer.base is not None and layer.base not in bases:
+            bases[layer.base] = is_base(layer.base)
+        if bases[layer.base]:
+            found[blob.digest] = layer
     return found

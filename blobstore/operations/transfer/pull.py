@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -31,8 +31,9 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.trust import check_trust
-from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.operations.transfer.cold import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.notes import PulledNote
+from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.protocol import DAMAGED_ADVICE
 from blobstore.registry.reference import RemoteReference
@@ -99,6 +100,7 @@ def pull_model(
     limit_rate: float | None = None,
     jobs: int | None = None,
     force: bool = False,
+    cold: bool = True,
     dry_run: bool = False,
     plain_http: bool | None = None,
     progress: Progress | None = None,
@@ -114,6 +116,7 @@ def pull_model(
         jobs: number of threads that hash blobs of the store; by default one per processor.
         force: replace another model that has the name. What an earlier pull from this address gave it is
             replaced without.
+        cold: fetch compressed forms if the registry has them and the store has the bases of deltas.
         dry_run: fetch nothing but manifests; report what would be fetched.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
@@ -154,19 +157,22 @@ def pull_model(
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
-        signatures = fetch_signatures(client, address.repository, source.root, digest)
+        referrers = fetch_referrers(client, address.repository, source.root)
+        signatures = fetch_signatures(client, address.repository, source.root, digest, referrers)
         verdict = check_trust(store, reference, signed, signatures)
+
+        def fetch_layers() -> dict[Digest, ColdLayer]:
+            is_of_use = cold and not source.files
+            return fetch_cold_layers(client, address.repository, referrers) if is_of_use else {}
+
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
-            done = _Done(0, 0, 0, {})
+            done = _Done(0, 0, 0, 0, 0)
         elif dry_run:
-            done = _Done(*_planned(store, source), {})
+            done = _planned(store, source, fetch_layers)
         else:
             kept = [(digest, signature.data) for signature in signatures]
-            layers = (
-                {} if source.files else fetch_cold_layers(client, address.repository, source.root)
-            )
             done = _pull(
-                store, reference, source, kept, streams, jobs, progress, force=force, cold=layers
+                store, reference, source, kept, fetch_layers, streams, jobs, progress, force=force
             )
     return Pulled(
         remote=address,
@@ -179,7 +185,7 @@ def pull_model(
         bytes_resumed=done.bytes_resumed,
         bytes_saved=done.bytes_saved,
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
-        repaired=done.repaired,
+        repaired=dict(done.repaired),
         signatures=len(signatures),
         replaced=done.former is not None,
         seconds=time.monotonic() - started,
@@ -232,27 +238,31 @@ class _Done(NamedTuple):
     fetched: int
     size: int
     """Bytes of the blobs that the store did not have."""
+    bytes_fetched: int
     bytes_resumed: int
-    repaired: dict[Digest, Path | None]
+    bytes_saved: int
+    repaired: Mapping[Digest, Path | None] = {}
     former: bytes | None = None
     """The manifest that was replaced."""
-    bytes_saved: int = 0
     notices: tuple[str, ...] = ()
 
-    @property
-    def bytes_fetched(self) -> int:
-        return self.size - self.bytes_resumed - self.bytes_saved
 
+def _planned(
+    store: LocalStore, source: RemoteSource, fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]
+) -> _Done:
+    """Return what a pull would fetch."""
 
-def _planned(store: LocalStore, source: RemoteSource) -> tuple[int, int, int]:
-    """Return how many blobs the store lacks, their bytes, and how many of these are there already."""
-    missing: list[BlobId] = []
-    for blob in source.model.blobs:
+    def is_here(blob: BlobId) -> bool:
         with contextlib.suppress(BlobDamaged):
-            if store.exists(*blob.id):
-                continue
-        missing.append(blob.id)
-    return len(missing), sum(blob.size for blob in missing), sum(map(store.partial_bytes, missing))
+            return store.exists(*blob)
+        return False
+
+    missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
+    layers = usable_layers(store, fetch_layers(), missing, is_here) if missing else {}
+    stored = [layers[blob.digest].stored if blob.digest in layers else blob.id for blob in missing]
+    size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
+    resumed = sum(map(store.partial_bytes, stored))
+    return _Done(len(missing), size, to_fetch - resumed, resumed, size - to_fetch)
 
 
 def _pull(
@@ -260,24 +270,30 @@ def _pull(
     reference: Reference,
     source: RemoteSource,
     signatures: Iterable[tuple[Digest, bytes]],
+    fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
     streams: int,
     jobs: int | None,
     progress: Progress | None,
     *,
     force: bool,
-    cold: Mapping[Digest, ColdLayer] | None = None,
 ) -> _Done:
     model = source.model
     former: bytes | None = None
     with store.ingest() as ingest:
         found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
         missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
+        layers: Mapping[Digest, ColdLayer] = {}
+        if missing:
+            layers = usable_layers(
+                store, fetch_layers(), missing, lambda base: ingest.find(*base) is not None
+            )
         size = sum(blob.size for blob in missing)
         resumed = sum(store.partial_bytes(blob.id) for blob in missing)
-        store.check_space(size - resumed + len(model.manifest))
-        usable = _usable(store, ingest, missing, {} if cold is None else cold)
+        # A compressed form is removed when it is decoded.
+        compressed = sorted((layer.stored.size for layer in layers.values()), reverse=True)
+        store.check_space(size - resumed + sum(compressed[:streams]) + len(model.manifest))
         workers = WorkerPool(streams, progress, size)
-        transfer = _Transfer(source, store, ingest, missing, workers, usable)
+        transfer = _Transfer(source, store, ingest, missing, workers, layers)
         transfer.run(streams)
         if source.files:
             with contextlib.suppress(ModelNotFound, InvalidManifest):
@@ -285,8 +301,7 @@ def _pull(
             _import(store, reference, source, transfer, jobs, progress)
             manifest = store.read_manifest(reference)
             PulledNote.of(source, manifest).keep(store, reference)
-            former = None if former == manifest else former
-            return _Done(len(missing), size, size - transfer.bytes_fetched, {}, former)
+            return transfer.result(former=None if former == manifest else former)
         ingest.publish()
         store.check_manifest(model.manifest, source.manifest)
         for digest, signature in signatures:
@@ -296,10 +311,7 @@ def _pull(
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                 former = store.place(reference, model.manifest, model.blobs)
             PulledNote.of(source, model.manifest).keep(store, reference)
-        saved = transfer.bytes_saved
-        resumed = max(0, size - saved - transfer.bytes_fetched)
-        repaired = dict(ingest.repaired)
-        return _Done(len(missing), size, resumed, repaired, former, saved, tuple(transfer.notices))
+        return transfer.result(repaired=dict(ingest.repaired), former=former)
 
 
 def _import(
@@ -327,35 +339,6 @@ def _import(
         path.unlink(missing_ok=True)
 
 
-def _usable(
-    store: LocalStore,
-    ingest: Ingest,
-    missing: Iterable[Descriptor],
-    layers: Mapping[Digest, ColdLayer],
-) -> dict[Digest, ColdLayer]:
-    """Return the cold layers that take fewer bytes than their blobs, and whose bases are intact here."""
-
-    def is_base(base: BlobId) -> bool:
-        if ingest.find(*base) is None:
-            return False
-        return not store.is_cold(base.digest) or store.open_cold(*base).base is None
-
-    found: dict[Digest, ColdLayer] = {}
-    bases: dict[BlobId, bool] = {}
-    for blob in missing:
-        layer = layers.get(blob.digest)
-        if layer is None or layer.blob != blob.id:
-            continue
-        left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
-        if left[0] >= left[1]:
-            continue
-        if layer.base is not None and layer.base not in bases:
-            bases[layer.base] = is_base(layer.base)
-        if layer.base is None or bases[layer.base]:
-            found[blob.digest] = layer
-    return found
-
-
 class _Fetch:
     """A blob that is being fetched, or its cold form."""
 
@@ -368,6 +351,8 @@ class _Fetch:
         """Parts that are not complete yet."""
         self.reported = 0
         """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
+        self.resumed = 0
+        """Bytes that an earlier pull had fetched."""
         self.is_second = False
         """Whether the bytes were wrong once."""
 
@@ -398,14 +383,13 @@ class _Transfer:
         self._ingest = ingest
         self._workers = workers
         self._fetches = [_Fetch(blob, cold.get(blob.digest)) for blob in blobs]
-        self.bytes_saved = sum(one.blob.size - one.stored.size for one in self._fetches)
-        self.notices: list[str] = []
+        self._bytes_fetched = self._bytes_resumed = self._bytes_saved = 0
+        self._notices: list[str] = []
         self._tasks: deque[Callable[[], None]] = deque(
             partial(self._begin, fetch) for fetch in self._fetches
         )
         self._unfinished = len(self._tasks)
         self._changed = threading.Condition()
-        self.bytes_fetched = 0
         self.size = sum(fetch.blob.size for fetch in self._fetches)
         self.paths: dict[Digest, Path] = {}
         """The complete partial files."""
@@ -418,6 +402,18 @@ class _Transfer:
             for fetch in self._fetches:
                 if fetch.file is not None:
                     fetch.file.close()
+
+    def result(self, **others: Any) -> _Done:
+        """Return what was fetched."""
+        return _Done(
+            len(self._fetches),
+            self.size,
+            self._bytes_fetched,
+            self._bytes_resumed,
+            self._bytes_saved,
+            notices=tuple(self._notices),
+            **others,
+        )
 
     def _work(self, _: int) -> None:
         """Run tasks until none is left and none can come."""
@@ -455,8 +451,9 @@ class _Transfer:
         fetch.file = file
         if self._ingest.find(*fetch.blob.id) is not None:  # fetched by another process
             file.discard()
-            self._end(fetch, file)
+            self._end(fetch, file, resumed=fetch.blob.size)
             return
+        fetch.resumed = file.done
         self._count(fetch, file.done)
         parts = file.missing
         fetch.parts = len(parts)
@@ -476,12 +473,12 @@ class _Transfer:
                 for piece in pieces:
                     file.write(part, piece)
                     with self._changed:
-                        self.bytes_fetched += len(piece)
+                        self._bytes_fetched += len(piece)
                     self._count(fetch, file.done)
         except (BlobDamaged, BlobMissing) as error:
             if fetch.cold is None:
                 raise error.at(fetch.label) from None
-            fetch.is_second = True  # the blob itself is fetched when no part is left
+            # The blob itself is fetched when no part is left.
         file.catch_up()
         with self._changed:
             fetch.parts -= 1
@@ -491,17 +488,11 @@ class _Transfer:
 
     def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
-        if fetch.cold is not None and not self._is_decoded(fetch, fetch.cold, file):
-            file.discard()
-            file.close()
-            fetch.file = None
-            self._fall_back(fetch)
-            return
-        if fetch.cold is not None:
+        if fetch.cold is not None and self._is_decoded(fetch, fetch.cold, file):
             file.discard()
             self._end(fetch, file)
             return
-        if file.has_right_digest():
+        if fetch.cold is None and file.has_right_digest():
             self._ingest.adopt_partial(file)
             self.paths[file.blob.digest] = file.path
             self._end(fetch, file)
@@ -509,13 +500,21 @@ class _Transfer:
         file.discard()
         file.close()
         fetch.file = None
-        if fetch.is_second:
+        if fetch.cold is not None:
+            with self._changed:
+                self._notices.append(
+                    f"{fetch.label}: its compressed form in the registry is damaged, so the blob itself "
+                    "was fetched"
+                )
+            fetch.cold = None
+        elif fetch.is_second:
             raise BlobDamaged(
                 f"{fetch.label}: the registry sent other bytes than those of blob "
                 f"{fetch.blob.digest}, twice",
                 advice=DAMAGED_ADVICE,
             )
-        fetch.is_second = True
+        else:
+            fetch.is_second = True
         self._add([partial(self._begin, fetch)])
 
     def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
@@ -531,21 +530,13 @@ class _Transfer:
             return False
         return True
 
-    def _fall_back(self, fetch: _Fetch) -> None:
-        """Fetch a blob instead of its cold form, which is useless."""
-        with self._changed:
-            self.bytes_saved -= fetch.blob.size - fetch.stored.size
-            self.notices.append(
-                f"{fetch.label}: the registry has a damaged compressed form; the blob itself was fetched"
-            )
-        fetch.cold = None
-        fetch.is_second = False
-        self._add([partial(self._begin, fetch)])
-
-    def _end(self, fetch: _Fetch, file: PartialBlob) -> None:
+    def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
         """Close the file of a blob that is done."""
         file.close()
         fetch.file = None
+        with self._changed:
+            self._bytes_resumed += fetch.resumed if resumed is None else resumed
+            self._bytes_saved += fetch.blob.size - fetch.stored.size
         self._count(fetch, fetch.blob.size)
 
     def _count(self, fetch: _Fetch, done: int) -> None:

@@ -8,12 +8,13 @@ registry has is not sent again, and one that another repository has is mounted f
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest, Digester
@@ -22,10 +23,13 @@ from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.operations.freeze.batches import BlobProgress
+from blobstore.operations.freeze.compress import count_blocks
 from blobstore.operations.sign.keys import PrivateKey, read_key
-from blobstore.operations.transfer.cold import encoded_layers, send_cold_manifests
+from blobstore.operations.transfer.cold import ColdForms, fetch_cold_layers, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
 from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import push_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
@@ -36,17 +40,22 @@ from blobstore.registry.upload import PART
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.compression.level import Level
     from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.freeze.batches import Report
     from blobstore.operations.sign.keys import Passphrase
+    from blobstore.operations.transfer.cold import ColdLayer
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.registry.shapes.image import TarLayer
     from blobstore.registry.shapes.plan import RemotePlan, Shape
 
 Sent = Literal["sent", "resumed", "mounted", "present"]
+_NEW: Final = ("sent", "resumed", "mounted")
+_COLD_WORK: Final = 4
+"""The cold form of a blob is encoded, decoded, sent, and perhaps read back."""
 _MANY_LAYERS = 100
 """A registry that refuses a manifest of more layers may have a limit."""
 
@@ -77,9 +86,9 @@ class Pushed:
     signatures: int
     """Signatures of the model that the registry has now."""
     cold_blobs: int
-    """Blobs whose cold form the registry has now."""
+    """Blobs whose cold form the registry has too."""
     bytes_cold: int
-    """Bytes of these cold forms."""
+    """Bytes of these cold forms, which the other numbers include; with ``is_dry_run`` an estimate."""
     is_dry_run: bool
     seconds: float
 
@@ -128,7 +137,8 @@ def push_model(
         sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
         passphrase: called if that key is encrypted.
         cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
-            these. The model in the store stays as it is; frozen blobs are sent as they are.
+            these. The model in the store stays as it is; frozen blobs are sent as they are. A compressed
+            form that the registry has is replaced only by a smaller one of a frozen blob.
         level: how ``cold`` compresses what is not frozen: ``fast``, or as ``small`` as possible.
         base: the model that deltas of ``cold`` are made against; found automatically by default.
         verify: look for every blob, even if the tag refers to the model already; then read all blobs
@@ -151,11 +161,16 @@ def push_model(
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = _target(reference, remote)
+    if base is not None and not cold:
+        raise UsageError("base is the base of compressed forms, which only cold=True sends")
     key = None
     if sign_key is not None:
         key = PrivateKey.from_pem(read_key(local_path(sign_key)), quote(sign_key), passphrase)
     steps = _Steps(streams, progress)
     plan = _plan(store, reference, shape, max_layers, steps.begin)
+    forms = None
+    if cold:
+        forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
     limiter = RateLimiter(limit_rate) if limit_rate is not None else None
     with (
         RegistryClient(
@@ -165,37 +180,39 @@ def push_model(
         PushNotes(store, target) as notes,
     ):
         push = _Push(store, client, target, plan, notes, mount_from)
-        is_unchanged = client.head_manifest(target.repository, target.tag) == plan.root.digest
-        sent: dict[Sent, int] = {}
-        verified = 0
-        if verify or not is_unchanged:  # a registry may have lost blobs of a manifest that it has
-            sent = push.send_blobs(
-                steps.begin(push.size, push.size if verify else 0), dry_run=dry_run
-            )
-            is_unchanged = is_unchanged and not (sent["sent"] or sent["mounted"] or sent["resumed"])
-            if not (dry_run or is_unchanged):
+        is_there = client.head_manifest(target.repository, target.tag) == plan.root.digest
+        to_read = push.size if verify else 0
+        cold_work = 0 if forms is None else _COLD_WORK * forms.size
+        sent: Counter[Sent] = Counter()
+        if verify or not is_there:  # a registry may have lost blobs of a manifest that it has
+            workers = steps.begin(push.size, cold_work + to_read)
+            sent = push.send_blobs(workers, dry_run=dry_run)
+            if not (dry_run or (is_there and not any(sent[how] for how in _NEW))):
                 push.send_manifests()
         signatures = 0
         if not dry_run:
             signatures = push_signatures(client, target, plan.root, store, key)
         cold_sizes: list[int] = []
-        if cold and not dry_run:
-            base = None if base is None else Reference.of(base)
-            cold_sizes = push.send_cold(reference, level, base, steps, verify=verify)
+        if forms is not None:
+            jobs = min(streams, os.cpu_count() or 1)
+            workers = steps.begin(cold_work, to_read, jobs)
+            with contextlib.nullcontext() if dry_run else forms.temporary_files(jobs):
+                cold_sizes = push.send_cold(forms, workers, sent, verify=verify, dry_run=dry_run)
+        verified = 0
         if verify and not dry_run:
             push.verify(steps.begin(push.size))
-            verified = push.size
+            verified = push.size + sum(cold_sizes)
     return Pushed(
         reference=reference,
         remote=target,
         digest=plan.root.digest,
         shape=shape,
-        is_unchanged=is_unchanged,
+        is_unchanged=is_there and not any(sent[how] for how in _NEW),
         blobs=len(push.blobs),
-        bytes_sent=sent.get("sent", 0),
-        bytes_resumed=sent.get("resumed", 0),
-        bytes_mounted=sent.get("mounted", 0),
-        bytes_present=sent.get("present", 0),
+        bytes_sent=sent["sent"],
+        bytes_resumed=sent["resumed"],
+        bytes_mounted=sent["mounted"],
+        bytes_present=sent["present"],
         bytes_verified=verified,
         manifests=len(plan.manifests),
         signatures=signatures,
@@ -322,58 +339,89 @@ class _Push:
         """Each once."""
         self.size = sum(blob.size for blob in self.blobs)
 
-    def send_blobs(
-        self, workers: WorkerPool, blobs: Sequence[_Blob] = (), *, dry_run: bool
-    ) -> dict[Sent, int]:
+    def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> Counter[Sent]:
         """Send the blobs that the repository does not have; return bytes by how it got them."""
-        blobs = blobs or self.blobs
 
         def send(blob: _Blob) -> dict[Sent, int]:
-            found = self._client.blob_size(self._repository, blob.digest)
-            if found is not None and found != blob.size:
-                raise RemoteError(
-                    f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
-                    f"{blob.size}: its storage is damaged"
-                )
-            resumed = 0
-            with contextlib.closing(_CheckedPieces(blob, workers.report)) as pieces:
-                if found is not None:
-                    how: Sent = "present"
-                elif not dry_run and self._is_mounted(blob):
-                    how = "mounted"
-                else:
-                    how = "sent"
-                    if not dry_run:
-                        resumed = self._upload(blob, pieces)
-                pieces.note_all()
-            return {how: blob.size - resumed, "resumed": resumed}
+            return self._send(blob, workers.report, dry_run=dry_run)
 
         sent: Counter[Sent] = Counter()
-        for counts in workers.run(blobs, send, self._client.abort):
+        for counts in workers.run(self.blobs, send, self._client.abort):
             sent.update(counts)
         return sent
 
+    def _send(self, blob: _Blob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
+        found = self._client.blob_size(self._repository, blob.digest)
+        if found is not None and found != blob.size:
+            raise RemoteError(
+                f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
+                f"{blob.size}: its storage is damaged"
+            )
+        resumed = 0
+        with contextlib.closing(_CheckedPieces(blob, report)) as pieces:
+            if found is not None:
+                how: Sent = "present"
+            elif not dry_run and self._is_mounted(blob):
+                how = "mounted"
+            else:
+                how = "sent"
+                if not dry_run:
+                    resumed = self._upload(blob, pieces)
+            pieces.note_all()
+        return {how: blob.size - resumed, "resumed": resumed}
+
     def send_cold(
         self,
-        reference: Reference,
-        level: Level,
-        base: Reference | None,
-        steps: _Steps,
+        forms: ColdForms,
+        workers: WorkerPool,
+        sent: Counter[Sent],
         *,
         verify: bool,
+        dry_run: bool,
     ) -> list[int]:
-        """Send the cold forms of a model, which the registry has; return their sizes."""
-        size = sum(blob.size for blob in self._store.resolve(reference).layers)
-        with encoded_layers(self._store, reference, level, base, steps.begin(2 * size)) as files:
-            layers = [file.layer for file in files]
-            blobs = [_Blob(*file.layer.stored, file.label, file.pieces) for file in files]
-            stored = sum(blob.size for blob in blobs)
-            if blobs:
-                self.send_blobs(steps.begin(stored), blobs, dry_run=False)
-                send_cold_manifests(self._client, self._repository, self._plan.root, layers)
-            if verify:
-                self._read_back(steps.begin(stored), blobs)
-        return [blob.size for blob in blobs]
+        """Send the cold forms that the repository does not have; return the sizes of all.
+
+        Args:
+            forms: the cold forms.
+            workers: threads that encode and send.
+            sent: bytes by how the repository got them; those of cold forms are added.
+            verify: send also those that the repository says to have, and read them back.
+            dry_run: send nothing, and estimate.
+        """
+        listed = fetch_referrers(self._client, self._repository, self._plan.root)
+        known = {} if verify else fetch_cold_layers(self._client, self._repository, listed)
+        new: list[ColdLayer] = []
+
+        def send(blob: Descriptor) -> dict[Sent, int]:
+            progress = BlobProgress(workers.report, blob.name, _COLD_WORK * blob.size)
+            there, size = known.get(blob.digest), forms.stored_size(blob)
+            if there is not None and (size is None or there.stored.size <= size):
+                counts: dict[Sent, int] = {"present": there.stored.size}
+            elif dry_run:
+                size = forms.estimate(blob)
+                counts = {"sent": size} if count_blocks(size) < count_blocks(blob.size) else {}
+            else:
+                counts = send_encoded(blob, lambda count, _: progress.add(count))
+            progress.finish()
+            return counts
+
+        def send_encoded(blob: Descriptor, report: Report) -> dict[Sent, int]:
+            with forms.encoded(blob, report) as file:
+                if file is None:
+                    return {}
+                stored = _Blob(*file.layer.stored, blob.name, file.pieces)
+                counts = self._send(stored, report)
+                if verify:
+                    self._read_back(stored, report)
+                new.append(file.layer)
+                return counts
+
+        all_counts = workers.run(forms.blobs, send, self._client.abort)
+        if new:
+            send_cold_manifests(self._client, self._repository, self._plan.root, new)
+        for counts in all_counts:
+            sent.update(counts)
+        return [size for counts in all_counts if (size := sum(counts.values()))]
 
     def _is_mounted(self, blob: _Blob) -> bool:
         """Mount a blob from another repository that may have it; return whether that succeeded."""
@@ -430,25 +478,25 @@ class _Push:
             if found.data != manifest.data:
                 raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
 
-        self._read_back(workers, self.blobs)
-
-    def _read_back(self, workers: WorkerPool, blobs: Sequence[_Blob]) -> None:
         def read(blob: _Blob) -> None:
-            digester = Digester()
-            for piece in self._client.read_blob(
-                self._repository, blob.digest, 0, blob.size, size=blob.size
-            ):
-                digester.update(piece)
-                workers.report(len(piece), f"verifying {blob.label}")
-            if digester.digest() != blob.digest:
-                raise BlobDamaged(
-                    f"{quote(self._target)}: the registry returns bytes with digest "
-                    f"{digester.digest()} for {quote(blob.label)}, blob {blob.digest}",
-                    advice="its storage is damaged; remove the blob there and push again with "
-                    "verify=True",
-                )
+            self._read_back(blob, workers.report)
 
-        workers.run(blobs, read, self._client.abort)
+        workers.run(self.blobs, read, self._client.abort)
+
+    def _read_back(self, blob: _Blob, report: Report) -> None:
+        digester = Digester()
+        for piece in self._client.read_blob(
+            self._repository, blob.digest, 0, blob.size, size=blob.size
+        ):
+            digester.update(piece)
+            report(len(piece), f"verifying {blob.label}")
+        if digester.digest() != blob.digest:
+            raise BlobDamaged(
+                f"{quote(self._target)}: the registry returns bytes with digest "
+                f"{digester.digest()} for {quote(blob.label)}, blob {blob.digest}",
+                advice="its storage is damaged; remove the blob there and push again with "
+                "verify=True",
+            )
 
 
 class _Steps:
@@ -459,8 +507,11 @@ class _Steps:
         self._progress = progress
         self._done = 0
 
-    def begin(self, size: int, later: int = 0) -> WorkerPool:
-        """Return the workers of the next step, for ``size`` bytes; later steps have ``later`` bytes."""
+    def begin(self, size: int, later: int = 0, jobs: int | None = None) -> WorkerPool:
+        """Return the workers of the next step, for ``size`` bytes; later steps have ``later`` bytes.
+
+        There are as many threads as streams, unless ``jobs`` says how many.
+        """
         before, progress = self._done, self._progress
         self._done += size
         total = self._done + later
@@ -469,7 +520,7 @@ class _Steps:
             if progress is not None:
                 progress(what, before + done, total)
 
-        return WorkerPool(self._streams, report, size)
+        return WorkerPool(jobs or self._streams, report, size)
 
 
 def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryview, None, None]:

@@ -1,9 +1,8 @@
 """Signatures in registries, next to the manifest that they sign.
 
 Signatures for cosign are layers of one image manifest, whose tag is made of the signed digest. An OMS bundle
-is a manifest of its own that names the signed one as its subject; a registry that does not list such
-manifests has an index of them under a tag. Nothing that a registry returns is trusted: what is fetched
-counts only if the policy's keys have signed it.
+is a manifest of its own that refers to the signed one. Nothing that a registry returns is trusted: what is
+fetched counts only if the policy's keys have signed it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from blobstore.operations.sign import cosign
 from blobstore.operations.sign.bundle import BUNDLE, PREDICATE, decoded
 from blobstore.operations.sign.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
 from blobstore.operations.sign.trust import parsed
-from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest, RemoteManifest
+from blobstore.operations.transfer.referrers import image_manifest, send_blob, send_referrers
+from blobstore.registry.manifest import ImageManifest
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 from blobstore.store.signatures import MAX_SIGNATURE_SIZE
 
@@ -31,19 +31,21 @@ if TYPE_CHECKING:
     from blobstore.operations.sign.keys import PrivateKey
     from blobstore.operations.sign.signature import Signature
     from blobstore.registry.client import RegistryClient
-    from blobstore.registry.manifest import RemoteDescriptor
+    from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
     from blobstore.registry.reference import RemoteReference
     from blobstore.store.local import LocalStore
 
 MAX_FETCHED: Final = 20
 """Signatures of one manifest that are fetched of each kind."""
-_EMPTY = b"{}"
-_EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 _IMAGE_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 
 
 def fetch_signatures(
-    client: RegistryClient, repository: str, root: RemoteManifest, manifest: Digest
+    client: RegistryClient,
+    repository: str,
+    root: RemoteManifest,
+    manifest: Digest,
+    referrers: Iterable[RemoteDescriptor],
 ) -> list[Signature]:
     """Return the signatures that a registry has of a model; none of them is verified.
 
@@ -54,6 +56,7 @@ def fetch_signatures(
         repository: the repository of the model.
         root: the model's manifest in the registry.
         manifest: the digest of its manifest in a store.
+        referrers: what the registry says refers to ``root``.
     """
     found: list[bytes] = []
     with contextlib.suppress(BlobstoreError):
@@ -61,15 +64,10 @@ def fetch_signatures(
         if isinstance(content, ImageManifest):
             subject = b"" if root.digest == manifest else root.data
             found += _fetch_cosign(client, repository, content.layers, subject)
-    with contextlib.suppress(BlobstoreError):
-        listed = [
-            item
-            for item in client.referrers(repository, root.digest)
-            if item.artifact_type == BUNDLE
-        ]
-        for item in listed[:MAX_FETCHED]:
-            with contextlib.suppress(BlobstoreError):
-                found += _fetch_bundles(client, repository, item)
+    bundles = (item for item in referrers if item.artifact_type == BUNDLE)
+    for item in islice(bundles, MAX_FETCHED):
+        with contextlib.suppress(BlobstoreError):
+            found += _fetch_bundles(client, repository, item)
     return [one for one in parsed(found) if one.manifest == manifest]
 
 
@@ -156,7 +154,7 @@ def send_signatures(
     parts = [
         {
             "artifactType": BUNDLE,
-            "layers": [_send_blob(client, repository, BUNDLE, one.data)],
+            "layers": [send_blob(client, repository, BUNDLE, one.data)],
             "annotations": {
                 "dev.sigstore.bundle.content": "dsse-envelope",
                 "dev.sigstore.bundle.predicateType": PREDICATE,
@@ -181,7 +179,7 @@ def _send_cosign(
     before = len(layers)
     for one in signatures:
         annotations = {ANNOTATION: base64.b64encode(one.signature).decode()}
-        layer = _send_blob(client, repository, SIMPLE_SIGNING, one.signed)
+        layer = send_blob(client, repository, SIMPLE_SIGNING, one.signed)
         layer["annotations"] = annotations
         if layer not in layers:
             layers.append(layer)
@@ -193,63 +191,5 @@ def _send_cosign(
         "config": {},
         "rootfs": {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]},
     }
-    described = _send_blob(client, repository, _IMAGE_CONFIG, strict_json.dumps(config).encode())
-    client.put_manifest(repository, tag, _manifest({"config": described, "layers": layers}))
-
-
-def send_referrers(
-    client: RegistryClient,
-    repository: str,
-    root: RemoteManifest,
-    contents: Iterable[dict[str, Any]],
-) -> None:
-    """Send manifests that refer to another one, with their type, layers and annotations.
-
-    Raises:
-        RemoteError: the registry cannot be reached, or refuses them.
-    """
-    sent = []
-    for content in contents:
-        common = {
-            "artifactType": content["artifactType"],
-            "config": _send_blob(client, repository, _EMPTY_TYPE, _EMPTY),
-            "layers": content["layers"],
-            "subject": _descriptor(root.media_type, root.data),
-        }
-        manifest = _manifest(common | content)
-        client.put_manifest(repository, str(manifest.digest), manifest)
-        described = _descriptor(manifest.media_type, manifest.data)
-        sent.append(described | {"artifactType": content["artifactType"]})
-    if sent:
-        _list_referrers(client, repository, root, sent)
-
-
-def _list_referrers(
-    client: RegistryClient, repository: str, root: RemoteManifest, sent: Iterable[dict[str, Any]]
-) -> None:
-    """List manifests under the tag of the signed one, if the registry does not list them itself."""
-    listed = [item.to_json() for item in client.referrers(repository, root.digest)]
-    known = {item["digest"] for item in listed}
-    missing = [item for item in sent if item["digest"] not in known]
-    if missing:
-        value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [*listed, *missing]}
-        index = RemoteManifest.of(OCI_INDEX, strict_json.dumps(value).encode())
-        client.put_manifest(repository, root.digest.file_name, index)
-
-
-def _send_blob(
-    client: RegistryClient, repository: str, media_type: str, data: bytes
-) -> dict[str, Any]:
-    digest = Digest.of(data)
-    if client.blob_size(repository, digest) is None:
-        client.upload_blob(repository, digest, len(data), lambda offset: (data[offset:],))
-    return _descriptor(media_type, data)
-
-
-def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": str(Digest.of(data)), "size": len(data)}
-
-
-def _manifest(value: dict[str, Any]) -> RemoteManifest:
-    whole = {"schemaVersion": 2, "mediaType": OCI_MANIFEST} | value
-    return RemoteManifest.of(OCI_MANIFEST, strict_json.dumps(whole).encode())
+    described = send_blob(client, repository, _IMAGE_CONFIG, strict_json.dumps(config).encode())
+    client.put_manifest(repository, tag, image_manifest({"config": described, "layers": layers}))

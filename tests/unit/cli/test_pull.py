@@ -68,6 +68,7 @@ def test_prints_json_with_exact_numbers(store: LocalStore, origin: LocalStore, r
         "bytes_fetched": sum(blob.size for blob in origin.resolve("a").blobs),
         "bytes_resumed": 0,
         "signatures": 0,
+        "bytes_saved": 0,
         "bytes_present": 0,
         "replaced": False,
     }

@@ -9,6 +9,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidSignature, NotTrusted, UsageError
 from blobstore.operations.sign.cosign import parse_signature, write_signature
+from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
@@ -211,7 +212,9 @@ def test_signatures_that_are_hostile_or_broken_count_as_missing(
         registry.put_manifest("team/m", tag, OCI_INDEX, json.dumps(index).encode())
 
         with RegistryClient(registry.host) as client:
-            assert fetch_signatures(client, "team/m", root, manifest_of(store)) == []
+            found = fetch_referrers(client, "team/m", root)
+            assert len(found) > 1
+            assert fetch_signatures(client, "team/m", root, manifest_of(store), found) == []
         with pytest.raises(NotTrusted):
             blobstore.pull(remote, "copy", store=other)
 
