@@ -53,7 +53,6 @@ class RegistryClient:
         plain_http: bool | None = None,
         credentials: Credentials | None = None,
         limiter: RateLimiter | None = None,
-        streams: int = 8,
         patience: Patience | None = None,
     ) -> None:
         """Connect to nothing yet.
@@ -64,7 +63,6 @@ class RegistryClient:
             credentials: where to look for a login when the registry asks for one; by default in
                 Docker's configuration.
             limiter: limits the bytes of blobs per second, in both directions together.
-            streams: connections that stay open between requests.
             patience: how long to wait and how often to try again.
 
         Raises:
@@ -81,7 +79,6 @@ class RegistryClient:
             plain_http=plain_http,
             find_login=lambda: known.find(host),
             limiter=limiter,
-            connections=streams,
             patience=patience or Patience(),
         )
 

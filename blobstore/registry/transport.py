@@ -43,6 +43,8 @@ _MAX_REDIRECTS: Final = 5
 _MAX_CHALLENGES: Final = 3
 """Attempts to authorize one request: without a token, with one that has expired, with a new one."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+_READ: Final = 2**20
+"""Bytes that one call may receive: each costs more than the copy of what has arrived."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -56,7 +58,6 @@ class Transport:
         plain_http: bool,
         find_login: Callable[[], Login | None],
         limiter: RateLimiter | None,
-        connections: int,
         patience: Patience,
     ) -> None:
         self.base = f"{'http' if plain_http else 'https'}://{host}"
@@ -67,22 +68,11 @@ class Transport:
         self._has_answered = False
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
-        try:
-            self._client = httpx2.Client(
-                verify=_trusted(),
-                # As curl does, this takes proxies and certificates from the environment. A connection within
-                # this machine has no proxy: it may carry credentials without TLS.
-                mounts=dict.fromkeys(_LOOPBACK),
-                headers={"accept-encoding": "identity", "user-agent": "blobstore"},
-                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-                timeout=httpx2.Timeout(patience.stall, pool=None),
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=connections),
-            )
-        except (ValueError, ImportError, httpx2.InvalidURL) as error:  # its messages hide passwords
-            raise RemoteError(
-                f"the proxy of the environment cannot be used: {quote(error)}",
-                advice="correct the variables https_proxy, http_proxy and all_proxy",
-            ) from None
+        self._trusted = _trusted()
+        self._clients: list[httpx2.Client] = []
+        """All clients. Each sends one request at a time: a shared one makes threads wait for each other."""
+        self._idle = [self._new_client()]
+        """Those that send nothing now."""
 
     @property
     def has_login(self) -> bool:
@@ -92,7 +82,8 @@ class Transport:
     def close(self) -> None:
         """Close the connections, and wake threads that wait for the next attempt."""
         self._closed.set()
-        self._client.close()
+        for client in self._clients:
+            client.close()
 
     def abort(self) -> None:
         """End all requests now, from any thread: they raise Cancelled.
@@ -138,9 +129,9 @@ class Transport:
             RemoteError: it will not.
         """
         url = request.url
-        with self._network_errors(request):
+        with self._network_errors(request), self._one_client() as client:
             for _ in range(_MAX_REDIRECTS + 1):
-                with contextlib.closing(self._send_authorized(request, url)) as response:
+                with contextlib.closing(self._send_authorized(client, request, url)) as response:
                     protocol.check_encoding(response.headers)
                     if response.status_code in request.expected:
                         yield response
@@ -184,13 +175,48 @@ class Transport:
         """Return an iterator over attempts; see :class:`Retry`."""
         return Retry(self.patience, self._closed)
 
-    def _send_authorized(self, request: Request, url: str) -> httpx2.Response:
+    @contextlib.contextmanager
+    def _one_client(self) -> Iterator[httpx2.Client]:
+        """Yield a client that no other thread uses, with an open connection if there is one."""
+        try:
+            client = self._idle.pop()
+        except IndexError:
+            client = self._new_client()
+        try:
+            yield client
+        finally:
+            self._idle.append(client)
+
+    def _new_client(self) -> httpx2.Client:
+        try:
+            client = httpx2.Client(
+                verify=self._trusted,
+                # As curl does, this takes proxies and certificates from the environment. A connection within
+                # this machine has no proxy: it may carry credentials without TLS.
+                mounts=dict.fromkeys(_LOOPBACK),
+                headers={"accept-encoding": "identity", "user-agent": "blobstore"},
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+                timeout=httpx2.Timeout(self.patience.stall, pool=None),
+                # The registry, and where it redirects to.
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=2),
+            )
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:  # its messages hide passwords
+            raise RemoteError(
+                f"the proxy of the environment cannot be used: {quote(error)}",
+                advice="correct the variables https_proxy, http_proxy and all_proxy",
+            ) from None
+        self._clients.append(client)
+        return client
+
+    def _send_authorized(
+        self, client: httpx2.Client, request: Request, url: str
+    ) -> httpx2.Response:
         """Send a request, with authorization if it goes to the registry and that asks for it."""
         if request.is_for_token or not protocol.has_same_origin(url, self.base):
-            return self._send(request, url, None)
+            return self._send(client, request, url, None)
         for _ in range(_MAX_CHALLENGES):
             authorization = self._authorizer.authorization(request.scopes)
-            response = self._send(request, url, authorization)
+            response = self._send(client, request, url, authorization)
             text = ", ".join(response.headers.get_list("www-authenticate"))
             challenge = protocol.challenge_of(text) if text else None
             if response.status_code != HTTPStatus.UNAUTHORIZED or challenge is None:
@@ -201,7 +227,9 @@ class Transport:
                 break
         raise failure
 
-    def _send(self, request: Request, url: str, authorization: str | None) -> httpx2.Response:
+    def _send(
+        self, client: httpx2.Client, request: Request, url: str, authorization: str | None
+    ) -> httpx2.Response:
         headers = dict(request.headers)
         if authorization is not None:
             headers["authorization"] = authorization
@@ -209,7 +237,7 @@ class Transport:
         content = request.body() if request.body is not None else None
         if content is not None:
             headers["content-length"] = str(request.size)
-        built = self._client.build_request(
+        built = client.build_request(
             request.method,
             url,
             headers=headers,
@@ -218,7 +246,7 @@ class Transport:
             extensions={"trace": self._trace},
         )
         self._waiting.until = None
-        response = self._client.send(built, stream=True)
+        response = client.send(built, stream=True)
         self._has_answered = True
         return response
 
@@ -242,7 +270,7 @@ class Transport:
             left = self._waiting.until - now
             if left <= 0:
                 raise TransientError(f"{quote(self.base)} sends too slowly")
-            data: bytes = read(max_bytes, left)
+            data: bytes = read(max(max_bytes, _READ), left)
             return data
 
         stream.read = read_in_time
@@ -310,8 +338,8 @@ class Transport:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
 
 
-def _trusted() -> ssl.SSLContext | bool:
-    """Return the certificates that the environment names, or True for those of the client."""
+def _trusted() -> ssl.SSLContext:
+    """Return the certificates that the environment names, or those of the client."""
     for variable in ("CURL_CA_BUNDLE", "SSL_CERT_FILE"):
         path = os.environ.get(variable)
         if not path:
@@ -321,7 +349,7 @@ def _trusted() -> ssl.SSLContext | bool:
         except OSError as error:
             reason = error.strerror or str(error)
             raise RemoteError(f"{variable}: {quote(path)}: {reason}") from None
-    return True
+    return httpx2.create_ssl_context()
 
 
 class Retry:

@@ -148,9 +148,7 @@ def pull_model(
     reference = address.name() if name is None else Reference.of(name)
     store = LocalStore.of(store)
     store.check_root()
-    with RegistryClient(
-        address.host, plain_http=plain_http, limiter=limiter, streams=streams
-    ) as client:
+    with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
         source = RemoteSource.resolve(client, address, with_files=True)
         data = source.model.manifest
         _check_name(store, reference, source, force=force)

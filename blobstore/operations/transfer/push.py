@@ -173,9 +173,7 @@ def push_model(
         forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
     limiter = RateLimiter(limit_rate) if limit_rate is not None else None
     with (
-        RegistryClient(
-            target.host, plain_http=plain_http, limiter=limiter, streams=streams
-        ) as client,
+        RegistryClient(target.host, plain_http=plain_http, limiter=limiter) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
         PushNotes(store, target) as notes,
     ):

@@ -85,9 +85,7 @@ def verify_remote(
         raise UsageError(f"streams must be at least 1, got {streams}")
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
-    with RegistryClient(
-        address.host, plain_http=plain_http, limiter=limiter, streams=streams
-    ) as client:
+    with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
         source = RemoteSource.resolve(client, address, with_files=True)
         blobs = source.model.blobs
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
