@@ -27,11 +27,11 @@ def weights(seed: int, count: int = COUNT) -> bytes:
     return numbers.astype(ml_dtypes.bfloat16).tobytes()
 
 
-def tuned(seed: int, of: int, count: int = COUNT) -> bytes:
+def tuned(seed: int, of: int, count: int = COUNT, step: float = 2e-5) -> bytes:
     """Return what :func:`weights` are after a little training."""
     base = np.frombuffer(weights(of, count), ml_dtypes.bfloat16).astype(np.float32)
-    step = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * 2e-5
-    return (base + step).astype(ml_dtypes.bfloat16).tobytes()
+    steps = np.random.default_rng(seed).standard_normal(count, dtype=np.float32) * step
+    return (base + steps).astype(ml_dtypes.bfloat16).tobytes()
 
 
 def layer(name: str, data: bytes) -> bytes:
@@ -39,12 +39,12 @@ def layer(name: str, data: bytes) -> bytes:
     return blob((name, "BF16", (len(data) // 2,), data))
 
 
-def put(store: LocalStore, name: str, seeds: Mapping[str, int]) -> None:
+def put(store: LocalStore, name: str, seeds: Mapping[str, int], count: int = COUNT) -> None:
     """Give a store a model of weights, by the names of their layers.
 
     Layers of one name and one seed are one blob, in whatever model.
     """
-    add_blobs(store, name, {key: layer(key, weights(seed)) for key, seed in seeds.items()})
+    add_blobs(store, name, {key: layer(key, weights(seed, count)) for key, seed in seeds.items()})
 
 
 def layers(store: LocalStore, name: str) -> dict[str, Descriptor]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.batches import Report
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
+    from blobstore.store.cold import BaseForms
     from blobstore.store.local import LocalStore
 
 COLD: Final = "application/vnd.blobstore.cold.v1"
@@ -78,13 +79,13 @@ class ColdLayer(NamedTuple):
             return None
         return cls(blob, BlobId(layer.digest, layer.size), base) if layer.size < blob.size else None
 
-    def pieces(self, path: str, store: LocalStore) -> Generator[memoryview, None, None]:
+    def pieces(self, path: str, base_forms: BaseForms) -> Generator[memoryview, None, None]:
         """Yield the bytes of the blob from the layer's file; no more than the blob has.
 
         Raises:
             BlobDamaged: the file is not the cold form of the blob, or decodes to other bytes.
         """
-        cold = ColdBlob(path, self.blob.digest, store.base_forms)
+        cold = ColdBlob(path, self.blob.digest, base_forms)
         if (cold.size, _base_of(cold)) != (self.blob.size, self.base):
             raise BlobDamaged(
                 f"cold blob {self.stored.digest} has another size or base than stated"
@@ -265,10 +266,10 @@ def fetch_cold_layers(
 def usable_layers(
     store: LocalStore,
     layers: Mapping[Digest, ColdLayer],
-    missing: Iterable[Descriptor],
+    missing: Sequence[Descriptor],
     is_intact: Callable[[BlobId], bool],
 ) -> dict[Digest, ColdLayer]:
-    """Return the cold layers of missing blobs that spare bytes, and whose bases the store has.
+    """Return the cold layers of missing blobs that spare bytes, and whose bases are here or are fetched too.
 
     Args:
         store: the store, which may have parts of either form.
@@ -285,7 +286,8 @@ def usable_layers(
         return False
 
     found: dict[Digest, ColdLayer] = {}
-    bases: dict[BlobId | None, bool] = {None: True}
+    bases: dict[BlobId, bool] = {}
+    fetched = {blob.id for blob in missing}
     for blob in missing:
         layer = layers.get(blob.digest)
         if layer is None or layer.blob != blob.id:
@@ -293,8 +295,17 @@ def usable_layers(
         left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
         if left[0] >= left[1]:
             continue
-        if layer.base is not None and layer.base not in bases:
-            bases[layer.base] = is_base(layer.base)
-        if bases[layer.base]:
+        base = layer.base
+        if base in fetched:
+            # Deltas must not wait for each other.
+            chosen = found.get(base.digest)
+            is_usable = base != blob.id and (chosen is None or chosen.base not in fetched)
+        elif base is not None:
+            if base not in bases:
+                bases[base] = is_base(base)
+            is_usable = bases[base]
+        else:
+            is_usable = True
+        if is_usable:
             found[blob.digest] = layer
     return found

@@ -9,6 +9,7 @@ was interrupted continues where it stopped.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.files import open_regular
+from blobstore.core.mmap import mapped
 from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -40,9 +43,9 @@ from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
@@ -257,10 +260,15 @@ def _planned(
 
     missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
     layers = usable_layers(store, fetch_layers(), missing, is_here) if missing else {}
-    stored = [layers[blob.digest].stored if blob.digest in layers else blob.id for blob in missing]
+    stored = _stored(missing, layers)
     size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
     resumed = sum(map(store.partial_bytes, stored))
     return _Done(len(missing), size, to_fetch - resumed, resumed, size - to_fetch)
+
+
+def _stored(missing: Iterable[Descriptor], layers: Mapping[Digest, ColdLayer]) -> list[BlobId]:
+    """Return what is fetched for each blob: its compressed form, if that is of use."""
+    return [layers[blob.digest].stored if blob.digest in layers else blob.id for blob in missing]
 
 
 def _pull(
@@ -286,10 +294,10 @@ def _pull(
                 store, fetch_layers(), missing, lambda base: ingest.find(*base) is not None
             )
         size = sum(blob.size for blob in missing)
-        resumed = sum(store.partial_bytes(blob.id) for blob in missing)
-        # A compressed form is removed when it is decoded.
-        compressed = sorted((layer.stored.size for layer in layers.values()), reverse=True)
-        store.check_space(size - resumed + sum(compressed[:streams]) + len(model.manifest))
+        # The compressed forms stay until the blobs have their names.
+        to_fetch = sum(item.size - store.partial_bytes(item) for item in _stored(missing, layers))
+        decoded = sum(layer.blob.size for layer in layers.values())
+        store.check_space(to_fetch + decoded + len(model.manifest))
         workers = WorkerPool(streams, progress, size)
         transfer = _Transfer(source, store, ingest, missing, workers, layers)
         transfer.run(streams)
@@ -301,6 +309,7 @@ def _pull(
             PulledNote.of(source, manifest).keep(store, reference)
             return transfer.result(former=None if former == manifest else former)
         ingest.publish()
+        transfer.remove_cold_files()
         store.check_manifest(model.manifest, source.manifest)
         for digest, signature in signatures:
             store.keep_signature(digest, signature)
@@ -364,7 +373,8 @@ class _Transfer:
     """Fetches blobs on several threads, each with one stream.
 
     A task is a blob, or a part of a large blob. Who begins a blob adds a task for each of its parts, and
-    who ends its last part checks its digest. Blobs that another process is fetching are put back.
+    who ends its last part checks its digest. Blobs that another process is fetching are put back. A delta
+    is begun when its base is complete, if that comes too.
     """
 
     def __init__(
@@ -383,14 +393,21 @@ class _Transfer:
         self._fetches = [_Fetch(blob, cold.get(blob.digest)) for blob in blobs]
         self._bytes_fetched = self._bytes_resumed = self._bytes_saved = 0
         self._notices: list[str] = []
-        self._tasks: deque[Callable[[], None]] = deque(
-            partial(self._begin, fetch) for fetch in self._fetches
-        )
-        self._unfinished = len(self._tasks)
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._deltas: dict[Digest, list[Callable[[], None]]] = {
+            fetch.blob.digest: [] for fetch in self._fetches
+        }
+        """The tasks that wait for a blob."""
+        for fetch in self._fetches:
+            base = None if fetch.cold is None else fetch.cold.base
+            ready = self._tasks if base is None else self._deltas.get(base.digest, self._tasks)
+            ready.append(partial(self._begin, fetch))
+        self._unfinished = len(self._fetches)
         self._changed = threading.Condition()
         self.size = sum(fetch.blob.size for fetch in self._fetches)
         self.paths: dict[Digest, Path] = {}
-        """The complete partial files."""
+        """The complete files of blobs, which have no names yet."""
+        self._cold_paths: list[Path] = []
 
     def run(self, streams: int) -> None:
         """Fetch all blobs. What an error or an interrupt stops can be continued."""
@@ -400,6 +417,11 @@ class _Transfer:
             for fetch in self._fetches:
                 if fetch.file is not None:
                     fetch.file.close()
+
+    def remove_cold_files(self) -> None:
+        """Remove the compressed forms of blobs that have their names."""
+        for path in self._cold_paths:
+            path.unlink(missing_ok=True)
 
     def result(self, **others: Any) -> _Done:
         """Return what was fetched."""
@@ -487,7 +509,8 @@ class _Transfer:
     def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
         if fetch.cold is not None and self._is_decoded(fetch, fetch.cold, file):
-            file.discard()
+            # A pull that is killed before the blob has its name need not fetch it again.
+            self._cold_paths.append(file.path)
             self._end(fetch, file)
             return
         if fetch.cold is None and file.has_right_digest():
@@ -521,12 +544,24 @@ class _Transfer:
             return False
         file.complete()
         try:
-            self._ingest.add(
-                fetch.blob.size, lambda: cold.pieces(str(file.path), self._store), once=True
+            added = self._ingest.add(
+                fetch.blob.size, lambda: cold.pieces(str(file.path), self._base_forms), once=True
             )
         except (BlobDamaged, BlobMissing, DamagedSource):
             return False
+        if added.file:
+            self.paths[fetch.blob.digest] = self._store.folder("temporary") / added.file
         return True
+
+    def _base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield the base of a delta: as it came with this pull, and in the forms that the store has."""
+        from blobstore.compression.base import BaseBlob  # imports numpy
+
+        path = self.paths.get(digest)
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):  # another process has given it its name
+                yield BaseBlob.hot(_mapped(path, size), digest)
+        yield from self._store.base_forms(digest, size)
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
         """Close the file of a blob that is done."""
@@ -535,6 +570,8 @@ class _Transfer:
         with self._changed:
             self._bytes_resumed += fetch.resumed if resumed is None else resumed
             self._bytes_saved += fetch.blob.size - fetch.stored.size
+            self._tasks.extend(self._deltas.pop(fetch.blob.digest))
+            self._changed.notify_all()
         self._count(fetch, fetch.blob.size)
 
     def _count(self, fetch: _Fetch, done: int) -> None:
@@ -545,3 +582,12 @@ class _Transfer:
             new = max(done - fetch.reported, 0)
             fetch.reported += new
         self._workers.report(new, fetch.label)
+
+
+def _mapped(path: Path, size: int) -> memoryview:
+    """Return the bytes of a file. Raises FileNotFoundError."""
+    descriptor, _ = open_regular(str(path), follow=False)
+    try:
+        return mapped(descriptor, size)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,86 @@
+"""Deltas whose bases come with the same pull."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import blobstore
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+from tests.support.cold import cold
+from tests.support.cold_registry import ColdCase
+from tests.support.models import add_blobs
+from tests.support.stub_registry import StubRegistry
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[ColdCase]:
+    with StubRegistry() as registry:
+        yield ColdCase(tmp_path, registry)
+
+
+def test_a_delta_waits_for_its_base(case: ColdCase) -> None:
+    x, y = case.layers["x"], case.layers["y"]
+    form = case.form(y, case.delta("y", "x"), x)
+    case.offer(form)
+    pulled = case.pull()
+    assert case.sent(form) == [form["size"]]
+    assert case.registry.sent[str(x.digest)] == x.size
+    assert case.registry.sent[str(y.digest)] == 0
+    assert pulled.bytes_saved == y.size - form["size"]
+    assert not pulled.notices
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_base_may_come_in_its_compressed_form(case: ColdCase, streams: int) -> None:
+    base = case.form(case.layers["x"], cold(case.data("x")))
+    delta = case.form(case.layers["y"], case.delta("y", "x"), case.layers["x"])
+    case.offer(delta, base)
+    case.pull(streams=streams)
+    assert case.sent(base, delta) == [base["size"], delta["size"]]
+
+
+def test_a_base_whose_compressed_form_is_damaged_comes_itself(case: ColdCase) -> None:
+    base = case.form(case.layers["x"], cold(case.data("x"))[:-1] + b"x")
+    delta = case.form(case.layers["y"], case.delta("y", "x"), case.layers["x"])
+    case.offer(base, delta)
+    assert len(case.pull().notices) == 1
+    assert case.sent(delta) == [delta["size"]]
+
+
+def test_a_base_may_be_a_delta_against_a_blob_of_the_store(case: ColdCase) -> None:
+    z = frozen.layer("z", frozen.weights(1))
+    add_blobs(case.store, "base", {"z": z})
+    at_hand = frozen.layers(case.store, "base")["z"]
+    first = case.form(case.layers["x"], case.delta("x", z), at_hand)
+    second = case.form(case.layers["y"], case.delta("y", "x"), case.layers["x"])
+    case.offer(second, first)
+    pulled = case.pull()
+    assert case.sent(first, second) == [first["size"], second["size"]]
+    assert pulled.bytes_fetched < pulled.bytes_saved
+
+
+def test_a_dry_run_counts_deltas_whose_bases_would_come_too(case: ColdCase) -> None:
+    case.offer(case.form(case.layers["y"], case.delta("y", "x"), case.layers["x"]))
+    planned = blobstore.pull(case.remote, "tune", store=case.store, dry_run=True)
+    pulled = case.pull()
+    assert planned.bytes_fetched == pulled.bytes_fetched
+    assert planned.bytes_saved == pulled.bytes_saved > 0
+
+
+def test_a_model_with_similar_layers_is_pushed_and_pulled_as_deltas(
+    tmp_path: Path, remote: str
+) -> None:
+    origin = LocalStore(tmp_path / "origin")
+    data = frozen.weights(1)
+    blobs = {name: frozen.layer(name, data) for name in ("a", "b")}
+    add_blobs(origin, "twins", blobs)
+    pushed = blobstore.push("twins", remote, store=origin, cold=True)
+    target = LocalStore(tmp_path / "target")
+    pulled = blobstore.pull(remote, "twins", store=target)
+    assert target.read_manifest("twins") == origin.read_manifest("twins")
+    assert pushed.bytes_cold < len(data)
+    assert pulled.bytes_saved > len(data)
