@@ -120,10 +120,10 @@ def _verify_remote(
         verified = verify_remote(remote, limit_rate=rate, plain_http=plain_http, progress=progress)
     if as_json:
         faults = render.records(verified.faults, FAULT_FIELDS)
-        work = render.record(verified, "remote digest models blobs bytes_read seconds")
+        work = render.record(verified, "remote digest models blobs cold_blobs bytes_read seconds")
         render.show_json(work | {"faults": faults})
     else:
-        render.show(_as_text(verified, quick=False))
+        render.show(_as_text(verified, quick=False, cold_blobs=verified.cold_blobs))
     if verified.faults:
         render.show_note(
             "push the model to another repository, or ask the operator to restore the blobs"
@@ -131,7 +131,7 @@ def _verify_remote(
         ctx.exit(Damaged.exit_code)
 
 
-def _as_text(verified: Verified | VerifiedRemote, *, quick: bool) -> str:
+def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: int = 0) -> str:
     rate = int(verified.bytes_read / max(verified.seconds, 1e-3))
     time = render.human_seconds(verified.seconds)
     work = (
@@ -140,11 +140,12 @@ def _as_text(verified: Verified | VerifiedRemote, *, quick: bool) -> str:
         else f"{render.human_bytes(verified.bytes_read)} read in {time}, "
         f"{render.human_bytes(rate)}/s"
     )
+    forms = f" and {render.count_of(cold_blobs, 'compressed form')}" if cold_blobs else ""
     faults = len(verified.faults)
     summary = (
         f"{render.count_of(faults, 'fault') if faults else 'ok'}: "
         f"{render.count_of(verified.models, 'model')}, "
-        f"{render.count_of(verified.blobs, 'blob')}, {work}"
+        f"{render.count_of(verified.blobs, 'blob')}{forms}, {work}"
     )
     return "\n".join([*map(fault_line, verified.faults), summary])
 

@@ -240,7 +240,10 @@ def send_cold_manifests(
 
 
 def fetch_cold_layers(
-    client: RegistryClient, repository: str, referrers: Iterable[RemoteDescriptor]
+    client: RegistryClient,
+    repository: str,
+    referrers: Iterable[RemoteDescriptor],
+    on_error: Callable[[Digest, BlobstoreError], None] = lambda *_: None,
 ) -> dict[Digest, ColdLayer]:
     """Return the smallest cold layer of each blob that a registry says to have; none of them is trusted.
 
@@ -248,18 +251,22 @@ def fetch_cold_layers(
         client: the registry.
         repository: the repository of the model.
         referrers: what the registry says refers to the model's manifest.
+        on_error: called with the digest of a manifest that cannot be read, which is left out.
     """
     found: dict[Digest, ColdLayer] = {}
     listed = [one for one in referrers if one.artifact_type == COLD]
     for item in listed[:_MAX_MANIFESTS]:
-        with contextlib.suppress(BlobstoreError):
+        try:
             content = client.get_manifest(repository, str(item.digest)).parse()
-            for one in content.layers if isinstance(content, ImageManifest) else ():
-                layer = ColdLayer.of(one)
-                if layer is not None:
-                    known = found.setdefault(layer.blob.digest, layer)
-                    if layer.stored.size < known.stored.size:
-                        found[layer.blob.digest] = layer
+        except BlobstoreError as error:
+            on_error(item.digest, error)
+            continue
+        for one in content.layers if isinstance(content, ImageManifest) else ():
+            layer = ColdLayer.of(one)
+            if layer is not None:
+                known = found.setdefault(layer.blob.digest, layer)
+                if layer.stored.size < known.stored.size:
+                    found[layer.blob.digest] = layer
     return found
 
 

@@ -1,7 +1,8 @@
 """The operation ``verify --remote``: reads every byte of a model in a registry back and hashes it.
 
 Registries report blobs that they have lost, and send bytes that have changed on their disks, so nothing
-less proves that a model can be pulled.
+less proves that a model can be pulled. Compressed forms are hashed, and not decoded: that may need a base
+which only some clients have. A pull decodes them, and fetches the blobs instead if that fails.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import RateLimiter, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.operations.transfer.cold import COLD, fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
+from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.registry.reference import RemoteReference
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from blobstore.core.progress import Progress
-    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.errors import BlobstoreError
     from blobstore.registry.store import RemoteSource
 
 
@@ -46,7 +50,11 @@ class VerifiedRemote:
     digest: Digest
     """Of the manifest in the registry."""
     blobs: int
+    """Blobs of the model."""
+    cold_blobs: int
+    """Blobs of which the registry has a compressed form too."""
     bytes_read: int
+    """Of both."""
     faults: tuple[RemoteFault, ...]
     """In the order of the manifest."""
     seconds: float
@@ -61,7 +69,7 @@ def verify_remote(
     plain_http: bool | None = None,
     progress: Progress | None = None,
 ) -> VerifiedRemote:
-    """Read every blob of a model in a registry and hash it.
+    """Read every blob of a model in a registry, and its compressed forms, and hash them.
 
     Args:
         remote: the address, as for :func:`pull_model`.
@@ -87,17 +95,38 @@ def verify_remote(
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
     with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
         source = RemoteSource.resolve(client, address, with_files=True)
-        blobs = source.model.blobs
+        faults: list[RemoteFault] = []
+
+        def report_manifest(digest: Digest, error: BlobstoreError) -> None:
+            faults.append(RemoteFault(str(address), "compressed forms", error.message, digest))
+
+        forms = _cold_forms(source, report_manifest)
+        blobs = [*source.model.blobs, *forms]
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
         read = workers.run(blobs, lambda blob: _verify(source, blob, workers), client.abort)
     return VerifiedRemote(
         remote=address,
         digest=source.root.digest,
-        blobs=len(blobs),
+        blobs=len(source.model.blobs),
+        cold_blobs=len(forms),
         bytes_read=sum(blob.size for blob, fault in zip(blobs, read, strict=True) if not fault),
-        faults=tuple(fault for fault in read if fault is not None),
+        faults=(*filter(None, read), *faults),
         seconds=time.monotonic() - started,
     )
+
+
+def _cold_forms(
+    source: RemoteSource, on_error: Callable[[Digest, BlobstoreError], None]
+) -> list[Descriptor]:
+    """Return the compressed forms that a pull would use, named after their layers."""
+    client, repository = source.client, source.address.repository
+    referrers = fetch_referrers(client, repository, source.root)
+    found = fetch_cold_layers(client, repository, referrers, on_error)
+    return [
+        Descriptor(COLD, *found[blob.digest].stored, f"{blob.name} (compressed)")
+        for blob in source.model.blobs
+        if blob.digest in found
+    ]
 
 
 def _verify(source: RemoteSource, blob: Descriptor, workers: WorkerPool) -> RemoteFault | None:

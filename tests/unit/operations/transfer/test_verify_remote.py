@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.cold import cold
+from tests.support.cold_registry import COLD, ColdCase
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.running import run, run_json
 
@@ -86,3 +89,39 @@ def test_the_command_line_reports_faults_with_exit_code_4(
     (fault,) = run_json("verify", "--remote", remote, exit_code=4)["faults"]
     assert (fault["layer"], fault["blob"]) == ("x", digest)
     run("verify", "a", "--remote", remote, exit_code=2)
+
+
+@pytest.fixture
+def case(registry: StubRegistry, tmp_path: Path) -> ColdCase:
+    return ColdCase(tmp_path / "case", registry)
+
+
+def test_compressed_forms_are_read_back_too(case: ColdCase, registry: StubRegistry) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    found = verify_remote(case.remote)
+    assert (found.faults, found.cold_blobs) == ((), 1)
+    assert registry.sent[str(form["digest"])] == form["size"]
+    assert found.bytes_read == registry.sent.total()
+    result = run("verify", "--remote", case.remote)
+    assert result.stdout.startswith("ok: 1 model, 3 blobs and 1 compressed form, ")
+    assert run_json("verify", "--remote", case.remote)["cold_blobs"] == 1
+
+
+def test_a_damaged_compressed_form_is_a_fault(case: ColdCase, registry: StubRegistry) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    registry.blobs[form["digest"]] = bytes(form["size"])
+    (fault,) = verify_remote(case.remote).faults
+    assert (fault.layer, str(fault.blob)) == ("x (compressed)", form["digest"])
+
+
+def test_a_damaged_list_of_compressed_forms_is_a_fault(
+    case: ColdCase, registry: StubRegistry
+) -> None:
+    case.offer(case.form(case.layers["x"], cold(case.data("x"))))
+    key = next(key for key, one in registry.manifests.items() if COLD.encode() in one.data)
+    registry.manifests[key] = replace(registry.manifests[key], data=b"{}")
+    (fault,) = verify_remote(case.remote).faults
+    assert fault.layer == "compressed forms"
+    assert str(fault.blob) == key[1]
