@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from blobstore.core.digest import Digest
-from blobstore.registry.manifest import RemoteManifest
+from blobstore.registry.manifest import OCI_INDEX, RemoteManifest
 from blobstore.registry.shapes.plan import RemotePlan
 from blobstore.store.local import LocalStore
 
-_PATH = re.compile(r"/v2/(?P<repository>.+?)/(?P<kind>manifests|blobs|tags)/(?P<reference>[^/?]+)")
+_PATH = re.compile(
+    r"/v2/(?P<repository>.+?)/(?P<kind>manifests|blobs|tags|referrers)/(?P<reference>[^/?]+)"
+)
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _PIECE = 16 * 2**10
 
@@ -37,6 +39,8 @@ class StubRegistry:
         self.manifests: dict[tuple[str, str], RemoteManifest] = {}
         """By repository, and by tag or digest."""
         self.blobs: dict[str, bytes] = {}
+        self.referrers: dict[str, bytes] = {}
+        """Lists of what refers to manifests, by their digests; without one there is no such API."""
         self.sent: Counter[str] = Counter()
         """Bytes of blobs that went out."""
         self.requests: list[str] = []
@@ -116,6 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
                     manifest.media_type,
                     {"Docker-Content-Digest": str(manifest.digest)},
                 )
+        elif match["kind"] == "referrers":
+            listed = self.registry.referrers.get(match["reference"])
+            status = HTTPStatus.NOT_FOUND if listed is None else HTTPStatus.OK
+            self._answer(status, listed or b"{}", OCI_INDEX)
         else:
             self._send_blob(match["reference"])
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -197,3 +198,20 @@ def test_forms_that_were_decoded_before_a_kill_are_not_fetched_again(tmp_path: P
         assert_equal(case.store, case.origin)
         assert case.sent(form) == [form["size"]]
         assert not list(case.store.folder("partial").iterdir())
+
+
+def test_memory_stays_flat(tmp_path: Path, remote: str) -> None:
+    origin, target = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "target")
+    size = 2**25
+    for store in (origin, target):
+        put(store, "base", {"a": 1}, count=size // 2)
+    add_blobs(origin, "tune", {"a": layer("a", tuned(2, 1, size // 2))})
+    tracemalloc.start()
+    try:
+        blobstore.push("tune", remote, store=origin, cold=True, base="base")
+        blobstore.pull(remote, "tune", store=target)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert_equal(target, origin)
+    assert peak < size

@@ -1,4 +1,4 @@
-"""Deltas whose bases come with the same pull."""
+"""What pulls make of compressed forms: how they are listed, and deltas whose bases come along."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import blobstore
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold
-from tests.support.cold_registry import ColdCase
+from tests.support.cold_registry import REPOSITORY, ColdCase
 from tests.support.models import add_blobs
 from tests.support.stub_registry import StubRegistry
 
@@ -84,3 +84,36 @@ def test_a_model_with_similar_layers_is_pushed_and_pulled_as_deltas(
     assert target.read_manifest("twins") == origin.read_manifest("twins")
     assert pushed.bytes_cold < len(data)
     assert pulled.bytes_saved > len(data)
+
+
+def test_a_registry_may_list_compressed_forms_itself(case: ColdCase) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    tagged = case.registry.manifests.pop((REPOSITORY, f"sha256-{case.root.digest.hex}"))
+    case.registry.referrers[str(case.root.digest)] = tagged.data
+    case.pull()
+    assert case.sent(form) == [form["size"]]
+
+
+def test_compressed_forms_are_not_fetched_if_they_are_not_wanted(case: ColdCase) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    assert case.pull(cold=False).bytes_saved == 0
+    assert case.sent(form) == [0]
+
+
+def test_nothing_is_asked_for_twice(case: ColdCase) -> None:
+    case.offer(case.form(case.layers["x"], cold(case.data("x"))))
+    case.pull()
+    requests = case.registry.requests
+    assert sorted(requests) == sorted(set(requests))
+
+
+def test_space_is_checked_for_both_forms(case: ColdCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    needed: list[int] = []
+    monkeypatch.setattr(LocalStore, "check_space", lambda _, size: needed.append(size))
+    case.pull()
+    model = sum(blob.size for blob in case.origin.resolve("tune").blobs)
+    assert needed == [model + form["size"] + len(case.root.data)]
