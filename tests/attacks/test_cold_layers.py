@@ -47,7 +47,7 @@ def test_a_form_of_another_blob_is_not_used(case: ColdCase) -> None:
     assert len(case.pull().notices) == 1
 
 
-def test_forms_of_blobs_that_the_model_does_not_have_are_not_fetched(case: ColdCase) -> None:
+def test_forms_of_foreign_blobs_are_not_fetched(case: ColdCase) -> None:
     data = frozen.layer("z", frozen.weights(9))
     other = Descriptor("", Digest.of(data), len(data))
     form = case.form(other, cold(data))
@@ -56,7 +56,7 @@ def test_forms_of_blobs_that_the_model_does_not_have_are_not_fetched(case: ColdC
     assert case.sent(form) == [0]
 
 
-def test_deltas_that_wait_for_each_other_do_not_wait_for_ever(case: ColdCase) -> None:
+def test_a_cycle_of_deltas_does_not_hang_the_pull(case: ColdCase) -> None:
     x, y = case.layers["x"], case.layers["y"]
     forms = [case.form(x, case.delta("x", "y"), y), case.form(y, case.delta("y", "x"), x)]
     case.offer(*forms)
@@ -82,7 +82,7 @@ def test_a_wrong_size_of_a_base_does_not_make_it_damaged(case: ColdCase) -> None
     case.store.check_digest(*base.id)
 
 
-def test_a_delta_whose_base_nobody_has_is_not_fetched(case: ColdCase) -> None:
+def test_a_delta_with_an_unknown_base_is_not_fetched(case: ColdCase) -> None:
     base = Descriptor("", Digest.of(b"base"), 10**17)
     form = case.form(case.layers["x"], case.delta("x", "y"), base)
     case.offer(form)
@@ -90,7 +90,7 @@ def test_a_delta_whose_base_nobody_has_is_not_fetched(case: ColdCase) -> None:
     assert case.sent(form) == [0]
 
 
-def test_forms_that_are_no_smaller_than_their_blobs_are_not_fetched(case: ColdCase) -> None:
+def test_forms_as_large_as_their_blobs_are_not_fetched(case: ColdCase) -> None:
     data = cold(case.data("x"))
     padded = data + bytes(case.layers["x"].size - len(data))
     form = case.form(case.layers["x"], padded)
@@ -113,7 +113,7 @@ def test_a_form_whose_bytes_end_early_is_replaced_by_the_blob(case: ColdCase) ->
     assert len(case.pull().notices) == 1
 
 
-def test_other_bytes_than_stated_are_replaced_by_the_blob(case: ColdCase) -> None:
+def test_a_form_with_another_digest_is_replaced_by_the_blob(case: ColdCase) -> None:
     data = cold(case.data("x"))
     form = case.form(case.layers["x"], data)
     case.registry.alter = lambda digest, _, sent: (
@@ -123,7 +123,7 @@ def test_other_bytes_than_stated_are_replaced_by_the_blob(case: ColdCase) -> Non
     assert len(case.pull().notices) == 1
 
 
-def test_a_form_that_is_missing_is_replaced_by_the_blob(case: ColdCase) -> None:
+def test_a_missing_form_is_replaced_by_the_blob(case: ColdCase) -> None:
     form = case.form(case.layers["x"], cold(case.data("x")))
     del case.registry.blobs[form["digest"]]
     case.offer(form)
@@ -139,7 +139,7 @@ def test_a_useless_form_of_one_blob_leaves_those_of_others(case: ColdCase) -> No
 
 @pytest.mark.parametrize("key", ["digest", "size", "base.digest"])
 @pytest.mark.parametrize("value", ["", "sha256:../x", "-1", "1" * 5000, "٣", "\x1b[2J"])
-def test_malformed_annotations_are_passed_over(case: ColdCase, key: str, value: str) -> None:
+def test_malformed_annotations_are_ignored(case: ColdCase, key: str, value: str) -> None:
     form = case.form(case.layers["x"], cold(case.data("x")))
     form["annotations"][f"blobstore.cold.{key}"] = value
     case.offer(form)
@@ -167,14 +167,14 @@ def _model(case: ColdCase) -> bytes:
 
 
 @pytest.mark.parametrize("content", [_not_json, _index_of_itself, _other_type, _model])
-def test_manifests_that_are_none_of_compressed_forms_are_passed_over(
+def test_manifests_of_other_things_are_ignored(
     case: ColdCase, content: Callable[[ColdCase], bytes]
 ) -> None:
     case.offer_manifest(content(case))
     assert case.pull().bytes_saved == 0
 
 
-def test_only_so_many_manifests_are_read(case: ColdCase) -> None:
+def test_at_most_100_manifests_are_read(case: ColdCase) -> None:
     manifest = json.dumps(manifest_of([])).encode()
     case.offer_manifest(manifest, 5000)
     case.pull()
@@ -182,7 +182,7 @@ def test_only_so_many_manifests_are_read(case: ColdCase) -> None:
     assert len(asked) <= 100
 
 
-def test_a_list_that_is_none_costs_nothing_but_the_savings(case: ColdCase) -> None:
+def test_a_malformed_list_is_ignored(case: ColdCase) -> None:
     tag = f"sha256-{case.root.digest.hex}"
     case.registry.put_manifest(REPOSITORY, tag, OCI_INDEX, b"[]")
     assert case.pull().bytes_saved == 0
