@@ -148,6 +148,10 @@ class _Program(click.Group):
             raise
         # A RuntimeError is that of a thread that cannot be started.
         except (BlobstoreError, OSError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, Stopped):
+                # An interrupt in Condition.wait may leave its lock unlocked, which is then unlocked again.
+                _report_json(ctx, "Interrupted", "interrupted", error.__context__.exit_code)
+                raise error.__context__ from None
             if not isinstance(error, BlobstoreError):
                 reason = getattr(error, "strerror", None) or str(error) or "out of memory"
                 name = getattr(error, "filename", None)

@@ -6,15 +6,8 @@ import contextlib
 import os
 import threading
 import time
-from concurrent.futures import (
-    FIRST_EXCEPTION,
-    BrokenExecutor,
-    Executor,
-    Future,
-    ThreadPoolExecutor,
-    as_completed,
-    wait,
-)
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core.progress import Meter
@@ -25,6 +18,9 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
 
+
+_MAX_WAIT = 0.5
+"""Seconds until the main thread looks for signals: one that arrives just before it waits does not wake it."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -94,7 +90,7 @@ class WorkerPool:
             Exception: the first error of a job; all jobs have ended by then.
         """
         with self._running(items, job, on_stop) as futures:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            all(map(_has_succeeded, _in_order_of_end(futures)))  # up to the first error
         return [future.result() for future in futures]
 
     def completed(
@@ -109,7 +105,7 @@ class WorkerPool:
         """
         with self._running(items, job, on_stop) as futures:
             item_of = dict(zip(futures, items, strict=True))
-            for future in as_completed(futures):
+            for future in _in_order_of_end(futures):
                 if not _has_succeeded(future):
                     break
                 yield item_of[future], future.result()
@@ -153,6 +149,18 @@ class WorkerPool:
                 raise BlobstoreError(f"the executor lost a worker: {error}") from error
             raise error
         raise BlobstoreError("the executor cancelled the jobs")
+
+
+def _in_order_of_end(futures: Sequence[Future[Result]]) -> Iterator[Future[Result]]:
+    """Yield futures as they end."""
+    ended: SimpleQueue[Future[Result]] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(ended.put)
+    for _ in futures:
+        while True:
+            with contextlib.suppress(Empty):
+                yield ended.get(timeout=_MAX_WAIT)
+                break
 
 
 def _has_succeeded(future: Future[Result]) -> bool:

@@ -6,12 +6,14 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import blobstore
+from blobstore.cli.main import Stopped, program
 from blobstore.errors import NameTaken
 from blobstore.store.local import LocalStore
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
@@ -379,6 +381,21 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
     )
     assert done.returncode == exit_code
     assert done.stderr == b"blobstore: interrupted\n"
+
+
+def test_an_interrupt_that_leaves_a_lock_unlocked_is_an_interrupt(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wait_and_fail(*_: object) -> None:
+        lock = threading.Lock()
+        with lock:
+            lock.release()  # as Condition.wait does
+            raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(LocalStore, "references", wait_and_fail)
+    with pytest.raises(Stopped):
+        program.main(["list", "--json"])
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "Interrupted"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
@@ -152,6 +153,29 @@ def wait_for(is_stopped: threading.Event) -> Callable[[int], int]:
         return item
 
     return job
+
+
+@pytest.mark.parametrize("method", ["run", "completed"])
+def test_a_signal_that_does_not_wake_the_waiting_thread_stops_the_jobs(
+    method: str,
+) -> None:
+    """A signal that comes just before a thread waits sets a flag, as one of another thread does."""
+    pool = WorkerPool(1, None, 0)
+
+    def interrupted(_: int) -> None:
+        time.sleep(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        pool.stopping.wait()
+
+    def stop(*_: object) -> None:
+        raise InterruptedError("stop")
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(InterruptedError, match="stop"):
+            list(getattr(pool, method)([1], interrupted))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_closing_the_iterator_stops_the_jobs() -> None:
