@@ -87,7 +87,19 @@ class SafetensorsShard:
 
     def header(self) -> bytes:
         """See :class:`Shard`."""
-        return read_exactly(self._descriptor, self._header.data_start, 0)
+        size = self._header.data_start
+        try:
+            data = read_exactly(self._descriptor, size, 0)
+        except OSError as error:
+            raise DamagedSource(
+                f"cannot read the header of {quote(self.path)}: {error.strerror}"
+            ) from error
+        if len(data) != size:
+            raise DamagedSource(
+                f"{quote(self.path)} ended at byte {len(data)}, in its header of {size} bytes: the file "
+                "was truncated while it was read"
+            )
+        return data
 
     def close(self) -> None:
         """See :class:`Shard`."""

@@ -42,7 +42,7 @@ _COUNTER = struct.Struct("<Q")
 _READ = 2**20
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 """Errors of opening a link, a pipe, or a file of another user."""
-_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class PartialBlob:
@@ -217,15 +217,15 @@ class PartialBlob:
 def _open_or_create(path: Path) -> int:
     while True:
         with contextlib.suppress(FileNotFoundError):
-            return os.open(path, _FLAGS)
+            return os.open(path, os.O_RDWR | _FLAGS)
         with contextlib.suppress(FileExistsError):  # another process has just created it
-            return os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o666)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
 
 
 def bytes_done(folder: Path, blob: BlobId) -> int:
     """Return how many bytes of a blob its partial file has, or 0, without locking it."""
     try:
-        descriptor = os.open(_path(folder, blob), _FLAGS)
+        descriptor = os.open(_path(folder, blob), os.O_RDONLY | _FLAGS)
     except OSError:
         return 0
     try:

@@ -50,7 +50,10 @@ FAULTS = {
 }
 """What happens to each kind of call. Those that a command does not make are left out."""
 _CHANGES = re.compile(r"O_CREAT|O_WRONLY|O_RDWR")
-_CACHE = re.compile(r"/\.blobstore/(headers|verified-|\.\d+-\w+\.tmp)")
+_CACHE = re.compile(r"/\.blobstore/(headers|remotes|verified-|\.\d+-\w+\.tmp)")
+_LEASE = re.compile(r"/\.blobstore/(lock|leases/)")
+_READERS = {"export", "link", "pack"}
+"""Commands that take a lease only if they can, because reading a store needs no permission to write."""
 _RETRYING = {"freeze", "thaw"}
 """Commands that retry a file that did not fit, after they have freed some space."""
 _MUST_FAIL = {
@@ -128,6 +131,8 @@ class _Sweep:
         how = f"{self._operation.name}, {fault}: {where}: exit code {ended.code}"
         if self._operation.name in _RETRYING and fault.what == _FULL:
             struck = [line for line in struck if "/.blobstore/tmp/" not in line]
+        if self._operation.name in _READERS:
+            struck = [line for line in struck if not _LEASE.search(line)]
         if problem := _problem(fault, ended, struck):
             row.violate(f"{how}: {problem}")
         row.add(self._operation.judge(self._scene, ended), how)
@@ -178,4 +183,6 @@ def _problem(fault: Fault, ended: Ended, struck: Sequence[str]) -> str:
 def _is_harm(fault: Fault, line: str) -> bool:
     if fault.what in {_AGAIN, "retval=0"} or fault.call not in _MUST_FAIL or _CACHE.search(line):
         return False
+    if fault.call == "flock":
+        return "LOCK_UN" not in line  # closing the file unlocks it too
     return fault.call != "openat" or _CHANGES.search(line) is not None

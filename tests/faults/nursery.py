@@ -53,9 +53,9 @@ def _answer(answer: dict[str, Any]) -> None:
 def warm_up() -> None:
     """Run the commands once, so that all is imported that they import when they are used."""
     importlib.import_module("tests.faults.hooks")
-    for command in ("pull", "push"):
+    for package, command in (("transfer", "pull"), ("transfer", "push"), ("export", "link")):
         importlib.import_module(f"blobstore.cli.{command}")
-        importlib.import_module(f"blobstore.operations.transfer.{command}")
+        importlib.import_module(f"blobstore.operations.{package}.{command}")
     workloads = importlib.import_module("tests.faults.workloads")
     with tempfile.TemporaryDirectory(prefix="blobstore-faults-") as folder:
         workloads.try_all(Path(folder))

@@ -43,10 +43,13 @@ def clone_data(source: int, size: int, data_start: int, target: int, header: byt
     length = len(header) - _LENGTH_SIZE + padding
     padded = length.to_bytes(_LENGTH_SIZE, "little") + header[_LENGTH_SIZE:] + b" " * padding
     before = boundary - data_start
+    start = read_exactly(source, before, data_start)
+    if len(start) != before:  # the caller finds out why
+        return False
     request = struct.pack("=qQQQ", source, boundary, size - boundary, len(padded) + before)
     try:
         fcntl.ioctl(target, _FICLONERANGE, request)
     except OSError:  # not supported, or no space: the caller then writes the bytes
         return False
-    write_all(target, padded + read_exactly(source, before, data_start))
+    write_all(target, padded + start)
     return True

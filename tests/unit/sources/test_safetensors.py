@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource, SourceError
+from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.sharded import ShardSet
 from tests.support import sandbox
 
@@ -75,6 +77,16 @@ def test_a_rename_does_not_swap_the_bytes(shards: ShardSet, path: Path) -> None:
     save_file({"a": np.zeros(100, np.uint8), "b": np.zeros(3)}, path.with_name("y.safetensors"))
     path.with_name("y.safetensors").replace(path)
     assert read(shards, "a") == bytes(range(100))
+
+
+def test_a_header_that_is_truncated_after_it_was_checked_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"x": np.arange(100)}, path)
+    with contextlib.closing(SafetensorsShard(path)) as shard:
+        assert len(shard.header()) == path.stat().st_size - 800
+        os.truncate(path, 20)
+        with pytest.raises(DamagedSource, match="ended at byte 20, in its header of"):
+            shard.header()
 
 
 def test_a_file_that_is_truncated_while_it_is_read_is_an_error(
