@@ -10,10 +10,13 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
+from blobstore.registry.reference import RemoteReference
 from tests.support import frozen
 from tests.support.cold import cold
-from tests.support.cold_registry import COLD, REPOSITORY, ColdCase, manifest_of
+from tests.support.cold_registry import ANNOTATION, COLD, REPOSITORY, ColdCase, manifest_of
 from tests.support.stub_registry import StubRegistry
 
 
@@ -54,6 +57,21 @@ def test_forms_of_foreign_blobs_are_not_fetched(case: ColdCase) -> None:
     case.offer(form)
     assert not case.pull().notices
     assert case.sent(form) == [0]
+
+
+def test_lists_of_foreign_blobs_take_no_memory(case: ColdCase) -> None:
+    entry = case.form(case.layers["x"], cold(case.data("x")))
+    foreign = []
+    for number in range(1000):
+        digest = str(Digest.of(b"%d" % number))
+        foreign.append(entry | {"annotations": entry["annotations"] | {ANNOTATION: digest}})
+    case.offer(*foreign, entry)
+    address = RemoteReference.parse(case.remote)
+    with RegistryClient(address.host) as client:
+        listed = client.referrers(REPOSITORY, case.root.digest)
+        blobs = [blob.id for blob in case.layers.values()]
+        found = fetch_cold_layers(client, REPOSITORY, listed, blobs)
+    assert found.keys() == {case.layers["x"].digest}
 
 
 def test_a_cycle_of_deltas_does_not_hang_the_pull(case: ColdCase) -> None:

@@ -59,6 +59,26 @@ def test_a_model_computes_the_same_after_a_registry(
     assert torch.equal(logits(tmp_path / "export"), logits(tmp_path / "source"))
 
 
+def test_a_fine_tune_computes_the_same_after_coming_as_deltas(
+    store: LocalStore, server: Server, tmp_path: Path
+) -> None:
+    model = make("llama")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=1e-4)
+    model.save_pretrained(tmp_path / "tuned")
+    blobstore.create(tmp_path / "tuned", "tuned", store=store)
+    base, tuned = f"{server.host}/real/base", f"{server.host}/real/tuned"
+    blobstore.push("llama", base, store=store)
+    blobstore.push("tuned", tuned, store=store, cold=True)
+    other = LocalStore(tmp_path / "other")
+    blobstore.pull(base, "llama", store=other)
+    assert blobstore.pull(tuned, "tuned", store=other).bytes_saved > 0
+    assert other.read_manifest("tuned") == store.read_manifest("tuned")
+    blobstore.export("tuned", tmp_path / "export", store=other)
+    assert torch.equal(logits(tmp_path / "export"), logits(tmp_path / "tuned"))
+
+
 def test_transformers_loads_the_files_of_a_modelpack_artifact(
     store: LocalStore, server: Server, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.models import add_blobs
 from tests.support.stub_registry import StubRegistry
 
 COLD = "application/vnd.blobstore.cold.v1"
+ANNOTATION = "blobstore.cold.digest"
 REPOSITORY = "team/tune"
 
 
@@ -83,7 +84,7 @@ class ColdCase:
         digest = str(Digest.of(data))
         self.registry.blobs[digest] = data
         annotations = {
-            "blobstore.cold.digest": str(blob.digest),
+            ANNOTATION: str(blob.digest),
             "blobstore.cold.size": str(blob.size),
         }
         if base is not None:

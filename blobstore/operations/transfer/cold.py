@@ -243,17 +243,20 @@ def fetch_cold_layers(
     client: RegistryClient,
     repository: str,
     referrers: Iterable[RemoteDescriptor],
+    blobs: Iterable[BlobId],
     on_error: Callable[[Digest, BlobstoreError], None] = lambda *_: None,
 ) -> dict[Digest, ColdLayer]:
-    """Return the smallest cold layer of each blob that a registry says to have; none of them is trusted.
+    """Return the smallest cold layer of each blob that a registry lists; none of them is trusted.
 
     Args:
         client: the registry.
         repository: the repository of the model.
         referrers: what the registry says refers to the model's manifest.
+        blobs: those of the model; layers of others are left out.
         on_error: called with the digest of a manifest that cannot be read, which is left out.
     """
     found: dict[Digest, ColdLayer] = {}
+    wanted = set(blobs)
     listed = [one for one in referrers if one.artifact_type == COLD]
     for item in listed[:_MAX_MANIFESTS]:
         try:
@@ -263,7 +266,7 @@ def fetch_cold_layers(
             continue
         for one in content.layers if isinstance(content, ImageManifest) else ():
             layer = ColdLayer.of(one)
-            if layer is not None:
+            if layer is not None and layer.blob in wanted:
                 known = found.setdefault(layer.blob.digest, layer)
                 if layer.stored.size < known.stored.size:
                     found[layer.blob.digest] = layer
@@ -275,8 +278,10 @@ def usable_layers(
     layers: Mapping[Digest, ColdLayer],
     missing: Sequence[Descriptor],
     is_intact: Callable[[BlobId], bool],
-) -> dict[Digest, ColdLayer]:
+) -> tuple[dict[Digest, ColdLayer], int]:
     """Return the cold layers of missing blobs that spare bytes, and whose bases are here or are fetched too.
+
+    The second result is the number of those whose bases are missing.
 
     Args:
         store: the store, which may have parts of either form.
@@ -294,10 +299,11 @@ def usable_layers(
 
     found: dict[Digest, ColdLayer] = {}
     bases: dict[BlobId, bool] = {}
+    without_base = 0
     fetched = {blob.id for blob in missing}
     for blob in missing:
         layer = layers.get(blob.digest)
-        if layer is None or layer.blob != blob.id:
+        if layer is None:
             continue
         left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
         if left[0] >= left[1]:
@@ -311,8 +317,9 @@ def usable_layers(
             if base not in bases:
                 bases[base] = is_base(base)
             is_usable = bases[base]
+            without_base += not is_usable
         else:
             is_usable = True
         if is_usable:
             found[blob.digest] = layer
-    return found
+    return found, without_base

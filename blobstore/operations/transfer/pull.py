@@ -163,8 +163,10 @@ def pull_model(
         verdict = check_trust(store, reference, signed, signatures)
 
         def fetch_layers() -> dict[Digest, ColdLayer]:
-            is_of_use = cold and not source.files
-            return fetch_cold_layers(client, address.repository, referrers) if is_of_use else {}
+            if not cold or source.files:
+                return {}
+            blobs = (blob.id for blob in source.model.blobs)
+            return fetch_cold_layers(client, address.repository, referrers, blobs)
 
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
             done = _Done(0, 0, 0, 0, 0)
@@ -259,11 +261,21 @@ def _planned(
         return False
 
     missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
-    layers = usable_layers(store, fetch_layers(), missing, is_here) if missing else {}
+    listed = fetch_layers() if missing else {}
+    layers, without_base = usable_layers(store, listed, missing, is_here)
     stored = _stored(missing, layers)
     size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
     resumed = sum(map(store.partial_bytes, stored))
-    return _Done(len(missing), size, to_fetch - resumed, resumed, size - to_fetch)
+    notices = _base_notices(without_base)
+    return _Done(len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices)
+
+
+def _base_notices(without_base: int) -> tuple[str, ...]:
+    notice = (
+        f"compressed forms that are of no use because the store lacks their bases: {without_base}; "
+        "pull the base model first to fetch less"
+    )
+    return (notice,) if without_base else ()
 
 
 def _stored(missing: Iterable[Descriptor], layers: Mapping[Digest, ColdLayer]) -> list[BlobId]:
@@ -288,11 +300,10 @@ def _pull(
     with store.ingest() as ingest:
         found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
         missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
-        layers: Mapping[Digest, ColdLayer] = {}
-        if missing:
-            layers = usable_layers(
-                store, fetch_layers(), missing, lambda base: ingest.find(*base) is not None
-            )
+        listed = fetch_layers() if missing else {}
+        layers, without_base = usable_layers(
+            store, listed, missing, lambda base: ingest.find(*base) is not None
+        )
         size = sum(blob.size for blob in missing)
         # The compressed forms stay until the blobs have their names.
         to_fetch = sum(item.size - store.partial_bytes(item) for item in _stored(missing, layers))
@@ -318,7 +329,8 @@ def _pull(
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                 former = store.place(reference, model.manifest, model.blobs)
             PulledNote.of(source, model.manifest).keep(store, reference)
-        return transfer.result(repaired=dict(ingest.repaired), former=former)
+        done = transfer.result(repaired=dict(ingest.repaired), former=former)
+        return done._replace(notices=(*_base_notices(without_base), *done.notices))
 
 
 def _import(
@@ -407,7 +419,8 @@ class _Transfer:
         self.size = sum(fetch.blob.size for fetch in self._fetches)
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
-        self._cold_paths: list[Path] = []
+        self._decoded: list[BlobId] = []
+        """The compressed forms whose blobs are complete."""
 
     def run(self, streams: int) -> None:
         """Fetch all blobs. What an error or an interrupt stops can be continued."""
@@ -420,8 +433,11 @@ class _Transfer:
 
     def remove_cold_files(self) -> None:
         """Remove the compressed forms of blobs that have their names."""
-        for path in self._cold_paths:
-            path.unlink(missing_ok=True)
+        for stored in self._decoded:
+            file = self._ingest.open_partial(stored)
+            if file is not None:  # otherwise another pull decodes it, and will remove it
+                file.discard()
+                file.close()
 
     def result(self, **others: Any) -> _Done:
         """Return what was fetched."""
@@ -510,7 +526,7 @@ class _Transfer:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
         if fetch.cold is not None and self._is_decoded(fetch, fetch.cold, file):
             # A pull that is killed before the blob has its name need not fetch it again.
-            self._cold_paths.append(file.path)
+            self._decoded.append(file.blob)
             self._end(fetch, file)
             return
         if fetch.cold is None and file.has_right_digest():

@@ -387,7 +387,10 @@ class _Push:
             dry_run: send nothing, and estimate.
         """
         listed = fetch_referrers(self._client, self._repository, self._plan.root)
-        known = {} if verify else fetch_cold_layers(self._client, self._repository, listed)
+        known = {}
+        if not verify:
+            blobs = (blob.id for blob in forms.blobs)
+            known = fetch_cold_layers(self._client, self._repository, listed, blobs)
         new: list[ColdLayer] = []
 
         def send(blob: Descriptor) -> dict[Sent, int]:

@@ -121,10 +121,11 @@ def _cold_forms(
     """Return the compressed forms that a pull would use, named after their layers."""
     client, repository = source.client, source.address.repository
     referrers = fetch_referrers(client, repository, source.root)
-    found = fetch_cold_layers(client, repository, referrers, on_error)
+    blobs = source.model.blobs
+    found = fetch_cold_layers(client, repository, referrers, (blob.id for blob in blobs), on_error)
     return [
         Descriptor(COLD, *found[blob.digest].stored, f"{blob.name} (compressed)")
-        for blob in source.model.blobs
+        for blob in blobs
         if blob.digest in found
     ]
 

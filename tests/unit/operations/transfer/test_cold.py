@@ -81,9 +81,13 @@ def test_a_client_without_the_base_pulls_the_blobs(
 ) -> None:
     blobstore.push("tune", remote, store=origin, cold=True, base="base")
     target = LocalStore(tmp_path / "target")
+    planned = blobstore.pull(remote, "tune", store=target, dry_run=True)
     pulled = blobstore.pull(remote, "tune", store=target)
     check(target, origin, "tune")
     assert not pulled.bytes_saved
+    assert len(pulled.notices) == 1
+    assert "lacks their bases: 2" in pulled.notices[0]
+    assert planned.notices == pulled.notices
 
 
 def test_a_push_leaves_the_model_uncompressed(origin: LocalStore, remote: str) -> None:
@@ -92,19 +96,20 @@ def test_a_push_leaves_the_model_uncompressed(origin: LocalStore, remote: str) -
     assert not list(origin.folder("temporary").iterdir())
 
 
-def cold_layers(remote: str) -> list[ColdLayer]:
+def cold_layers(origin: LocalStore, remote: str) -> list[ColdLayer]:
     address = RemoteReference.parse(remote)
     with RegistryClient(address.host) as client:
         root = client.get_manifest(address.repository, address.tag)
         referrers = fetch_referrers(client, address.repository, root)
-        return list(fetch_cold_layers(client, address.repository, referrers).values())
+        blobs = [blob.id for blob in origin.resolve("tune").blobs]
+        return list(fetch_cold_layers(client, address.repository, referrers, blobs).values())
 
 
 def test_damaged_cold_layers_are_replaced_by_the_blobs(
     origin: LocalStore, remote: str, tmp_path: Path, server: Server
 ) -> None:
     blobstore.push("tune", remote, store=origin, cold=True, base="base")
-    layers = cold_layers(remote)
+    layers = cold_layers(origin, remote)
     paths = [server.blob(str(one.stored.digest)) for one in layers]
     intact = [path.read_bytes() for path in paths]
     for path in paths:
@@ -162,7 +167,7 @@ def test_verify_sends_again_what_the_registry_has_lost(
     origin: LocalStore, remote: str, server: Server
 ) -> None:
     first = blobstore.push("tune", remote, store=origin, cold=True, base="base")
-    lost = cold_layers(remote)[0].stored
+    lost = cold_layers(origin, remote)[0].stored
     server.blob(str(lost.digest)).unlink()
     again = blobstore.push("tune", remote, store=origin, cold=True, base="base", verify=True)
     assert again.bytes_sent == lost.size

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import blobstore
+from blobstore.core.digest import BlobId, Digest
+from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
+from blobstore.store.partial import PartialBlob
 from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import REPOSITORY, ColdCase
@@ -117,3 +121,39 @@ def test_space_is_checked_for_both_forms(case: ColdCase, monkeypatch: pytest.Mon
     case.pull()
     model = sum(blob.size for blob in case.origin.resolve("tune").blobs)
     assert needed == [model + form["size"] + len(case.root.data)]
+
+
+def test_two_pulls_at_once_fetch_each_form_once(case: ColdCase) -> None:
+    forms = [case.form(case.layers[name], cold(case.data(name))) for name in "xy"]
+    case.offer(*forms)
+    case.registry.pause = 0.002
+    with ThreadPoolExecutor(2) as threads:
+        pulls = [
+            threads.submit(blobstore.pull, case.remote, name, store=LocalStore(case.store.root))
+            for name in ("one", "two")
+        ]
+    assert [pull.result().notices for pull in pulls] == [(), ()]
+    assert case.sent(*forms) == [form["size"] for form in forms]
+    for name in ("one", "two"):
+        assert case.store.read_manifest(name) == case.origin.read_manifest("tune")
+    assert not list(case.store.folder("partial").iterdir())
+
+
+def test_a_form_that_another_pull_is_decoding_is_left_to_it(
+    case: ColdCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    stored = BlobId(Digest.parse(form["digest"]), form["size"])
+    publish, others = Ingest.publish, []
+
+    def published(self: Ingest) -> None:
+        publish(self)
+        others.append(PartialBlob.open(case.store.folder("partial"), stored))
+
+    monkeypatch.setattr(Ingest, "publish", published)
+    blobstore.pull(case.remote, "tune", store=case.store)
+    (other,) = others
+    assert other is not None
+    with other:
+        assert other.path.exists()

@@ -155,6 +155,20 @@ def test_a_killed_push_sends_only_the_rest(
     )
 
 
+def test_a_push_that_ends_before_the_list_sends_no_form_again(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("blobstore.operations.transfer.push.send_cold_manifests", interrupt)
+        blobstore.push("tune", remote, store=origin, cold=True, base="base")
+    assert not list(origin.folder("temporary").iterdir())
+    pushed = blobstore.push("tune", remote, store=origin, cold=True, base="base")
+    assert (pushed.bytes_sent, pushed.cold_blobs) == (0, len(NAMES))
+
+
 def test_a_killed_pull_leaves_no_name_and_goes_on(
     origin: LocalStore, target: LocalStore, remote: str, meter: Meter
 ) -> None:
