@@ -9,24 +9,16 @@ was interrupted continues where it stopped.
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular
-from blobstore.core.mmap import mapped
-from blobstore.core.workers import Cancelled, RateLimiter, WorkerPool, check_jobs
+from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
-    BlobMissing,
-    DamagedSource,
     InvalidManifest,
     ModelNotFound,
     NameTaken,
@@ -35,30 +27,26 @@ from blobstore.errors import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.trust import check_trust
 from blobstore.operations.transfer.cold import fetch_cold_layers, usable_layers
+from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
-from blobstore.registry.protocol import DAMAGED_ADVICE
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    import os
+    from collections.abc import Callable, Iterable, Mapping
 
-    from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.transfer.cold import ColdLayer
     from blobstore.registry.shapes.files import RemoteFile
     from blobstore.registry.store import RemoteSource
-    from blobstore.store.ingest import Ingest
-    from blobstore.store.partial import PartialBlob
 
 STREAMS: Final = 8
 """Blobs, or parts of blobs, that are fetched at once by default."""
-_BUSY_PAUSE = 0.1
-"""Seconds until a blob that another process is fetching is looked at again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +157,7 @@ def pull_model(
             return fetch_cold_layers(client, address.repository, referrers, blobs)
 
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
-            done = _Done(0, 0, 0, 0, 0)
+            done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
             done = _planned(store, source, fetch_layers)
         else:
@@ -235,24 +223,9 @@ def _replacement(reference: Reference, former: bytes | None) -> Iterable[str]:
     return replacement_notices(reference, former)
 
 
-class _Done(NamedTuple):
-    """What a pull fetched, or would fetch."""
-
-    fetched: int
-    size: int
-    """Bytes of the blobs that the store did not have."""
-    bytes_fetched: int
-    bytes_resumed: int
-    bytes_saved: int
-    repaired: Mapping[Digest, Path | None] = {}
-    former: bytes | None = None
-    """The manifest that was replaced."""
-    notices: tuple[str, ...] = ()
-
-
 def _planned(
     store: LocalStore, source: RemoteSource, fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]
-) -> _Done:
+) -> Fetched:
     """Return what a pull would fetch."""
 
     def is_here(blob: BlobId) -> bool:
@@ -267,7 +240,9 @@ def _planned(
     size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
     resumed = sum(map(store.partial_bytes, stored))
     notices = _base_notices(without_base)
-    return _Done(len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices)
+    return Fetched(
+        len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
+    )
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
@@ -294,7 +269,7 @@ def _pull(
     progress: Progress | None,
     *,
     force: bool,
-) -> _Done:
+) -> Fetched:
     model = source.model
     former: bytes | None = None
     with store.ingest() as ingest:
@@ -310,7 +285,7 @@ def _pull(
         decoded = sum(layer.blob.size for layer in layers.values())
         store.check_space(to_fetch + decoded + len(model.manifest))
         workers = WorkerPool(streams, progress, size)
-        transfer = _Transfer(source, store, ingest, missing, workers, layers)
+        transfer = Download(source, store, ingest, missing, workers, layers)
         transfer.run(streams)
         if source.files:
             with contextlib.suppress(ModelNotFound, InvalidManifest):
@@ -337,7 +312,7 @@ def _import(
     store: LocalStore,
     reference: Reference,
     source: RemoteSource,
-    transfer: _Transfer,
+    transfer: Download,
     jobs: int | None,
     progress: Progress | None,
 ) -> None:
@@ -356,254 +331,3 @@ def _import(
     import_files(source.files, path_of, reference, store=store, jobs=jobs, progress=report)
     for path in transfer.paths.values():
         path.unlink(missing_ok=True)
-
-
-class _Fetch:
-    """A blob that is being fetched, or its cold form."""
-
-    def __init__(self, blob: Descriptor, cold: ColdLayer | None = None) -> None:
-        self.blob = blob
-        self.cold = cold
-        self.label = quote(blob.name or blob.media_type)
-        self.file: PartialBlob | None = None
-        self.parts = 0
-        """Parts that are not complete yet."""
-        self.reported = 0
-        """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
-        self.resumed = 0
-        """Bytes that an earlier pull had fetched."""
-        self.is_second = False
-        """Whether the bytes were wrong once."""
-
-    @property
-    def stored(self) -> BlobId:
-        """What is fetched."""
-        return self.blob.id if self.cold is None else self.cold.stored
-
-
-class _Transfer:
-    """Fetches blobs on several threads, each with one stream.
-
-    A task is a blob, or a part of a large blob. Who begins a blob adds a task for each of its parts, and
-    who ends its last part checks its digest. Blobs that another process is fetching are put back. A delta
-    is begun when its base is complete, if that comes too.
-    """
-
-    def __init__(
-        self,
-        source: RemoteSource,
-        store: LocalStore,
-        ingest: Ingest,
-        blobs: Iterable[Descriptor],
-        workers: WorkerPool,
-        cold: Mapping[Digest, ColdLayer],
-    ) -> None:
-        self._source = source
-        self._store = store
-        self._ingest = ingest
-        self._workers = workers
-        self._fetches = [_Fetch(blob, cold.get(blob.digest)) for blob in blobs]
-        self._bytes_fetched = self._bytes_resumed = self._bytes_saved = 0
-        self._notices: list[str] = []
-        self._tasks: deque[Callable[[], None]] = deque()
-        self._deltas: dict[Digest, list[Callable[[], None]]] = {
-            fetch.blob.digest: [] for fetch in self._fetches
-        }
-        """The tasks that wait for a blob."""
-        for fetch in self._fetches:
-            base = None if fetch.cold is None else fetch.cold.base
-            ready = self._tasks if base is None else self._deltas.get(base.digest, self._tasks)
-            ready.append(partial(self._begin, fetch))
-        self._unfinished = len(self._fetches)
-        self._changed = threading.Condition()
-        self.size = sum(fetch.blob.size for fetch in self._fetches)
-        self.paths: dict[Digest, Path] = {}
-        """The complete files of blobs, which have no names yet."""
-        self._decoded: list[BlobId] = []
-        """The compressed forms whose blobs are complete."""
-
-    def run(self, streams: int) -> None:
-        """Fetch all blobs. What an error or an interrupt stops can be continued."""
-        try:
-            self._workers.run(range(streams), self._work, self._source.client.abort)
-        finally:
-            for fetch in self._fetches:
-                if fetch.file is not None:
-                    fetch.file.close()
-
-    def remove_cold_files(self) -> None:
-        """Remove the compressed forms of blobs that have their names."""
-        for stored in self._decoded:
-            file = self._ingest.open_partial(stored)
-            if file is not None:  # otherwise another pull decodes it, and will remove it
-                file.discard()
-                file.close()
-
-    def result(self, **others: Any) -> _Done:
-        """Return what was fetched."""
-        return _Done(
-            len(self._fetches),
-            self.size,
-            self._bytes_fetched,
-            self._bytes_resumed,
-            self._bytes_saved,
-            notices=tuple(self._notices),
-            **others,
-        )
-
-    def _work(self, _: int) -> None:
-        """Run tasks until none is left and none can come."""
-        while True:
-            with self._changed:
-                while self._unfinished and not self._tasks:
-                    if self._workers.stopping.is_set():
-                        raise Cancelled("stopped")
-                    self._changed.wait(_BUSY_PAUSE)
-                if not self._tasks:
-                    return
-                task = self._tasks.popleft()
-            task()
-            with self._changed:
-                self._unfinished -= 1
-                self._changed.notify_all()
-
-    def _add(self, tasks: Sequence[Callable[[], None]], *, is_last: bool = False) -> None:
-        with self._changed:
-            self._unfinished += len(tasks)
-            if is_last:
-                self._tasks.extend(tasks)
-            else:
-                self._tasks.extendleft(reversed(tasks))
-            self._changed.notify_all()
-
-    def _begin(self, fetch: _Fetch) -> None:
-        """Open the partial file of a blob, and fetch the parts that it lacks."""
-        self._workers.report(0, fetch.label)
-        file = self._ingest.open_partial(fetch.stored)
-        if file is None:
-            self._workers.stopping.wait(_BUSY_PAUSE)
-            self._add([partial(self._begin, fetch)], is_last=True)
-            return
-        fetch.file = file
-        if self._ingest.find(*fetch.blob.id) is not None:  # fetched by another process
-            file.discard()
-            self._end(fetch, file, resumed=fetch.blob.size)
-            return
-        fetch.resumed = file.done
-        self._count(fetch, file.done)
-        parts = file.missing
-        fetch.parts = len(parts)
-        if not parts:
-            self._check(fetch, file)
-            return
-        self._add([partial(self._fill, fetch, file, part) for part in parts[1:]])
-        self._fill(fetch, file, parts[0])
-
-    def _fill(self, fetch: _Fetch, file: PartialBlob, part: int) -> None:
-        """Fetch what a part lacks."""
-        try:
-            missing = file.missing_bytes(part)
-            with contextlib.closing(
-                self._source.read(*fetch.stored, missing.start, missing.stop)
-            ) as pieces:
-                for piece in pieces:
-                    file.write(part, piece)
-                    with self._changed:
-                        self._bytes_fetched += len(piece)
-                    self._count(fetch, file.done)
-        except (BlobDamaged, BlobMissing) as error:
-            if fetch.cold is None:
-                raise error.at(fetch.label) from None
-            # The blob itself is fetched when no part is left.
-        file.catch_up()
-        with self._changed:
-            fetch.parts -= 1
-            is_filled = not fetch.parts
-        if is_filled:
-            self._check(fetch, file)
-
-    def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
-        """Take over a filled file whose digest is right; otherwise fetch it once more."""
-        if fetch.cold is not None and self._is_decoded(fetch, fetch.cold, file):
-            # A pull that is killed before the blob has its name need not fetch it again.
-            self._decoded.append(file.blob)
-            self._end(fetch, file)
-            return
-        if fetch.cold is None and file.has_right_digest():
-            self._ingest.adopt_partial(file)
-            self.paths[file.blob.digest] = file.path
-            self._end(fetch, file)
-            return
-        file.discard()
-        file.close()
-        fetch.file = None
-        if fetch.cold is not None:
-            with self._changed:
-                self._notices.append(
-                    f"{fetch.label}: its compressed form in the registry is damaged, so the blob itself "
-                    "was fetched"
-                )
-            fetch.cold = None
-        elif fetch.is_second:
-            raise BlobDamaged(
-                f"{fetch.label}: the registry sent other bytes than those of blob "
-                f"{fetch.blob.digest}, twice",
-                advice=DAMAGED_ADVICE,
-            )
-        else:
-            fetch.is_second = True
-        self._add([partial(self._begin, fetch)])
-
-    def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
-        """Add what a complete cold layer decodes to; return False if that is not the blob."""
-        if file.missing or not file.has_right_digest():
-            return False
-        file.complete()
-        try:
-            added = self._ingest.add(
-                fetch.blob.size, lambda: cold.pieces(str(file.path), self._base_forms), once=True
-            )
-        except (BlobDamaged, BlobMissing, DamagedSource):
-            return False
-        if added.file:
-            self.paths[fetch.blob.digest] = self._store.folder("temporary") / added.file
-        return True
-
-    def _base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
-        """Yield the base of a delta: as it came with this pull, and in the forms that the store has."""
-        from blobstore.compression.base import BaseBlob  # imports numpy
-
-        path = self.paths.get(digest)
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError):  # another process has given it its name
-                yield BaseBlob.hot(_mapped(path, size), digest)
-        yield from self._store.base_forms(digest, size)
-
-    def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
-        """Close the file of a blob that is done."""
-        file.close()
-        fetch.file = None
-        with self._changed:
-            self._bytes_resumed += fetch.resumed if resumed is None else resumed
-            self._bytes_saved += fetch.blob.size - fetch.stored.size
-            self._tasks.extend(self._deltas.pop(fetch.blob.digest))
-            self._changed.notify_all()
-        self._count(fetch, fetch.blob.size)
-
-    def _count(self, fetch: _Fetch, done: int) -> None:
-        """Report the bytes of a blob that are done, beyond those that were reported before."""
-        if fetch.cold is not None:  # the progress counts bytes of the model
-            done = min(done * fetch.blob.size // fetch.stored.size, fetch.blob.size)
-        with self._changed:
-            new = max(done - fetch.reported, 0)
-            fetch.reported += new
-        self._workers.report(new, fetch.label)
-
-
-def _mapped(path: Path, size: int) -> memoryview:
-    """Return the bytes of a file. Raises FileNotFoundError."""
-    descriptor, _ = open_regular(str(path), follow=False)
-    try:
-        return mapped(descriptor, size)
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.transfer import pull as pulling
+from blobstore.operations.transfer.download import Download
 from blobstore.operations.transfer.pull import Pulled
 from blobstore.registry.shapes.oci import plan_oci
 from blobstore.registry.shapes.ollama import plan_ollama
@@ -247,13 +247,13 @@ def test_a_tag_that_moved_replaces_nothing_else(
 def test_a_name_that_is_taken_in_the_meantime_is_refused(
     remote: str, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch = pulling._Transfer.run
+    fetch = Download.run
 
-    def run(transfer: pulling._Transfer, streams: int) -> None:
+    def run(transfer: Download, streams: int) -> None:
         fetch(transfer, streams)
         frozen.put(store, "a", {"other": 9})
 
-    monkeypatch.setattr(pulling._Transfer, "run", run)
+    monkeypatch.setattr(Download, "run", run)
     with pytest.raises(NameTaken):
         pull(remote, store)
     assert [layer.name for layer in store.resolve("a").layers] == ["other"]
