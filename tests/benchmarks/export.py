@@ -44,10 +44,10 @@ def record_digests(store: blobstore.LocalStore, source: Path) -> None:
     """Add the digests of the files to the record of model ``m``."""
     record = blobstore.show_source("m", store=store)
     assert record is not None
-    digests = {
-        path.name: Digest(hashlib.sha256(path.read_bytes()).hexdigest())
-        for path in source.iterdir()
-    }
+    digests = {}
+    for path in source.iterdir():
+        with path.open("rb") as file:
+            digests[path.name] = Digest(hashlib.file_digest(file, "sha256").hexdigest())
     files = tuple(file._replace(sha256=digests[file.name]) for file in record.files)
     manifest = store.resolve("m")
     blob = add_blob(store, replace(record, files=files).to_bytes())

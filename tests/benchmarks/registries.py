@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.registries [--folder DIR] [--scale X] [--rounds N]
 
-The registry is Debian's ``docker-registry``. A bare loop sends the same requests on as many threads, and
-does nothing else that a transfer must not do too: for a push, it hashes each file while it sends it; for a
-pull, it hashes each blob while it writes it, syncs it and renames it. skopeo copies the same blobs from and
-to an OCI layout.
+The registry is Debian's ``docker-registry``. A bare loop sends the same requests on as many threads: for a
+push, it hashes each file while it sends it; for a pull, it hashes each blob while it writes it, syncs it and
+renames it. It uses the HTTP library of the client, and a second one that of Python. skopeo copies the same
+blobs from and to an OCI layout.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import httpx2
 
 import blobstore
 from blobstore.core.digest import Digest
@@ -37,11 +38,16 @@ from blobstore.registry.reference import RemoteReference
 from blobstore.registry.store import HEADER_REQUEST, RegistryReader, RemoteSource
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
+from tests.benchmarks.export import record_digests
 from tests.support.registry import Server, running_registry
 from tests.support.signing import key_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from typing_extensions import Buffer
+
+    Body = bytes | Iterable[Buffer] | None
 
 _STREAMS = 8
 _PIECE = 2**20
@@ -51,6 +57,7 @@ _MODELS = {
 }
 _NAME = "bench/model:latest"
 _MANIFEST = f"/v2/{_NAME.replace(':', '/manifests/')}"
+_CONTEXT = httpx2.create_ssl_context()  # making one takes longer than a request
 _BLOBS = f"/v2/{_NAME.partition(':')[0]}/blobs"
 
 
@@ -65,8 +72,52 @@ def make_store(folder: Path, sizes: list[int], scale: float) -> LocalStore:
     source = common.write_model(folder / "source", specs, lambda name: [os.urandom(nbytes[name])])
     store = LocalStore(folder / "store")
     blobstore.create(source, "m", store=store)
+    record_digests(store, source)  # as after an import from the Hub; sign needs them
     shutil.rmtree(source)
     return store
+
+
+class StandardConnection:
+    """A connection of Python's ``http.client``."""
+
+    def __init__(self, host: str) -> None:
+        self._connection = HTTPConnection(host)
+        self._buffer = memoryview(bytearray(_PIECE))
+
+    def ask(
+        self, method: str, path: str, body: Body = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Mapping[str, str]]:
+        """Return the status and the headers of a response."""
+        self._connection.request(method, path, body, headers or {})  # type: ignore[arg-type]
+        response = self._connection.getresponse()
+        response.read()
+        return response.status, response.headers  # type: ignore[return-value]
+
+    def pieces(self, path: str, headers: dict[str, str] | None = None) -> Iterator[Buffer]:
+        """Yield what the server has at a path."""
+        self._connection.request("GET", path, headers=headers or {})
+        response = self._connection.getresponse()
+        while count := response.readinto(self._buffer):
+            yield self._buffer[:count]
+
+
+class Httpx2Connection:
+    """A connection of httpx2, which the client of blobstore uses."""
+
+    def __init__(self, host: str) -> None:
+        self._client = httpx2.Client(base_url=f"http://{host}", trust_env=False, verify=_CONTEXT)
+
+    def ask(
+        self, method: str, path: str, body: Body = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Mapping[str, str]]:
+        """Return the status and the headers of a response."""
+        response = self._client.request(method, path, content=body, headers=headers)  # type: ignore[arg-type]
+        return response.status_code, response.headers
+
+    def pieces(self, path: str, headers: dict[str, str] | None = None) -> Iterator[Buffer]:
+        """Yield what the server has at a path."""
+        with self._client.stream("GET", path, headers=headers) as response:
+            yield from response.iter_raw()
 
 
 class Bare(NamedTuple):
@@ -75,6 +126,7 @@ class Bare(NamedTuple):
     host: str
     layout: Path
     """An OCI layout with the blobs and the manifest."""
+    connect: type[StandardConnection | Httpx2Connection]
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -91,56 +143,47 @@ class Bare(NamedTuple):
         data = self.file(self.manifest["digest"]).read_bytes()
         self._on_threads(self._send, _blobs(data))
         headers = {"Content-Type": self.manifest["mediaType"]}
-        with closing(HTTPConnection(self.host)) as connection:
-            assert _ask(connection, "PUT", _MANIFEST, data, headers).status == 201
+        assert self.connect(self.host).ask("PUT", _MANIFEST, data, headers)[0] == 201
 
     def pull(self, folder: Path) -> None:
         """Fetch the manifest, then the blobs, into durable files of a new folder."""
         folder.mkdir()
-        with closing(HTTPConnection(self.host)) as connection:
-            headers = {"Accept": self.manifest["mediaType"]}
-            connection.request("GET", _MANIFEST, headers=headers)
-            data = connection.getresponse().read()
+        headers = {"Accept": self.manifest["mediaType"]}
+        data = b"".join(map(bytes, self.connect(self.host).pieces(_MANIFEST, headers)))
         self._on_threads(partial(self._fetch, folder), _blobs(data))
         (folder / "manifest").write_bytes(data)
         descriptor = os.open(folder, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def read_start(self, connection: HTTPConnection, blob: str) -> None:
-        """Read the first bytes of a blob."""
-        headers = {"Range": f"bytes=0-{HEADER_REQUEST - 1}"}
-        connection.request("GET", f"{_BLOBS}/{blob}", headers=headers)
-        connection.getresponse().read()
-
-    def _on_threads(self, job: Callable[[HTTPConnection, str], None], blobs: Iterable[str]) -> None:
+    def _on_threads(self, job: Callable[[Any, str], None], blobs: Iterable[str]) -> None:
         threads = threading.local()
 
         def run(blob: str) -> None:
             if not hasattr(threads, "connection"):
-                threads.connection = HTTPConnection(self.host)
+                threads.connection = self.connect(self.host)
             job(threads.connection, blob)
 
         with ThreadPoolExecutor(_STREAMS) as pool:
             list(pool.map(run, blobs))
 
-    def _send(self, connection: HTTPConnection, blob: str) -> None:
-        assert _ask(connection, "HEAD", f"{_BLOBS}/{blob}").status == 404
-        location = _ask(connection, "POST", f"{_BLOBS}/uploads/").headers["location"]
-        path = "/" + location.split("/", 3)[3]
-        headers = {"Content-Length": str(self.file(blob).stat().st_size)}
+    def _send(self, connection: StandardConnection | Httpx2Connection, blob: str) -> None:
+        assert connection.ask("HEAD", f"{_BLOBS}/{blob}")[0] == 404
+        _, headers = connection.ask("POST", f"{_BLOBS}/uploads/")
+        path = "/" + headers["location"].split("/", 3)[3]
+        length = {"Content-Length": str(self.file(blob).stat().st_size)}
         pieces = _hashed_pieces(self.file(blob), blob)
-        assert _ask(connection, "PUT", f"{path}&digest={blob}", pieces, headers).status == 201
+        assert connection.ask("PUT", f"{path}&digest={blob}", pieces, length)[0] == 201
 
-    def _fetch(self, folder: Path, connection: HTTPConnection, blob: str) -> None:
-        connection.request("GET", f"{_BLOBS}/{blob}")
-        response = connection.getresponse()
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    def _fetch(
+        self, folder: Path, connection: StandardConnection | Httpx2Connection, blob: str
+    ) -> None:
+        digest = hashlib.sha256()
         temporary = folder / f"{blob}.part"
         with temporary.open("wb", buffering=0) as file:
-            while count := response.readinto(buffer):
-                digest.update(buffer[:count])
-                file.write(buffer[:count])
+            for piece in connection.pieces(f"{_BLOBS}/{blob}"):
+                digest.update(piece)
+                file.write(piece)
             os.fsync(file.fileno())
         assert blob == f"sha256:{digest.hexdigest()}"
         temporary.rename(folder / blob)
@@ -153,20 +196,7 @@ def _blobs(manifest: bytes) -> list[str]:
     return sorted(sizes, key=lambda digest: -sizes[digest])
 
 
-def _ask(
-    connection: HTTPConnection,
-    method: str,
-    path: str,
-    body: bytes | Iterable[memoryview] | None = None,
-    headers: dict[str, str] | None = None,
-) -> HTTPResponse:
-    connection.request(method, path, body, headers or {})  # type: ignore[arg-type]
-    response = connection.getresponse()
-    response.read()
-    return response
-
-
-def _hashed_pieces(path: Path, blob: str) -> Iterator[memoryview]:
+def _hashed_pieces(path: Path, blob: str) -> Iterator[Buffer]:
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -178,7 +208,7 @@ def _hashed_pieces(path: Path, blob: str) -> Iterator[memoryview]:
 def make_layout(folder: Path, store: LocalStore, host: str) -> Bare:
     """Return the model that was pushed as an OCI layout, whose blobs are links to those of the store."""
     repository, tag = _NAME.split(":")
-    bare = Bare(host, folder)
+    bare = Bare(host, folder, Httpx2Connection)
     (folder / "blobs" / "sha256").mkdir(parents=True)
     (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
     with RegistryClient(host) as client:
@@ -227,15 +257,17 @@ def compare(folder: Path, store: LocalStore, server: Server, bare: Bare, rounds:
 
     nbytes = sum(blob.size for blob in store.resolve("m").blobs)
     layout, remote = f"oci:{bare.layout}:latest", f"docker://{address}"
-    limit = "bare loop"
+    limit, standard = "bare loop", bare._replace(connect=StandardConnection)
     pushes: dict[str, Callable[[], object]] = {
         limit: bare.push,
+        "bare loop, http.client": standard.push,
         "push_model": lambda: push_model("m", address, store=store, streams=_STREAMS),
         "skopeo copy": lambda: skopeo(layout, remote),
         "blobstore push": lambda: run(*command, "push", "m", address, "--store", store.root),
     }
     pulls: dict[str, Callable[[], object]] = {
         limit: lambda: bare.pull(target),
+        "bare loop, http.client": lambda: standard.pull(target),
         "pull_model": lambda: pull_model(address, "m", store=target, streams=_STREAMS),
         "skopeo copy": lambda: skopeo(remote, f"oci:{target}:latest"),
         "blobstore pull": lambda: run(*command, "pull", address, "m", "--store", target),
@@ -256,13 +288,17 @@ def read_headers(store: LocalStore, server: Server, bare: Bare, rounds: int) -> 
     address = RemoteReference.parse(f"{server.host}/{_NAME}")
     layers = store.resolve("m").layers_of(media_types.TENSOR)
     blobs = cycle(layer.id for layer in layers if layer.size > HEADER_REQUEST)
-    with RegistryClient(server.host) as client, closing(HTTPConnection(server.host)) as connection:
+    connection = bare.connect(server.host)
+    headers = {"Range": f"bytes=0-{HEADER_REQUEST - 1}"}
+
+    def read_start() -> list[Buffer]:
+        return list(connection.pieces(f"{_BLOBS}/{next(blobs).digest}", headers))
+
+    with RegistryClient(server.host) as client:
         source = RemoteSource.resolve(client, address)
         reader = RegistryReader({address.name(): source})
         cases = {
-            "one range": lambda: common.timed(
-                lambda: bare.read_start(connection, str(next(blobs).digest))
-            ),
+            "one range": lambda: common.timed(read_start),
             "read_headers": lambda: common.timed(lambda: list(reader.read_headers([next(blobs)]))),
         }
         common.table(common.rounds(cases, rounds * 20), "one range")
