@@ -38,6 +38,7 @@ _PULL: Final = "pull"
 _PUSH: Final = "pull,push"
 _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
+_MAX_REFERRERS: Final = 10_000
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
 _MISSING: Final = (HTTPStatus.OK, HTTPStatus.NOT_FOUND)
@@ -298,6 +299,8 @@ class RegistryClient:
                     return ()
                 return _index(tagged).manifests
             found += _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
+            if len(found) > _MAX_REFERRERS:
+                raise RemoteError(f"{what}: the list has more than {_MAX_REFERRERS} entries")
         return tuple(found)
 
     def _pages(self, repository: str, what: str, first: str) -> Iterator[Reply]:

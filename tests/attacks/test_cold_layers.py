@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.errors import RemoteError
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.registry.client import RegistryClient
@@ -17,6 +19,7 @@ from blobstore.registry.reference import RemoteReference
 from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import ANNOTATION, COLD, REPOSITORY, ColdCase, manifest_of
+from tests.support.raw_server import RawServer, Received, reply
 from tests.support.stub_registry import StubRegistry
 
 
@@ -204,3 +207,21 @@ def test_a_malformed_list_is_ignored(case: ColdCase) -> None:
     tag = f"sha256-{case.root.digest.hex}"
     case.registry.put_manifest(REPOSITORY, tag, OCI_INDEX, b"[]")
     assert case.pull().bytes_saved == 0
+
+
+def test_a_list_without_end_is_given_up_early() -> None:
+    item = {"mediaType": OCI_MANIFEST, "digest": str(Digest.of(b"")), "size": 5}
+    index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item] * 4000}
+    body, numbers = json.dumps(index).encode(), itertools.count()
+
+    def answer(_: Received) -> bytes:
+        link = f'</v2/a/referrers/{item["digest"]}?page={next(numbers)}>; rel="next"'
+        return reply(200, body, link=link, content_type=OCI_INDEX)
+
+    with (
+        RawServer(answer) as server,
+        RegistryClient(server.host) as client,
+        pytest.raises(RemoteError, match="more than 10000 entries"),
+    ):
+        client.referrers("a", Digest.of(b""))
+    assert len(server.requests) == 3

@@ -247,8 +247,8 @@ def _planned(
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
     notice = (
-        f"compressed forms that are of no use because the store lacks their bases: {without_base}; "
-        "pull the base model first to fetch less"
+        f"compressed forms whose bases are not here, or are deltas themselves: {without_base}; pull "
+        "or thaw the base model first to fetch less"
     )
     return (notice,) if without_base else ()
 

@@ -86,7 +86,7 @@ def test_a_client_without_the_base_pulls_the_blobs(
     check(target, origin, "tune")
     assert not pulled.bytes_saved
     assert len(pulled.notices) == 1
-    assert "lacks their bases: 2" in pulled.notices[0]
+    assert "bases are not here, or are deltas themselves: 2" in pulled.notices[0]
     assert planned.notices == pulled.notices
 
 

@@ -519,7 +519,8 @@ def test_a_gguf_model_of_ollama_is_pushed_in_every_shape(tmp_path: Path, remote:
     store = LocalStore(tmp_path / "store")
     add_gguf_model(store, "gguf")
     for shape in SHAPES:
-        push(store, f"{remote}-{shape}", "gguf", shape=shape, verify=True)
+        pushed = push(store, f"{remote}-{shape}", "gguf", shape=shape, verify=True, cold=True)
+        assert pushed.cold_blobs == 0
         assert read_back(f"{remote}-{shape}")[0].manifest == store.read_manifest("gguf")
     values, paths = described(f"{remote}-oci")
     assert values == {"format": "gguf"}

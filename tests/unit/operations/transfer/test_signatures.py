@@ -16,6 +16,7 @@ from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.registry.shapes.plan import Shape
 from blobstore.store.local import LocalStore
+from tests.support import frozen
 from tests.support.models import dense_tensors, write_folder
 from tests.support.registry import Server
 from tests.support.signing import KeyFiles, key_files, policy, public_key
@@ -138,6 +139,24 @@ def test_the_bundle_refers_to_the_manifest_of_the_model(
     assert content.subject is not None
     assert content.subject.digest == pushed.digest
     assert [layer.media_type for layer in content.layers] == [BUNDLE]
+
+
+def test_signatures_and_compressed_forms_are_listed_together(
+    store: LocalStore, other: LocalStore, key: KeyFiles, remote: str
+) -> None:
+    frozen.put(store, "weights", {"a": 1})
+    for name in ("first", "second"):
+        pushed = blobstore.push("weights", remote, store=store, cold=True)
+        blobstore.sign("weights", key_files(other.root.parent, name).private, store=store)
+        assert blobstore.push("weights", remote, store=store).signatures
+    policy(other, key)
+    with pytest.raises(NotTrusted):
+        blobstore.pull(remote, "copy", store=other)
+    blobstore.sign("weights", key.private, store=store)
+    blobstore.push("weights", remote, store=store)
+    pulled = blobstore.pull(remote, "copy", store=other)
+    assert (pushed.cold_blobs, pulled.signatures) == (1, 3)
+    assert pulled.bytes_saved > 0
 
 
 def test_an_unsigned_model_is_refused_before_a_blob_is_fetched(
