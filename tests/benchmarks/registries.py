@@ -23,8 +23,10 @@ from http.client import HTTPConnection
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import httpx2
+import numpy as np
 
 import blobstore
 from blobstore.core.digest import Digest
@@ -36,6 +38,7 @@ from blobstore.operations.transfer.push import push_model
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.store import HEADER_REQUEST, RegistryReader, RemoteSource
+from blobstore.registry.transport import Transport
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
 from tests.benchmarks.export import record_digests
@@ -331,6 +334,51 @@ def measure_memory(store: LocalStore, server: Server, folder: Path) -> None:
     shutil.rmtree(folder / "memory")
 
 
+def fine_tune(folder: Path, server: Server, scale: float) -> None:
+    """Print what a pull transfers of a fine-tune whose base is present."""
+    random = np.random.default_rng(0)
+    shape = (1024, max(1, int(1024 * scale)))
+    specs = [TensorSpec(f"unit.{number}.weight", DTYPES["BF16"], shape) for number in range(32)]
+    weights = [random.standard_normal(shape, np.float32) * np.float32(0.02) for _ in specs]
+    origin, target = LocalStore(folder / "origin"), LocalStore(folder / "tuned")
+    for model, update in (("base", 0), ("tune", 2e-4)):
+        values = {
+            spec.name: weight + random.standard_normal(shape, np.float32) * np.float32(update)
+            for spec, weight in zip(specs, weights, strict=True)
+        }
+        source = common.write_model(
+            folder / model,
+            specs,
+            lambda name, values=values: [  # type: ignore[misc]
+                (values[name].view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            ],
+        )
+        blobstore.create(source, model, store=origin)
+    push_model("base", f"{server.host}/bench/base", store=origin)
+    pushed = push_model("tune", f"{server.host}/bench/tune", store=origin, cold=True, base="base")
+    pull_model(f"{server.host}/bench/base", "base", store=target)
+    received, pieces = 0, Transport.pieces
+
+    def counted(transport: Transport, response: httpx2.Response) -> Iterator[bytes]:
+        nonlocal received
+        for piece in pieces(transport, response):
+            received += len(piece)
+            yield piece
+
+    with patch.object(Transport, "pieces", counted):
+        pulled = pull_model(f"{server.host}/bench/tune", "tune", store=target)
+    size = sum(blob.size for blob in origin.resolve("tune").blobs)
+    print("| a fine-tune whose base is present | bytes | of its cold size |\n| --- | --- | --- |")
+    for what, nbytes in {
+        "the model": size,
+        "its cold size": pushed.bytes_cold,
+        "fetched blobs": pulled.bytes_fetched,
+        "all bodies of responses, manifests included": received,
+    }.items():
+        print(f"| {what} | {nbytes} | {nbytes / pushed.bytes_cold:.4f} |")
+    print()
+
+
 def main() -> None:
     """Print the tables."""
     options = common.arguments(__doc__)
@@ -347,6 +395,8 @@ def main() -> None:
             read_headers(store, server, bare, options.rounds)
             sign(store, folder, options.rounds)
             measure_memory(store, server, folder)
+    with common.workspace(options.folder) as folder, running_registry(folder / "server") as server:
+        fine_tune(folder, server, options.scale)
 
 
 if __name__ == "__main__":
