@@ -44,6 +44,8 @@ class StubRegistry:
         self.sent: Counter[str] = Counter()
         """Bytes of blobs that went out."""
         self.requests: list[str] = []
+        self.connections: set[object] = set()
+        """The addresses that requests came from."""
         self.alter: Callable[[str, int, bytes], bytes] = lambda digest, begin, data: data
         """Changes the bytes of a blob on their way, given its digest, their offset and the bytes."""
         self.cut_after: Counter[str] = Counter()
@@ -98,6 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.registry.requests.append(f"{self.command} {self.path}")
+        self.registry.connections.add(self.client_address)
         match = _PATH.match(self.path)
         if match is None:
             self._answer(HTTPStatus.OK if self.path == "/v2/" else HTTPStatus.NOT_FOUND, b"{}")

@@ -24,6 +24,7 @@ from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.protocol import Patience
 from tests.support.raw_server import RawServer, Received, reply
+from tests.support.stub_registry import StubRegistry
 
 DATA = bytes(100_000)
 DIGEST = Digest.of(DATA)
@@ -322,3 +323,27 @@ def test_client_that_is_closed_waits_for_nothing() -> None:
     with RegistryClient("127.0.0.1:1", limiter=RateLimiter(1)) as client:
         transport = client._transport
     transport.limit(10**9)
+
+
+def test_threads_use_connections_of_other_threads_again() -> None:
+    with (
+        StubRegistry() as registry,
+        RegistryClient(registry.host, credentials=NOBODY) as client,
+    ):
+        for _ in range(3):
+            thread = threading.Thread(target=client.blob_size, args=("a", DIGEST))
+            thread.start()
+            thread.join()
+        assert len(registry.requests) == 3
+        assert len(registry.connections) == 1
+
+
+def test_requests_during_a_download_have_a_connection_of_their_own() -> None:
+    with (
+        StubRegistry() as registry,
+        RegistryClient(registry.host, credentials=NOBODY) as client,
+    ):
+        registry.blobs[str(DIGEST)] = DATA
+        for _ in client.read_blob("a", DIGEST, 0, len(DATA), size=len(DATA)):
+            assert client.blob_size("a", DIGEST) == len(DATA)
+        assert len(registry.connections) == 2
