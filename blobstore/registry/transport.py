@@ -43,8 +43,8 @@ _MAX_REDIRECTS: Final = 5
 _MAX_CHALLENGES: Final = 3
 """Attempts to authorize one request: without a token, with one that has expired, with a new one."""
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
-_READ: Final = 2**20
-"""Bytes that one call may receive: each costs more than the copy of what has arrived."""
+_READ: Final = 2**19
+"""Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
