@@ -21,6 +21,7 @@ import time
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -322,6 +323,10 @@ class Transport:
                 raise RemoteError(message) from error
             raise TransientError(message) from error
         except httpx2.TimeoutException as error:
+            if isinstance(error, httpx2.ConnectTimeout) and not self._has_answered:
+                raise RemoteError(
+                    f"{request.what}: cannot connect to {quote(self.base)}: timed out"
+                ) from error
             raise TransientError(
                 f"{request.what}: timed out waiting for {quote(self.base)}"
             ) from error
@@ -349,6 +354,9 @@ def _trusted() -> ssl.SSLContext:
         except OSError as error:
             reason = error.strerror or str(error)
             raise RemoteError(f"{variable}: {quote(path)}: {reason}") from None
+    folder = os.environ.get("SSL_CERT_DIR")
+    if folder and not Path(folder).is_dir():  # OpenSSL would trust nobody, and not say why
+        raise RemoteError(f"SSL_CERT_DIR: {quote(folder)} is not a folder")
     return httpx2.create_ssl_context()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -37,7 +38,7 @@ IMPATIENT = Patience(stall=0.3, slowest=10**6, attempts=3, first=0.001, longest=
 SECRET = Login("alice", "the-password")
 
 
-@contextmanager
+@contextlib.contextmanager
 def registry(
     answer: Callable[[Received], Answer],
     *,
@@ -584,6 +585,21 @@ def test_name_with_dots_reaches_no_server(name: str) -> None:
             with pytest.raises(BlobstoreError, match="not the name of a repository|neither a tag"):
                 action()
     assert server.requests == []
+
+
+def test_connection_that_nobody_takes_at_first_is_not_tried_again() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # what the listener does not accept fills its queue
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        client = stack.enter_context(
+            RegistryClient(host, patience=Patience(first=60, longest=60, stall=0.2))
+        )
+        with pytest.raises(RemoteError, match=f"cannot connect to 'http://{host}': timed out"):
+            read(client)
 
 
 def test_connection_that_is_refused_at_first_is_not_tried_again() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.errors import BlobMissing, ModelNotFound, RemoteError, RemoteRefused
 from blobstore.registry import upload
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.protocol import Patience
 from blobstore.registry.upload import UploadSession
+from blobstore.store.local import LocalStore
+from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply
 
 DATA = bytes(range(256)) * 100
@@ -281,3 +285,55 @@ def test_status_without_end_is_given_up(
     with pytest.raises(RemoteError):
         send(client)
     assert methods(server).count("PATCH") <= QUICK.attempts
+
+
+@pytest.mark.parametrize("expiring", ["POST", "PATCH", "PUT"])
+def test_token_that_expires_during_an_upload_is_replaced(
+    in_parts: None, uploads: Uploads, expiring: str
+) -> None:
+    issued = ["token-0"]
+
+    def serve(request: Received) -> Iterator[bytes]:
+        if request.path.startswith("/token"):
+            issued.append(f"token-{len(issued)}")
+            yield reply(200, f'{{"token": "{issued[-1]}", "expires_in": 300}}'.encode())
+            return
+        if request.method == expiring and len(issued) == 2:
+            issued.append("expired")
+        if request.headers.get("authorization") == f"Bearer {issued[-1]}":
+            yield from uploads(request)
+        else:
+            realm = (
+                f'Bearer realm="http://{registry.host}/token",service="s",scope="repository:a:push"'
+            )
+            yield reply(401, www_authenticate=realm)
+
+    with (
+        RawServer(serve) as registry,
+        RegistryClient(registry.host, credentials=GivenLogin(None), patience=QUICK) as client,
+    ):
+        send(client)
+
+    assert uploads.blob == DATA
+    assert issued == ["token-0", "token-1", "expired", "token-3"]
+
+
+def test_blob_that_a_server_takes_but_does_not_store_is_found_by_verify(
+    tmp_path: Path, uploads: Uploads
+) -> None:
+    """Reading back is the only proof, so a push that is not verified trusts the answer."""
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
+
+    def forget(request: Received) -> Iterator[bytes]:
+        if request.method == "PUT":
+            yield reply(201)
+        elif request.method == "POST":
+            yield reply(202, location="/upload?state=1")
+        else:
+            yield reply(404)
+
+    with RawServer(forget) as server:
+        blobstore.push("m", f"{server.host}/a", store=store)
+        with pytest.raises((BlobMissing, ModelNotFound)):
+            blobstore.push("m", f"{server.host}/a", store=store, verify=True)

@@ -203,6 +203,15 @@ def test_certificates_that_cannot_be_read_are_named(
         size("registry.invalid")
 
 
+def test_missing_folder_of_certificates_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "none"
+    monkeypatch.setenv("SSL_CERT_DIR", str(path))
+    with pytest.raises(RemoteError, match=f"^SSL_CERT_DIR: '{path}' is not a folder"):
+        size("registry.invalid")
+
+
 def test_credentials_of_a_proxy_reach_the_proxy_only(
     certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
