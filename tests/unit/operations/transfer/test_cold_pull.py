@@ -157,3 +157,24 @@ def test_a_form_that_another_pull_is_decoding_is_left_to_it(
     assert other is not None
     with other:
         assert other.path.exists()
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_large_form_is_fetched_in_parts(
+    case: ColdCase, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    monkeypatch.setattr("blobstore.store.partial.PART", 2**14)
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    if is_damaged:
+        case.registry.blobs[form["digest"]] = case.registry.blobs[form["digest"]][:-1]
+    pulled = case.pull(streams=3)
+    assert (pulled.bytes_saved == 0, len(pulled.notices)) == (is_damaged, is_damaged)
+
+
+def test_a_lost_connection_is_continued_at_the_next_byte(case: ColdCase) -> None:
+    form = case.form(case.layers["x"], cold(case.data("x")))
+    case.offer(form)
+    case.registry.cut_after[form["digest"]] = 20_000
+    assert not case.pull().notices
+    assert case.sent(form)[0] <= form["size"] + 2**15
