@@ -26,7 +26,8 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.compress import count_blocks
 from blobstore.operations.sign.keys import PrivateKey, read_key
-from blobstore.operations.transfer.cold import ColdForms, fetch_cold_layers, send_cold_manifests
+from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
 from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.referrers import fetch_referrers

@@ -15,12 +15,8 @@ import blobstore
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.transfer.cold import (
-    ColdForms,
-    ColdLayer,
-    fetch_cold_layers,
-    send_cold_manifests,
-)
+from blobstore.operations.transfer.cold import ColdLayer, fetch_cold_layers
+from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
@@ -161,6 +157,23 @@ def test_a_smaller_frozen_form_is_sent_too(origin: LocalStore, remote: str, tmp_
     put(target, "base", {"a": 1, "b": 2})
     assert blobstore.pull(remote, "tune", store=target).bytes_fetched < first.bytes_cold
     check(target, origin, "tune")
+
+
+def test_a_damaged_frozen_form_is_encoded_again_from_the_blob(
+    origin: LocalStore, remote: str, tmp_path: Path
+) -> None:
+    blobstore.freeze("tune", base="base", store=origin, keep_hot=True)
+    for blob in origin.resolve("tune").layers:
+        Path(origin.cold_path(blob.digest)).chmod(0o600)
+        Path(origin.cold_path(blob.digest)).write_bytes(b"damaged")
+    pushed = blobstore.push("tune", remote, store=origin, cold=True, base="base")
+    assert pushed.cold_blobs == 2
+    target = LocalStore(tmp_path / "target")
+    put(target, "base", {"a": 1, "b": 2})
+    pulled = blobstore.pull(remote, "tune", store=target)
+    check(target, origin, "tune")
+    assert pulled.bytes_saved
+    assert not pulled.notices
 
 
 def test_verify_sends_again_what_the_registry_has_lost(
