@@ -112,7 +112,11 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.jobs_option
 @options.wait_option
-@click.option("--dry-run", is_flag=True, help="Print the plan; write nothing to the store.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan; write nothing to the store. Files of the Hub are downloaded to its cache.",
+)
 @options.json_option
 @click.pass_context
 def command(

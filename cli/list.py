@@ -9,7 +9,7 @@ import click
 
 from blobstore.cli import options, render
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, ModelNotFound
+from blobstore.errors import Damaged, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,8 @@ def command(
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
     the start of the manifest's digest. A manifest that cannot be read is listed with its error, and
-    the exit code is then 4.
+    the exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code
+    is then 1.
     """
     from blobstore.operations.maintenance.list import list_models
     from blobstore.registry.reading import is_address
@@ -64,21 +65,24 @@ def command(
     if any(map(is_address, patterns)):
         _show_tags(ctx, patterns, plain_http, as_json=as_json)
         return
-    models: Sequence[ListedModel] = list_models(store, read_sources=as_json)
-    models = _selected(models, patterns)
+    unreadable: list[StoreError] = []
+    models: Sequence[ListedModel] = list_models(
+        store, read_sources=as_json, on_error=unreadable.append
+    )
+    models = _selected(models, patterns, unreadable)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
     if as_json:
-        _show_json(models)
+        _show_json(models, unreadable)
     elif models:
         render.show(_as_table(models))
     elif not store.root.exists():
         render.show_note(f"there is no store at {store.root} yet")
     errors = [listed.error for listed in models if listed.error is not None]
-    for error in errors:
+    for error in (*errors, *unreadable):
         render.show_error(str(error))
-    if errors:
-        ctx.exit(Damaged.exit_code)
+    if errors or unreadable:
+        ctx.exit(Damaged.exit_code if errors else StoreError.exit_code)
 
 
 def _show_tags(
@@ -99,7 +103,7 @@ def _show_tags(
         render.show(render.table(("NAME", "ID"), rows))
 
 
-def _show_json(models: Sequence[ListedModel]) -> None:
+def _show_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> None:
     shown = render.records(models, _FIELDS)
     for model in shown:
         model["modified"] = render.timestamp(model["modified"])
@@ -107,13 +111,17 @@ def _show_json(models: Sequence[ListedModel]) -> None:
             model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
         if model["source"]:
             model["source"] = render.record(model["source"], "kind repository commit options")
-    render.show_json({"models": shown})
+    render.show_json({"models": shown, "unreadable": list(map(str, unreadable))})
 
 
-def _selected(models: Sequence[ListedModel], patterns: Sequence[str]) -> Sequence[ListedModel]:
+def _selected(
+    models: Sequence[ListedModel], patterns: Sequence[str], unreadable: Sequence[StoreError]
+) -> Sequence[ListedModel]:
     """Return the models that any pattern matches; all if there are no patterns."""
     for pattern in patterns:
         if not any(_matches(model, pattern) for model in models):
+            if unreadable:  # which may have it
+                raise unreadable[0]
             raise ModelNotFound(f"no model matches {quote(pattern)}")
     return [
         model

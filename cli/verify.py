@@ -8,7 +8,7 @@ import click
 
 from blobstore.cli import options, render
 from blobstore.core.escape import escape, quote
-from blobstore.errors import Damaged, NotFound
+from blobstore.errors import Damaged, NotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,8 @@ def command(
 
     Each fault is one line with model, layer and tensor; the exit code is then 4. A model that is
     removed during the run is not a fault. With --signatures, an invalid signature is a fault, and so
-    is a model that the policy refuses.
+    is a model that the policy refuses. A folder of manifests that cannot be read is reported, and the
+    exit code is 1 unless there are faults.
 
     With --remote, every byte of the model at the address REMOTE is fetched and hashed, and nothing
     is written: a registry may send other bytes than those that were pushed.
@@ -87,28 +88,41 @@ def command(
     store.check_root()
     if not store.root.exists():
         raise NotFound(f"there is no store at {quote(store.root)}")
+    unreadable: list[StoreError] = []
     with options.models(store, names) as chosen, render.progress_bar() as progress:
         verified = verify_models(
-            chosen, store=store, quick=quick, rate=rate, jobs=jobs, progress=progress
+            chosen,
+            store=store,
+            quick=quick,
+            rate=rate,
+            jobs=jobs,
+            progress=progress,
+            on_error=unreadable.append,
         )
     signed: Sequence[SignedModel] = ()
     if signatures:
         from blobstore.operations.sign.report import check_signatures
 
-        signed = check_signatures(chosen, keys=keys, store=store)
+        signed = check_signatures(
+            chosen, keys=keys, store=store, on_error=lambda _: None
+        )  # verify_models has collected these errors
     if as_json:
         faults = render.records(verified.faults, FAULT_FIELDS)
         work = render.record(verified, "models blobs bytes_read seconds")
         found = {"signatures": list(map(_signed_record, signed))} if signatures else {}
-        render.show_json(work | {"faults": faults} | found)
+        errors = {"unreadable": list(map(str, unreadable))}
+        render.show_json(work | {"faults": faults} | errors | found)
     else:
         render.show("\n".join([*map(_signed_text, signed), _as_text(verified, quick=quick)]))
     if verified.damaged:
         render.show_note(_ADVICE)
     if any(not fault.blob for fault in verified.faults):
         render.show_note(f"for manifests: {ADVICE}")
-    if verified.faults or any(model.is_faulty for model in signed):
-        ctx.exit(Damaged.exit_code)
+    for error in unreadable:
+        render.show_error(str(error))
+    ok = StoreError.exit_code if unreadable else 0
+    is_faulty = verified.faults or any(model.is_faulty for model in signed)
+    ctx.exit(Damaged.exit_code if is_faulty else ok)
 
 
 def _verify_remote(

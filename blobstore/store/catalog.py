@@ -10,8 +10,9 @@ from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from blobstore.errors import StoreError
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
@@ -36,13 +37,17 @@ class CatalogEntry:
         return {blob.digest: blob.size for blob in blobs}
 
 
-def read_catalog(store: LocalStore) -> Iterator[CatalogEntry]:
+def read_catalog(
+    store: LocalStore, *, on_error: Callable[[StoreError], object] | None = None
+) -> Iterator[CatalogEntry]:
     """Yield an entry for every name of a store, sorted; names that another process removes are skipped.
+
+    ``on_error`` is as in :meth:`LocalStore.references`.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
-    for reference in store.references():
+    for reference in store.references(on_error=on_error):
         try:
             yield read_entry(store, reference)
         except ModelNotFound:

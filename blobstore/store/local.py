@@ -40,7 +40,7 @@ from blobstore.store.scan import is_folder, list_names, scan_folder
 from blobstore.store.signatures import Signatures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.descriptor import Descriptor
@@ -289,8 +289,14 @@ class LocalStore(BlobReader):
         except BlobstoreError:
             return ""
 
-    def references(self) -> Iterator[Reference]:
+    def references(
+        self, *, on_error: Callable[[StoreError], object] | None = None
+    ) -> Iterator[Reference]:
         """Yield the name of every model in the store, sorted. Files with other names are skipped.
+
+        Args:
+            on_error: called with the error of each folder of manifests that cannot be read, which is
+                then skipped; by default the first of these errors is raised.
 
         Raises:
             StoreError: the store is not a folder or cannot be read.
@@ -298,11 +304,17 @@ class LocalStore(BlobReader):
         self.check_root()
         folders, files = [str(self._layout.manifests)], list[str]()
         for _ in range(4):  # host, namespace, model, tag
-            paths = [entry.path for folder in folders for entry in scan_folder(folder)]
-            folders, files = [], []
-            for path in paths:
-                # Pipes and broken links are files: reading such a manifest says what is wrong with it.
-                (folders if is_folder(path) else files).append(path)
+            found, folders, files = folders, [], []
+            for folder in found:
+                try:
+                    for entry in scan_folder(folder):
+                        # Pipes and broken links are files: reading such a manifest says what is wrong
+                        # with it.
+                        (folders if is_folder(entry.path) else files).append(entry.path)
+                except StoreError as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
         for file in sorted(map(Path, files)):
             reference = self.reference_of(file)
             if reference is not None:

@@ -13,9 +13,10 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from blobstore.core.digest import Digest
-    from blobstore.errors import BlobstoreError
+    from blobstore.errors import BlobstoreError, StoreError
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.store.catalog import CatalogEntry
@@ -43,7 +44,10 @@ class ListedModel:
 
 
 def list_models(
-    store: LocalStore | str | os.PathLike[str] | None = None, *, read_sources: bool = False
+    store: LocalStore | str | os.PathLike[str] | None = None,
+    *,
+    read_sources: bool = False,
+    on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[ListedModel, ...]:
     """Return all models of a store, sorted by name. Returns none if the store does not exist.
 
@@ -52,12 +56,14 @@ def list_models(
     Args:
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         read_sources: read what the models were imported from too.
+        on_error: called with the error of each folder of manifests that cannot be read, which is then
+            skipped; by default the first of these errors is raised.
 
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
     store = LocalStore.of(store)
-    entries = list(read_catalog(store))
+    entries = list(read_catalog(store, on_error=on_error))
     uses = Counter(digest for entry in entries for digest in entry.blobs)
     frozen = store.frozen()
     return tuple(

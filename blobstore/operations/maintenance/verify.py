@@ -45,10 +45,11 @@ from blobstore.store.verify_blobs import bases_of, damaged_blobs
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
+    from blobstore.errors import StoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Names
@@ -91,6 +92,7 @@ def verify_models(
     rate: float | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
+    on_error: Callable[[StoreError], object] | None = None,
 ) -> Verified:
     """Check models completely: manifests, digests of all blobs, headers of tensors, the config.
 
@@ -107,6 +109,8 @@ def verify_models(
         rate: the most bytes per second to read, by all threads together.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
+        on_error: called with the error of each folder of manifests that cannot be read, whose models
+            are then not checked; by default the first of these errors is raised.
 
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
@@ -122,7 +126,7 @@ def verify_models(
     check = _BlobCheck(store, jobs, progress, limiter, is_quick=quick)
     names = Reference.all_of(references)
     must_exist, is_first = bool(names), True
-    names = names or tuple(store.references())
+    names = names or tuple(store.references(on_error=on_error))
     faults: dict[Reference, list[Fault]] = {reference: [] for reference in names}
     while names:
         manifests = _parse(store, faults, names, must_exist=must_exist)

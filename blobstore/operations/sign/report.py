@@ -18,8 +18,9 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from blobstore.errors import StoreError
     from blobstore.manifests.reference import Names
     from blobstore.operations.sign.policy import Action
     from blobstore.operations.sign.signature import Kind, Signature
@@ -84,6 +85,7 @@ def check_signatures(
     *,
     keys: Sequence[str | os.PathLike[str]] = (),
     store: LocalStore | str | os.PathLike[str] | None = None,
+    on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[SignedModel, ...]:
     """Return who signed models, as far as that can be verified.
 
@@ -91,6 +93,8 @@ def check_signatures(
         references: names of models, by default all.
         keys: files of public keys, besides those of the policy.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        on_error: called with the error of each folder of manifests that cannot be read, which is then
+            skipped; by default the first of these errors is raised.
 
     Raises:
         ModelNotFound: the store has no such model.
@@ -104,7 +108,7 @@ def check_signatures(
     known = [PublicKey.from_pem(read_key(Path(path)), Path(path).name) for path in keys]
     known += policy.keys if policy is not None else ()
     found = []
-    for reference in Reference.all_of(references) or tuple(store.references()):
+    for reference in Reference.all_of(references) or tuple(store.references(on_error=on_error)):
         digest = Digest.of(store.read_manifest(reference))
         parsed: list[Signature] = []
         checked = [_check(data, digest, known, parsed) for data in store.signatures(digest)]

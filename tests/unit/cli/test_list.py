@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
 from tests.unit.cli.running import run, run_json
 
@@ -14,7 +16,7 @@ def test_an_absent_store_lists_nothing(store: LocalStore) -> None:
     result = run("list")
     assert result.stdout == ""
     assert result.stderr.startswith("note: there is no store at ")
-    assert run_json("list") == {"models": []}
+    assert run_json("list") == {"models": [], "unreadable": []}
     assert not store.root.exists()
 
 
@@ -139,3 +141,26 @@ def test_lists_a_model_by_the_start_of_its_id(stored: LocalStore, moe: Path) -> 
 
 def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None:
     assert "no model matches 'x*'" in run("list", "dense", "x*", exit_code=3).stderr
+
+
+def test_lists_what_it_can_if_a_folder_of_manifests_is_closed(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sandbox.common_folder() as folder:
+        monkeypatch.setenv("BLOBSTORE_HOME", str(folder))
+        for name in ("open", "team/closed"):
+            run("create", dense, name)
+        closed = LocalStore(folder).manifest_path("team/closed").parent
+        closed.chmod(0)
+        found = json.loads(
+            sandbox.call(lambda: run("list", "--json", exit_code=1).stdout, unprivileged=True)
+        )
+        text = sandbox.call(lambda: run("list", exit_code=1).output, unprivileged=True)
+        missed = sandbox.call(lambda: run("list", "team/*", exit_code=1).output, unprivileged=True)
+        closed.chmod(0o755)
+    error = f"cannot list '{closed}': Permission denied"
+    assert [model["name"] for model in found["models"]] == ["open:latest"]
+    assert found["unreadable"] == [error]
+    assert "open:latest" in text
+    assert f"blobstore: error: {error}\n" in text
+    assert missed.endswith(f"blobstore: error: {error}\n")

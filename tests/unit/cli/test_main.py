@@ -223,7 +223,7 @@ def test_verbose_says_where_an_error_occurred(store: LocalStore, arguments: list
 def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
     code = (
         "import blobstore.operations.maintenance.list as m, sys\n"
-        "m.list_models = lambda store, read_sources: 1 / 0\n"
+        "m.list_models = lambda store, **_: 1 / 0\n"
         "sys.argv = ['blobstore', 'list']\n"
         "from blobstore.cli.main import main\nmain()"
     )
@@ -386,7 +386,7 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
 def test_an_interrupt_that_leaves_a_lock_unlocked_is_an_interrupt(
     stored: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wait_and_fail(*_: object) -> None:
+    def wait_and_fail(*_: object, **__: object) -> None:
         lock = threading.Lock()
         with lock:
             lock.release()  # as Condition.wait does
@@ -408,7 +408,7 @@ def test_an_interrupt_that_leaves_a_lock_unlocked_is_an_interrupt(
 def test_a_failure_of_the_system_is_one_line(
     stored: LocalStore, monkeypatch: pytest.MonkeyPatch, error: Exception, what: str
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(LocalStore, "references", fail)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.damage import blob_path
 from tests.unit.cli.running import command_line, environment, run, run_json
 
@@ -124,3 +126,30 @@ def test_ctrl_c_ends_a_slow_verification(stored: LocalStore) -> None:
 def reads(pid: int) -> bool:
     """Return whether a process has threads that check blobs."""
     return len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
+
+
+@pytest.mark.parametrize("options", [(), ("--signatures",)])
+def test_checks_what_it_can_if_a_folder_of_manifests_is_closed(
+    dense: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    with sandbox.common_folder() as folder:
+        monkeypatch.setenv("BLOBSTORE_HOME", str(folder))
+        for name in ("open", "team/closed"):
+            run("create", dense, name)
+        closed = LocalStore(folder).manifest_path("team/closed").parent
+        closed.chmod(0)
+        found = json.loads(
+            sandbox.call(
+                lambda: run("verify", *options, "--json", exit_code=1).stdout, unprivileged=True
+            )
+        )
+        text = sandbox.call(lambda: run("verify", *options, exit_code=1).output, unprivileged=True)
+        gc = sandbox.call(lambda: run("gc", "--dry-run", exit_code=1).output, unprivileged=True)
+        closed.chmod(0o755)
+    error = f"cannot list '{closed}': Permission denied"
+    assert found["models"] == 1
+    assert found["faults"] == []
+    assert found["unreadable"] == [error]
+    assert "ok: 1 model, 14 blobs" in text
+    assert f"blobstore: error: {error}\n" in text
+    assert error in gc

@@ -74,7 +74,7 @@ def test_skips_a_name_that_vanishes(store: LocalStore) -> None:
     add_gguf_model(store, "gone")
     add_gguf_model(store, "stays")
     gone, stays = store.references()
-    store.references = lambda: iter((gone, stays))  # type: ignore[method-assign]
+    store.references = lambda **_: iter((gone, stays))  # type: ignore[method-assign]
     store.manifest_path(gone).unlink()
     assert [model.reference for model in list_models(store)] == [stays]
 

@@ -368,7 +368,7 @@ def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
 
 def test_a_name_that_vanishes_is_not_a_fault(store: LocalStore) -> None:
     class Racing(LocalStore):
-        def references(self) -> Iterator[Reference]:
+        def references(self, **_: object) -> Iterator[Reference]:
             yield from super().references()
             yield Reference.parse("gone")
 
