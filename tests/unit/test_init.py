@@ -35,7 +35,7 @@ history(reference, *, store)
 info(reference, *, store)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
-list(store, *, read_sources)
+list(store, *, read_sources, on_error)
 open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, progress)
 open_archive(path)
 open_checkpoint(path, *, subtree)
@@ -52,7 +52,7 @@ show_source(reference, *, store, plain_http)
 sign(reference, key, *, store, out, layout, passphrase, overwrite, jobs, progress)
 thaw(references, *, store, keep_cold, jobs, progress)
 unpack(path, references, *, store, signatures, force, jobs, progress)
-verify(references, *, store, quick, rate, jobs, progress)
+verify(references, *, store, quick, rate, jobs, progress, on_error)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied CopiedModel Created
