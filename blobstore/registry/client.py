@@ -166,15 +166,19 @@ class RegistryClient:
             )
         )
 
-    def blob_size(self, repository: str, digest: Digest) -> int | None:
+    def blob_size(self, repository: str, digest: Digest, *, for_upload: bool = False) -> int | None:
         """Return the size of a blob as the registry states it; None if it has none.
+
+        With ``for_upload``, a blob counts as missing if the registry answers with status 500: distribution
+        does so if a full disk has left a part of the blob empty, and uploading it again repairs that.
 
         Raises:
             RemoteError: the registry cannot be reached, or fails.
         """
-        request = self._blob_request("HEAD", repository, digest)
+        failed = (HTTPStatus.INTERNAL_SERVER_ERROR,) if for_upload else ()
+        request = self._blob_request("HEAD", repository, digest, (*_MISSING, *failed))
         reply = self._transport.fetch(request)
-        if reply.status == HTTPStatus.NOT_FOUND:
+        if reply.status in {HTTPStatus.NOT_FOUND, *failed}:
             return None
         size = protocol.content_length(reply.headers.get("content-length"))
         if size is None:

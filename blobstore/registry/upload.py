@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from blobstore.registry.transport import Transport
 
 PART: Final = 64 * 2**20
+_MAX_FAILURES: Final = 2
+"""Failures in a row after which an upload begins again."""
 _HASHED: Final = 20 * 10**6
 """Bytes per second at which a server is assumed to hash a blob before it answers."""
 
@@ -82,8 +84,11 @@ class Upload:
         is_resumed = session is not None
         resumed = None if is_resumed else 0
         retry = self._transport.retry()
+        failures = 0
         for attempt in retry:
             with attempt:
+                if failures == _MAX_FAILURES:  # a full disk, for one, may have damaged it
+                    session, resumed = None, 0
                 if is_resumed and session is not None:
                     session = self._status(session)
                     if resumed is None:
@@ -99,9 +104,11 @@ class Upload:
                         session = self._send_part(session)
                         self._on_session(session)
                         retry.progress()
+                        failures = 0
                     self._finish(session)
                 except TransientError:
                     is_resumed = True
+                    failures += 1
                     raise
                 except RemoteRefused:
                     if not (is_resumed or self._has_parts):
@@ -136,7 +143,8 @@ class Upload:
             what=self._what,
             method="HEAD",
             url=f"{self._blobs}/{self._digest}",
-            expected=(HTTPStatus.OK, HTTPStatus.NOT_FOUND),
+            # A full disk may have left parts of it empty, which uploading it repairs.
+            expected=(HTTPStatus.OK, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR),
             scopes=self._scopes,
         )
         return self._transport.fetch(request).status == HTTPStatus.OK

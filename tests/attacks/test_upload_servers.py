@@ -287,6 +287,44 @@ def test_status_without_end_is_given_up(
     assert methods(server).count("PATCH") <= QUICK.attempts
 
 
+def test_upload_that_fails_twice_begins_again(in_parts: None, uploads: Uploads) -> None:
+    """As after a full disk, which leaves the state of an upload damaged."""
+    begun = 0
+
+    def serve(request: Received) -> Iterator[bytes]:
+        nonlocal begun
+        begun += request.method == "POST"
+        yield from [reply(500)] if request.method == "PATCH" and begun < 2 else uploads(request)
+
+    with (
+        RawServer(serve) as registry,
+        RegistryClient(registry.host, credentials=GivenLogin(None), patience=QUICK) as client,
+    ):
+        send(client)
+
+    assert uploads.blob == DATA
+    assert begun == 2
+
+
+def test_blob_that_a_server_cannot_look_at_is_uploaded_again(tmp_path: Path) -> None:
+    """Distribution answers with status 500 if a full disk has left a part of a blob empty."""
+    store = LocalStore(tmp_path)
+    add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
+
+    def serve(request: Received) -> Iterator[bytes]:
+        if request.method == "HEAD" and "/blobs/" in request.path:
+            yield reply(500)
+        elif request.method == "POST":
+            yield reply(202, location="/upload?state=1")
+        else:
+            yield reply(201 if request.method == "PUT" else 404)
+
+    with RawServer(serve) as registry:
+        pushed = blobstore.push("m", f"{registry.host}/a", store=store, shape="ollama")
+
+    assert pushed.bytes_sent == sum(item.size for item in store.resolve("m").blobs)
+
+
 @pytest.mark.parametrize("expiring", ["POST", "PATCH", "PUT"])
 def test_token_that_expires_during_an_upload_is_replaced(
     in_parts: None, uploads: Uploads, expiring: str

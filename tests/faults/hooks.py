@@ -75,6 +75,14 @@ def _part(size: int) -> None:
         setattr(importlib.import_module(name), "PART", size)  # noqa: B010 - it is final
 
 
+def _impatience(seconds: float) -> None:
+    """Let a registry that fails be asked again after so many seconds for the first time."""
+    from blobstore.registry import client
+    from blobstore.registry.protocol import Patience
+
+    client.Patience = functools.partial(Patience, first=seconds)  # type: ignore[misc,assignment,attr-defined]
+
+
 def _slow(seed: int) -> None:
     """Let the process be interrupted before and after calls, so that others come between them."""
     chance = random.Random(seed)
@@ -109,4 +117,5 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "no_locks": _no_locks,
     "sync_threads": _sync_threads,
     "part": _part,
+    "impatience": _impatience,
 }

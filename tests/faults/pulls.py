@@ -91,7 +91,9 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
     for number, (fault, disturb) in enumerate(chosen.items()):
         outcome = Outcome(fault)
         rows.append(outcome)
-        share = effort.share(len(chosen) - number)
+        # Instants of a kill are the most different, so these take half of the time.
+        parts = len(chosen) - number
+        share = effort.share(min(parts, 2) if disturb is _killed else parts)
         with workspace() as folder, StubRegistry() as registry:
             disturb(Case(folder, registry, effort.seed), share, outcome)
     return rows

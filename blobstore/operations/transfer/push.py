@@ -350,7 +350,7 @@ class _Push:
         return sent
 
     def _send(self, blob: _Blob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
-        found = self._client.blob_size(self._repository, blob.digest)
+        found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
         if found is not None and found != blob.size:
             raise RemoteError(
                 f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
