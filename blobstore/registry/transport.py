@@ -370,7 +370,8 @@ class Retry:
     def __init__(self, patience: Patience, closed: threading.Event) -> None:
         self._patience = patience
         self._closed = closed
-        self._failures = 0
+        self.failures = 0
+        """In a row, without progress between them."""
 
     def __iter__(self) -> Iterator[Self]:
         while True:
@@ -378,7 +379,7 @@ class Retry:
 
     def progress(self) -> None:
         """Forget the failures: the transfer has advanced."""
-        self._failures = 0
+        self.failures = 0
 
     def __enter__(self) -> Self:
         return self
@@ -386,9 +387,9 @@ class Retry:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if not isinstance(error, TransientError):
             return False
-        self._failures += 1
+        self.failures += 1
         jitter = random.random()  # noqa: S311 - not a secret
-        delay = self._patience.delay(self._failures, error.retry_after, jitter)
+        delay = self._patience.delay(self.failures, error.retry_after, jitter)
         if self._closed.wait(delay or 0):
             raise Cancelled("stopped") from error
         if delay is None:

@@ -84,15 +84,14 @@ class Upload:
         is_resumed = session is not None
         resumed = None if is_resumed else 0
         retry = self._transport.retry()
-        failures = 0
         for attempt in retry:
             with attempt:
-                if failures == _MAX_FAILURES:  # a full disk, for one, may have damaged it
+                if retry.failures == _MAX_FAILURES:  # a full disk, for one, may have damaged it
                     session, resumed = None, 0
                 if is_resumed and session is not None:
                     session = self._status(session)
-                    if resumed is None:
-                        resumed = session.offset if session is not None else 0
+                    offset = session.offset if session is not None else 0
+                    resumed = offset if resumed is None else resumed
                     if session is None and self._is_there():
                         return resumed
                 if session is None:
@@ -104,11 +103,9 @@ class Upload:
                         session = self._send_part(session)
                         self._on_session(session)
                         retry.progress()
-                        failures = 0
                     self._finish(session)
                 except TransientError:
                     is_resumed = True
-                    failures += 1
                     raise
                 except RemoteRefused:
                     if not (is_resumed or self._has_parts):
