@@ -54,6 +54,7 @@ _CACHE = re.compile(r"/\.blobstore/(headers|remotes|verified-|\.\d+-\w+\.tmp)")
 _LEASE = re.compile(r"/\.blobstore/(lock|leases/)")
 _READERS = {"export", "link", "pack"}
 """Commands that take a lease only if they can, because reading a store needs no permission to write."""
+_RETRIED = re.compile(r"/\.blobstore/(tmp/|cold-index)")
 _RETRYING = {"freeze", "thaw"}
 """Commands that retry a file that did not fit, after they have freed some space."""
 _MUST_FAIL = {
@@ -130,7 +131,7 @@ class _Sweep:
         where = "; ".join(line.partition(" ")[2] for line in struck)[:400]
         how = f"{self._operation.name}, {fault}: {where}: exit code {ended.code}"
         if self._operation.name in _RETRYING and fault.what == _FULL:
-            struck = [line for line in struck if "/.blobstore/tmp/" not in line]
+            struck = [line for line in struck if not _RETRIED.search(line)]
         if self._operation.name in _READERS:
             struck = [line for line in struck if not _LEASE.search(line)]
         if problem := _problem(fault, ended, struck):

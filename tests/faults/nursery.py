@@ -56,6 +56,7 @@ def warm_up() -> None:
     for package, command in (("transfer", "pull"), ("transfer", "push"), ("export", "link")):
         importlib.import_module(f"blobstore.cli.{command}")
         importlib.import_module(f"blobstore.operations.{package}.{command}")
+    importlib.import_module("h11")  # which the HTTP client imports when it connects
     workloads = importlib.import_module("tests.faults.workloads")
     with tempfile.TemporaryDirectory(prefix="blobstore-faults-") as folder:
         workloads.try_all(Path(folder))
