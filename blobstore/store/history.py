@@ -84,3 +84,12 @@ class History:
 def _key(reference: Reference) -> str:
     """Return what the names of a model's files end with; models may have names of any length."""
     return Digest.of(reference.full.encode()).hex[:32]
+
+
+def replacement_notices(reference: Reference, former: bytes | None) -> Iterator[str]:
+    """Yield a notice of the model that had the name before."""
+    if former is not None:
+        yield (
+            f"{reference} was the name of another model, {Digest.of(former).short}, until now; "
+            f"'blobstore restore {reference}' brings that back until gc removes its blobs"
+        )

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import one_or_more
-from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
@@ -37,6 +36,7 @@ from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.operations.create.record import ImportOptions, source_record
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
+from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
+    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
@@ -316,15 +317,6 @@ def _kept(names: Sequence[str]) -> Iterator[str]:
         f"kept {quote(names[0])}{more} unquantized: groups of values are too small, too large or "
         "too far apart for the type"
     )
-
-
-def replacement_notices(reference: Reference, former: bytes | None) -> Iterator[str]:
-    """Yield a notice of the model that had the name before."""
-    if former is not None:
-        yield (
-            f"{reference} was the name of another model, {Digest.of(former).short}, until now; "
-            f"'blobstore restore {reference}' brings that back until gc removes its blobs"
-        )
 
 
 def _repairs(repaired: Mapping[Digest, Path | None]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.reference import RemoteReference
+from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def pull_model(
         seconds=time.monotonic() - started,
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
-            *_replacement(reference, done.former),
+            *replacement_notices(reference, done.former),
             *done.notices,
         ),
     )
@@ -215,12 +216,6 @@ def _is_imported(
         return store.has_blobs(blobs)
     with store.ingest() as ingest:
         return all(ingest.find(*blob.id) for blob in blobs)
-
-
-def _replacement(reference: Reference, former: bytes | None) -> Iterable[str]:
-    from blobstore.operations.create.create import replacement_notices
-
-    return replacement_notices(reference, former)
 
 
 def _planned(
