@@ -75,8 +75,7 @@ def estimate_size(
         tried = same_kind[:: -(-len(same_kind) // _SAMPLED_SPANS)]
         size = 0.0
         for begin, span in tried:
-            sample = _Sample.of(data, begin, span, base)
-            size += sample.fit(level) * sample.encoded_size(level)
+            size += _Sample.of(data, begin, span, base).encoded_size(level)
         total += size * len(same_kind) / len(tried)
     return int(total)
 
@@ -115,7 +114,7 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
     if level == "fast" and not is_promising(elements, reader, span.dtype, columns):
         return span
     reader.keep(_MAX_IN_MEMORY)
-    if reader.are_equal(elements):
+    if level != "fast" and reader.are_equal(elements):  # equal elements are not promising
         return span
     found = fit(elements, reader, span.dtype, columns, level)
     if found is None or found.ratio > 1 - _MIN_GAIN[level]:
@@ -166,7 +165,6 @@ class _Sample(NamedTuple):
     span: Span
     data: Bytes
     base: Bytes | None
-    rows: Array
 
     @classmethod
     def of(cls, data: memoryview, begin: int, span: Span, base: BaseBlob | None) -> _Sample:
@@ -181,37 +179,29 @@ class _Sample(NamedTuple):
         taken = np.concatenate(
             [np.frombuffer(data[begin + one : begin + end], np.uint8) for one, end in slices]
         )
-        rows = [np.arange(one // width, end // width) for one, end in slices]
         theirs = None
         if base is not None and span.base_begin is not None:
             theirs = np.concatenate(
                 [base.read(span.base_begin + one, end - one).copy() for one, end in slices]
             )
-        return cls(span, taken, theirs, np.concatenate(rows))
+        return cls(span, taken, theirs)
 
     def encoded_size(self, level: Level) -> float:
-        """Estimate the encoded size of the span without factors."""
+        """Estimate the encoded size of the span, with the factors that suit the sample."""
         begin = None if self.base is None else 0
         span = Span(len(self.data), self.span.dtype, None, begin)
-        base = None if self.base is None else BaseBlob.hot(self.base.data, _ANY_DIGEST)
+        base = None
+        if self.base is not None:
+            base = BaseBlob.hot(self.base.data, _ANY_DIGEST)
+            if columns := _columns(self.span):
+                rows = len(self.data) // width_of(span.dtype) // columns
+                span = span._replace(shape=(rows, columns))
+                span = _with_factors(self.data.data, span, base, level)
         encoded = encode(
             [self.data.data], [span], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
         )
         stored = sum(chunk.stored_size for chunk in encoded.table.chunks)
-        return stored * self.span.size / len(self.data)
-
-    def fit(self, level: Level) -> float:
-        """Return the ratio of the size with factors that are fitted to the sample to that without."""
-        span, columns = self.span, _columns(self.span)
-        if self.base is None or span.dtype is None:
-            return 1
-        mine, theirs = as_elements(self.data, span.dtype), as_elements(self.base, span.dtype)
-        if not can_fit(len(mine), span.dtype, columns) or np.array_equal(mine, theirs):
-            return 1
-        if level == "fast" and not is_promising(mine, theirs, span.dtype, columns):
-            return 1
-        found = fit(mine, theirs, span.dtype, columns, level)
-        return found.ratio if found and found.ratio <= 1 - _MIN_GAIN[level] else 1
+        return (stored + len(span.factors or b"")) * self.span.size / len(self.data)
 
 
 def _is_stack(span: Span) -> bool:

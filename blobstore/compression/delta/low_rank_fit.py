@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta.codec import FAST, SMALL, encode_chunk, estimate_bits
+from blobstore.compression.delta.codec import estimate_bits
 from blobstore.compression.delta.low_rank import (
     MAX_SIDE,
     Factors,
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Final
 
-    from blobstore.compression.delta.codec import DeltaSettings
     from blobstore.compression.level import Level
 
     Array = np.ndarray[Any, Any]
     Reader = Callable[[int, int], Array]
     """Returns the elements of a base from one to before another, good until it is asked again."""
 
-_RANKS: Final = (1, 2, 4, 8, 16, 32)
-_MORE_RANKS: Final = (64,)
+_RANKS: Final = (1, 2, 4, 8, 16)
+_MORE_RANKS: Final = (32, 64)
 """Those that are tried where there are more directions than that."""
 _LEAST_STEP: Final = 8
 """How many times more energy than the mean of all others the last direction has where there are."""
@@ -47,7 +46,8 @@ _PER_DOUBLING: Final = 0.01
 _LEAST_SIDE: Final = 32
 _KEPT_ELEMENTS: Final = 1 << 20
 """Elements of a tensor whose difference is kept while the directions are searched."""
-_TRIED_BLOCKS: Final = 8
+_SAMPLED_BLOCKS: Final = 8
+"""Blocks of rows of a sample, at most."""
 _BLOCK_ELEMENTS: Final = 1 << 19
 """Elements of the rows that are looked at together, about."""
 _TILE_ROWS: Final = 64
@@ -55,7 +55,6 @@ _SERIAL_PRODUCTS: Final = 1 << 18
 """Multiplications that BLAS does in the thread that asks."""
 _LEAST_ENERGY: Final = 1e-13
 """The part of the largest direction's energy below which there is only what rounding has left."""
-_TESTED_BLOCKS: Final = 8
 _TESTED_ROWS: Final = 8
 _TESTED_COLUMNS: Final = 1 << 10
 """Rows per block, and columns, of the sample that shows whether a difference has low rank."""
@@ -79,12 +78,11 @@ class _Effort(NamedTuple):
     """Elements whose rows tell the directions, about."""
     tried: int
     """Elements that ranks are compared on, in some blocks of rows."""
-    codec: DeltaSettings
 
 
 _EFFORTS: Final[dict[Level, _Effort]] = {
-    "fast": _Effort(1, 1 << 22, 1 << 15, FAST),
-    "small": _Effort(2, 1 << 24, 1 << 16, SMALL),
+    "fast": _Effort(1, 1 << 19, 1 << 15),
+    "small": _Effort(2, 1 << 24, 1 << 16),
 }
 
 
@@ -149,8 +147,9 @@ def is_promising(tensor: Array, base: Array | Reader, dtype: DType, columns: int
     pair = _Pair(tensor, _reader(base), dtype, columns)
     height = _TESTED_ROWS * (2 if len(tensor) >= _LARGE else 1)
     chosen = np.linspace(0, columns - 1, min(columns, _TESTED_COLUMNS)).astype(np.intp)
-    begins = np.linspace(0, pair.rows - height, _TESTED_BLOCKS).astype(int).tolist()
-    sample = np.concatenate([pair.difference(begin, begin + height)[:, chosen] for begin in begins])
+    _, *sides = zip(*_samples(pair, _SAMPLED_BLOCKS * height * columns), strict=True)
+    mine, theirs = (np.concatenate(side).reshape(-1, columns)[:, chosen] for side in sides)
+    sample = _difference(mine, theirs, dtype)
     products = _times(sample, sample.T).astype(np.float64)
     if np.trace(products) ** 2 > _MOST_EVEN * len(products) * np.square(products).sum():
         return False
@@ -184,13 +183,10 @@ class _Pair(NamedTuple):
         return self.tensor[first:last], self.base(first, last)
 
     def difference(self, begin: int, end: int, step: int = 1) -> Array:
-        """Return the difference of rows as float32, with 0 for non-finite and very large values."""
-        rows = (side.reshape(-1, self.columns)[::step] for side in self.rows_of(begin, end))
-        tensor, base = rows
-        with np.errstate(all="ignore"):
-            found: Array = _values(tensor, self.dtype) - _values(base, self.dtype)
-        found[~(np.abs(found) < np.float32(2.0**40))] = 0
-        return found
+        """Return the difference of rows, or of every ``step``-th."""
+        sides = self.rows_of(begin, end)
+        mine, theirs = (side.reshape(-1, self.columns)[::step] for side in sides)
+        return _difference(mine, theirs, self.dtype)
 
     def blocks(self, step: int = 1) -> Iterator[Array]:
         """Yield the difference of all rows, or of every ``step``-th, in blocks."""
@@ -205,11 +201,10 @@ class _Best:
     def __init__(self, pair: _Pair, effort: _Effort) -> None:
         self.factors: Factors | None = None
         self._pair = pair
-        self._codec = effort.codec
         rows, tensors, bases = zip(*_samples(pair, effort.tried), strict=True)
         self._rows, self._chunk, self._base = map(np.concatenate, (rows, tensors, bases))
         self._scale = len(pair.tensor) / len(self._chunk)
-        self._least = float("inf")
+        self._cost = self._size = float("inf")
 
     def judge(self, factors: Factors | None) -> bool:
         """Keep factors if they are better; return whether they are."""
@@ -217,24 +212,18 @@ class _Best:
             return False
         bits = estimate_bits(self._chunk, self._predicted(factors))
         size = bits / 8 * self._scale + len(pack(factors))
-        size *= 1 + _PER_DOUBLING * factors.rank.bit_length()
-        if size >= self._least:
+        cost = size * (1 + _PER_DOUBLING * factors.rank.bit_length())
+        if cost >= self._cost:
             return False
-        self._least, self.factors = size, factors
+        self._cost, self._size, self.factors = cost, size, factors
         return True
 
     def result(self) -> Fit | None:
         """Return the best factors if they save space."""
         if self.factors is None:
             return None
-        plain, size = (
-            len(encode_chunk(self._chunk, self._predicted(factors), self._pair.dtype, self._codec))
-            for factors in (None, self.factors)
-        )
-        size_of_factors = len(pack(self.factors)) / self._scale
-        ratio = (size + size_of_factors) / max(plain, 1)
-        is_better = ratio * (1 + _PER_DOUBLING * self.factors.rank.bit_length()) < 1
-        return Fit(self.factors, ratio) if is_better else None
+        plain = estimate_bits(self._chunk, self._base) / 8 * self._scale
+        return Fit(self.factors, self._size / plain) if self._cost < plain else None
 
     def _predicted(self, factors: Factors | None) -> Array:
         if factors is None:
@@ -245,8 +234,8 @@ class _Best:
 
 def _samples(pair: _Pair, elements: int) -> Iterator[tuple[Array, Array, Array]]:
     """Yield the numbers of some rows in blocks, and the elements of both sides."""
-    height = min(max(elements // _TRIED_BLOCKS // pair.columns, 1), pair.rows)
-    count = min(_TRIED_BLOCKS, pair.rows // height)
+    height = min(max(elements // _SAMPLED_BLOCKS // pair.columns, 1), pair.rows)
+    count = min(_SAMPLED_BLOCKS, pair.rows // height)
     for number in range(count):
         begin = number * (pair.rows - height) // max(count - 1, 1)
         tensor, base = pair.rows_of(begin, begin + height)
@@ -274,7 +263,7 @@ def _found(pair: _Pair, rank: int, effort: _Effort) -> _Found | None:
     kept = list(pair.blocks()) if len(pair.tensor) <= _KEPT_ELEMENTS else None
     for _ in range(effort.rounds):  # the power iteration
         turned = np.zeros(basis.shape)
-        for block in kept or pair.blocks(step):
+        for block in (some[::step] for some in kept) if kept else pair.blocks(step):
             turned += _times_transposed(block, _times(block, basis))
         if not turned.any():
             return None
@@ -337,6 +326,14 @@ def _times_transposed(block: Array, lengths: Array) -> Array:
         found[some] = np.matmul(tiles[:, some], parts).sum(0, dtype=np.float64)
         if whole < len(block):
             found[some] += np.matmul(block[whole:, some].T, lengths[whole:])
+    return found
+
+
+def _difference(tensor: Array, base: Array, dtype: DType) -> Array:
+    """Return the difference as float32, with 0 for non-finite and very large values."""
+    with np.errstate(all="ignore"):
+        found: Array = _values(tensor, dtype) - _values(base, dtype)
+    found[~(np.abs(found) < np.float32(2.0**40))] = 0
     return found
 
 
