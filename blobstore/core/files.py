@@ -191,8 +191,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folders(folder: Path, top: Path) -> None:
-    """Create ``folder`` and its missing parents durably.
+def make_folders(folder: Path, top: Path, *, durable: bool = True) -> None:
+    """Create ``folder`` and its missing parents durably, or without syncing them.
 
     ``top`` and the folders below it are synced even if they exist: another process may have just
     created them.
@@ -209,7 +209,7 @@ def make_folders(folder: Path, top: Path) -> None:
             ) from None
         if index < below:
             give_to_owner(parents[index])
-    for parent in parents[: max(existing, below) + 1]:
+    for parent in parents[: max(existing, below) + 1] if durable else ():
         sync_folder(parent)
 
 

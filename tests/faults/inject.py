@@ -51,6 +51,8 @@ FAULTS = {
 """What happens to each kind of call. Those that a command does not make are left out."""
 _CHANGES = re.compile(r"O_CREAT|O_WRONLY|O_RDWR")
 _CACHE = re.compile(r"/\.blobstore/(headers|remotes|verified-|\.\d+-\w+\.tmp)")
+_CODE = re.compile(r"\.(py|so)\b|__pycache__")
+"""Modules that Python loads when they are needed first."""
 _LEASE = re.compile(r"/\.blobstore/(lock|leases/)")
 _READERS = {"export", "link", "pack"}
 """Commands that take a lease only if they can, because reading a store needs no permission to write."""
@@ -126,6 +128,8 @@ class _Sweep:
     def _try(self, fault: Fault) -> None:
         ended = self._command(fault)
         struck = tracing.struck(self._log)
+        if any(_CODE.search(line) for line in struck):
+            return
         row = self._row(_kind(fault))
         row.injected += bool(struck)
         where = "; ".join(line.partition(" ")[2] for line in struck)[:400]

@@ -52,7 +52,7 @@ class PushNotes:
         """Lock the uploads, if the store can be written and no other process has locked them."""
         path = self._folder / f"lock-{self._key('')}"
         with contextlib.suppress(OSError):
-            make_folders(path.parent, self._root)
+            make_folders(path.parent, self._root, durable=False)
             self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.utime(self._lock)  # gc removes old ones
@@ -161,7 +161,7 @@ def _pulled(store: LocalStore, reference: Reference) -> Path:
 def _write(path: Path, root: Path, value: Mapping[str, Any]) -> None:
     """Write a note, unless the store cannot be written."""
     with contextlib.suppress(OSError):
-        make_folders(path.parent, root)
+        make_folders(path.parent, root, durable=False)
         write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
 
 

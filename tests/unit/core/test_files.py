@@ -202,6 +202,10 @@ def test_new_folders_are_durable_in_their_parents(tmp_path: Path, synced: list[s
     synced.clear()
     make_folders(top / "c", top)
     assert synced == [str(top / "c"), str(top)]
+    synced.clear()
+    make_folders(top / "cache" / "notes", top, durable=False)
+    assert (top / "cache" / "notes").is_dir()
+    assert synced == []
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOTSUP])
