@@ -193,7 +193,6 @@ _ROUTER = Rule(
         "*.mlp.gate.weight",
         "*.mixer.gate.weight",
         "*.shared_expert_gate.weight",
-        "*.router.proj.weight",
         # Ollama's list ends here.
         "*.feed_forward.gate.weight",
         "*.ffn.gate.weight",

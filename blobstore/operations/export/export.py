@@ -121,7 +121,7 @@ def export_model(
     return Exported(
         folder=target,
         files=len(written),
-        tensors=len(plan.tensors),
+        tensors=sum(len(file.tensors) for file in plan.weights),
         shards=len(plan.weights),
         is_original=original is not None,
         bytes_written=size,

@@ -79,7 +79,9 @@ def test_the_requested_type_has_its_default_group_size(to: str) -> None:
         ("model.layers.0.mlp.moe_statics.weight", "router"),
         ("transformer.wte.weight", "embedding"),
         ("transformer.wpe.weight", "embedding"),
+        ("model.tok_emb.weight", "embedding"),
         ("shared.weight", "embedding"),
+        ("model.shared.weight", "embedding"),
         ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "embedding"),
         ("model.layers.0.self_attn.kv_b_proj.weight", "latent attention"),
         ("layers.0.attn.wkv_b.weight", "latent attention"),
@@ -87,6 +89,7 @@ def test_the_requested_type_has_its_default_group_size(to: str) -> None:
         ("model.visual.blocks.0.attn.v_proj.weight", "vision"),
         ("vpm.encoder.layers.0.mlp.fc1.weight", "vision"),
         ("model.siglip.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("vit.layers.0.mlp.fc1.weight", "vision"),
         ("model.vit.layers.0.mlp.fc1.weight", "vision"),
         ("image_tower.layers.0.fc1.weight", "vision"),
         ("audio_encoder.layers.0.fc1.weight", "audio"),
@@ -96,6 +99,8 @@ def test_the_requested_type_has_its_default_group_size(to: str) -> None:
         ("model.mm_projector.0.weight", "projector"),
         ("mlp1.1.weight", "projector"),
         ("model.aligner.fc1.weight", "projector"),
+        ("model.connector.modality_projection.proj.weight", "projector"),
+        ("resampler.attn.out_proj.weight", "projector"),
     ],
 )
 @pytest.mark.parametrize("policy", POLICIES)
@@ -191,11 +196,22 @@ HEAD_TYPES = {
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_the_output_head_gets_8_bits_of_the_family(to: str) -> None:
-    for name in ("lm_head.weight", "language_model.lm_head.weight", "output.weight", "head.weight"):
-        decision = decide(name, to=to)
-        assert kind(decision) == HEAD_TYPES[to]
-        assert decision.reason == "output head, 8 bits"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "language_model.lm_head.weight",
+        "model.layers.61.shared_head.head.weight",
+        "transformer.output_layer.weight",
+        "output.weight",
+        "head.weight",
+        "score.weight",
+    ],
+)
+def test_the_output_head_gets_8_bits_of_the_family(name: str, to: str) -> None:
+    decision = decide(name, to=to)
+    assert kind(decision) == HEAD_TYPES[to]
+    assert decision.reason == "output head, 8 bits"
 
 
 @pytest.mark.parametrize(("to", "columns", "group"), [("int4", 96, 64), ("nvfp4", 48, 32)])

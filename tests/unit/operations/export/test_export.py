@@ -619,9 +619,10 @@ def test_weights_with_global_scales_keep_the_names_of_their_source(
     is_modelopt = maker == "modelopt"
     folder = modelopt_folder(tmp_path / "source") if is_modelopt else DATA / "ct-nvfp4"
     create(folder, NAME, store=store)
-    write(NAME, out, store=store)
+    written = write(NAME, out, store=store)
     source = raw_tensors(folder / "model.safetensors")
     assert raw_tensors(out) == source  # the scales of activations, too
+    assert written.tensors == len(source)
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
 
