@@ -143,10 +143,7 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
                 f"  {render.cell(name)}: {deltas} against {render.cell(base)}, whose blobs are kept"
             )
     if frozen.fallbacks:
-        yield (
-            f"  {render.count_of(frozen.fallbacks, 'blob')} compressed without a base: "
-            "the base is damaged, or the delta could not be verified"
-        )
+        yield render.without_base(frozen.fallbacks)
     if count := frozen.count("cold"):
         yield f"  {render.count_of(count, 'blob')} {'was' if count == 1 else 'were'} already frozen"
     for outcome, reason in _REASONS.items():

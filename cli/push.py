@@ -121,11 +121,14 @@ def command(
         fields = (
             "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
             "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
-            "bytes_present bytes_verified signatures cold_blobs bytes_cold seconds"
+            "bytes_present bytes_verified signatures cold_blobs bytes_cold fallbacks "
+            "seconds"
         )
         render.show_json(render.record(pushed, fields))
         return
     render.show(_as_text(pushed))
+    if pushed.fallbacks:
+        render.show(render.without_base(pushed.fallbacks))
 
 
 def _as_text(pushed: Pushed) -> str:

@@ -320,6 +320,14 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def without_base(count: int) -> str:
+    """Return a line that reports blobs whose delta was given up."""
+    return (
+        f"  {count_of(count, 'blob')} compressed without a base: the base is damaged, or the delta "
+        "could not be verified"
+    )
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
     """Show progress on standard error: a bar on a terminal, else a line every ten seconds.

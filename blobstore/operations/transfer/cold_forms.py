@@ -81,6 +81,11 @@ class ColdForms:
         """The blobs that may take less when they are compressed, the largest first."""
         self.size = sum(blob.size for blob in self.blobs)
 
+    @property
+    def fallbacks(self) -> int:
+        """The number of blobs that are compressed alone, because their delta or base is not intact."""
+        return len(self._builder.fallbacks)
+
     @contextlib.contextmanager
     def temporary_files(self, jobs: int) -> Iterator[None]:
         """Make a place for as many encoded blobs as there are threads, and keep ``gc`` from the blobs.

@@ -90,6 +90,8 @@ class Pushed:
     """Blobs whose cold form the registry has too."""
     bytes_cold: int
     """Bytes of these cold forms, which the other numbers include; with ``is_dry_run`` an estimate."""
+    fallbacks: int
+    """Cold forms without a base, because their delta or their base is not intact."""
     is_dry_run: bool
     seconds: float
 
@@ -217,6 +219,7 @@ def push_model(
         signatures=signatures,
         cold_blobs=len(cold_sizes),
         bytes_cold=sum(cold_sizes),
+        fallbacks=0 if forms is None else forms.fallbacks,
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )

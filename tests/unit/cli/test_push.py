@@ -10,6 +10,8 @@ import pytest
 
 from blobstore.operations.transfer import push as pushing
 from blobstore.store.local import LocalStore
+from tests.support.frozen import layer, put, spoil_deltas, tuned
+from tests.support.models import add_blobs
 from tests.support.raw_server import RawServer, Received, reply
 from tests.support.registry import Server, running_registry
 from tests.unit.cli.running import command_line, environment, run, run_json
@@ -52,6 +54,21 @@ def test_prints_exact_numbers_as_json(stored: LocalStore, server: Server) -> Non
     assert found["remote_shape"] == "ollama"
     assert found["bytes_sent"] == sum(blob.size for blob in stored.resolve("dense").blobs)
     assert (found["unchanged"], found["dry_run"], found["bytes_verified"]) == (False, False, 0)
+
+
+def test_reports_deltas_that_could_not_be_verified(
+    store: LocalStore, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "base", {"x": 1})
+    add_blobs(store, "child", {"x": layer("x", tuned(10, 1))})
+    spoil_deltas(monkeypatch)
+    remote = f"{server.host}/cli/spoiled"
+    command = ("push", "child", remote, "--cold", "--base", "base", "--verify")
+    assert run(*command).stdout.splitlines()[1] == (
+        "  1 blob compressed without a base: the base is damaged, "
+        "or the delta could not be verified"
+    )
+    assert run_json(*command)["fallbacks"] == 1
 
 
 def test_pushes_a_name_with_a_host_to_that_host(stored: LocalStore, server: Server) -> None:
