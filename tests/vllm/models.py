@@ -114,6 +114,6 @@ def expected(kind: str, dtype: str = "bfloat16") -> Answer:
 
 def digests(model: Any) -> dict[str, str]:
     return {
-        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+        name: hashlib.sha256(tensor.cpu().reshape(-1).view(torch.uint8).numpy()).hexdigest()
         for name, tensor in model.named_parameters()
     }

@@ -48,8 +48,8 @@ def _one_engine_after_another() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM use the kernels for CPUs that it has, but offers only for GPUs."""
-    kernels = {PlatformEnum.CPU: [linear.EmulationNvFp4LinearKernel]}
+    """Let vLLM use kernels that need no special hardware, which it does not offer for CPUs."""
+    kernels = {platform: [linear.EmulationNvFp4LinearKernel] for platform in PlatformEnum}
     monkeypatch.setattr(linear, "_POSSIBLE_NVFP4_KERNELS", kernels)
     experts = nvfp4_emulation_moe.Nvfp4QuantizationEmulationTritonExperts
     monkeypatch.setattr(experts, "is_supported_config", lambda *_, **__: (True, None))
@@ -87,7 +87,7 @@ def test_answers_the_same_from_the_store_as_from_the_folder(
     link_model("m", tmp_path / "links", store=store)
     assert answer(model=str(tmp_path / "links")) == theirs
     export_model("m", tmp_path / "plain", store=store, dequantize=True)
-    with engine_options("m", store=store) as engine:  # there is no GPU
+    with engine_options("m", store=store, dequantize=True) as engine:
         assert answer(**engine) == answer(model=str(tmp_path / "plain")) != theirs
 
 
