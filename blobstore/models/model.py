@@ -330,6 +330,9 @@ class Model(ModelFiles, Mapping[str, Array]):
     ) -> Iterator[tuple[str, Array]]:
         """Yield names and tensors one at a time, as inference servers load weights.
 
+        On a GPU, a tensor can be used at once on the current stream, which must be the same one for all
+        tensors of an iteration.
+
         Args:
             prefix: the beginning of the names to yield.
             order: ``file`` for the order of the bytes in the blobs, ``name`` to sort by name.
