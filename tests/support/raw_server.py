@@ -97,12 +97,14 @@ class RawServer:
 
     @staticmethod
     def _receive(connection: socket.socket) -> Received:
+        def read() -> bytes:
+            if not (data := connection.recv(65536)):
+                raise ValueError("the request ends early")
+            return data
+
         data = b""
         while b"\r\n\r\n" not in data:
-            more = connection.recv(65536)
-            if not more:
-                raise ValueError("no request")
-            data += more
+            data += read()
         head, _, body = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         method, path, _ = first.split(" ")
@@ -111,5 +113,5 @@ class RawServer:
             for name, text in (re.split(r":\s*", line, maxsplit=1) for line in lines)
         }
         while len(body) < int(headers.get("content-length", 0)):
-            body += connection.recv(65536)
+            body += read()
         return Received(method, path, headers, body)
