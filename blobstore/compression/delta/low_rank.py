@@ -154,9 +154,8 @@ class LowRankPredictor:
         exponents = scratch("delta shifted", base.nbytes).view(base.dtype)
         np.bitwise_and(base, mask, out=exponents)
         np.subtract(exponents, unit, out=exponents)
-        odd = exponents >= mask - unit
-        if odd.any():
-            np.copyto(predicted, base, where=odd)
+        if exponents.max(initial=0) >= mask - unit:
+            np.copyto(predicted, base, where=exponents >= mask - unit)
         return predicted
 
 
@@ -185,18 +184,18 @@ _ADD: Final = {DType.BF16: _add_bf16, DType.F16: _add_f16, DType.F32: _add_f32}
 
 
 def quantized(left: Array, right: Array, limit: int) -> Factors | None:
-    """Return integer factors that approximate ``left @ right``, or None if there are none.
+    """Return integer factors that approximate ``left.T @ right``, or None if there are none.
 
     Args:
-        left: array of rows by terms.
-        right: array of terms by columns.
+        left: array of terms by rows, as float32.
+        right: array of terms by columns, as float32.
         limit: the largest integer, at most 127.
     """
     if not len(right):
         return None
-    largest = np.abs(right).max(axis=1).astype(np.float64)
-    scaled = left.T * (largest / limit)[:, None]
-    reaches = np.abs(scaled).max(axis=1)
+    largest = np.maximum(right.max(axis=1), -right.min(axis=1))
+    scaled = left * (largest / np.float32(limit))[:, None]
+    reaches = np.maximum(scaled.max(axis=1), -scaled.min(axis=1))
     if not (np.isfinite(reaches).all() and (reaches > 0).all()):
         return None
     wanted = np.ceil(np.log2(reaches / limit)).astype(np.int64)
@@ -205,6 +204,7 @@ def quantized(left: Array, right: Array, limit: int) -> Factors | None:
     exponents = np.maximum(wanted, wanted.max() - distance)
     if not {int(exponents.min()), int(exponents.max())} <= set(_EXPONENTS):
         return None
-    lefts = np.rint(scaled * np.ldexp(1.0, -exponents)[:, None]).astype(np.int8)
-    rights = np.rint(right * (limit / largest)[:, None]).astype(np.int8)
+    scaled *= np.ldexp(np.float32(1), -exponents)[:, None]
+    lefts = np.rint(scaled, out=scaled).astype(np.int8)
+    rights = np.rint(right * (np.float32(limit) / largest)[:, None]).astype(np.int8)
     return Factors(tuple(exponents.tolist()), lefts, rights)

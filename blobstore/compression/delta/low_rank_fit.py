@@ -65,6 +65,8 @@ _LEAST_RATIO: Final = 10.0
 _MOST_EVEN: Final = 0.61
 """If half of the directions have at most a tenth of the energy, the square of the sum of all energies is
 at most this part of their number times the sum of their squares, which needs no decomposition."""
+_MOST: Final = np.float32(2.0**40)
+"""Larger differences are left out."""
 _LIMITS: Final = (15, 31, 63, 127)
 """The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
 
@@ -246,13 +248,15 @@ class _Found(NamedTuple):
     """How far rows go in which directions, the largest first."""
 
     lengths: Array
+    """Of shape (directions, rows)."""
     directions: Array
+    """Of shape (directions, columns)."""
     has_more: bool
     """Whether the next directions are not what all others are too."""
 
     def of(self, rank: int, limit: int) -> Factors | None:
         """Return factors of the first directions."""
-        return quantized(self.lengths[:, :rank], self.directions[:rank], limit)
+        return quantized(self.lengths[:rank], self.directions[:rank], limit)
 
 
 def _found(pair: _Pair, rank: int, effort: _Effort) -> _Found | None:
@@ -272,13 +276,13 @@ def _found(pair: _Pair, rank: int, effort: _Effort) -> _Found | None:
     parts = []
     for block in kept or pair.blocks():
         parts.append(_times(block, basis))
-        energy += float(np.square(block).sum(dtype=np.float64))
+        energy += float(np.square(block).sum())
     lengths = np.concatenate(parts)
     energies, turns = _turns(lengths)
     rest = max(energy - float(energies.sum()), 0) / max(min(pair.rows, pair.columns) - count, 1)
     turns = turns[:, :rank]
     has_more = len(energies) > rank and float(energies[-1]) > _LEAST_STEP * rest
-    return _Found(_times(lengths, turns), _times(basis, turns).T, has_more)
+    return _Found(np.ascontiguousarray(_times(lengths, turns).T), _times(basis, turns).T, has_more)
 
 
 def _turns(sides: Array) -> tuple[Array, Array]:
@@ -331,15 +335,18 @@ def _times_transposed(block: Array, lengths: Array) -> Array:
 
 def _difference(tensor: Array, base: Array, dtype: DType) -> Array:
     """Return the difference as float32, with 0 for non-finite and very large values."""
+    found = _values(tensor, dtype)
     with np.errstate(all="ignore"):
-        found: Array = _values(tensor, dtype) - _values(base, dtype)
-    found[~(np.abs(found) < np.float32(2.0**40))] = 0
+        found -= _values(base, dtype)
+    if not (found.max() < _MOST and found.min() > -_MOST):  # one of both is NaN if a value is
+        found[~(np.abs(found) < _MOST)] = 0
     return found
 
 
 def _values(elements: Array, dtype: DType) -> Array:
+    """Return a copy of the elements as float32."""
     if dtype is DType.BF16:
-        return (elements.astype(np.uint32) << 16).view(np.float32)
-    if dtype is DType.F16:
-        return elements.view(np.float16).astype(np.float32)
-    return elements.view(np.float32)
+        wide = elements.astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    return elements.view(np.float16 if dtype is DType.F16 else np.float32).astype(np.float32)

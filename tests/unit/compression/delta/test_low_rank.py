@@ -109,7 +109,7 @@ def test_quantized_factors_are_near_what_they_stand_for(limit: int) -> None:
     random = np.random.default_rng(0)
     left, right = random.standard_normal((90, 3)), random.standard_normal((3, 70))
     left *= [1e-3, 2e-4, 1e-9]
-    factors = quantized(left.astype(np.float32), right.astype(np.float32), limit)
+    factors = quantized(left.astype(np.float32).T, right.astype(np.float32), limit)
     assert factors is not None
     error = exact(factors) - left @ right
     assert np.abs(error).max() < 3 / limit * np.abs(left @ right).max()
@@ -119,7 +119,7 @@ def test_quantized_factors_are_near_what_they_stand_for(limit: int) -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-38, 1e30, np.inf])
 def test_nothing_stands_for_what_no_factors_reach(size: float) -> None:
     side = np.full((40, 1), size, np.float32)
-    assert quantized(side, np.ones((1, 40), np.float32), 127) is None
+    assert quantized(side.T, np.ones((1, 40), np.float32), 127) is None
 
 
 def test_every_shorter_form_is_refused() -> None:
