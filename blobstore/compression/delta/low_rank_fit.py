@@ -67,7 +67,7 @@ _MOST_EVEN: Final = 0.61
 at most this part of their number times the sum of their squares, which needs no decomposition."""
 _MOST: Final = np.float32(2.0**40)
 """Larger differences are left out."""
-_LIMITS: Final = (15, 31, 63, 127)
+_LIMITS: Final = (31, 63, 127)
 """The largest integer of a factor: fine ones where coarse ones leave much of what is predictable."""
 
 
@@ -83,7 +83,7 @@ class _Effort(NamedTuple):
 
 
 _EFFORTS: Final[dict[Level, _Effort]] = {
-    "fast": _Effort(1, 1 << 19, 1 << 15),
+    "fast": _Effort(1, 1 << 19, 1 << 14),
     "small": _Effort(2, 1 << 24, 1 << 16),
 }
 
