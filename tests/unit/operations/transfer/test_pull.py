@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -225,7 +226,9 @@ def test_a_tag_that_moved_replaces_what_was_pulled_from_there(
     assert restored.digest == Digest.of(former)
 
 
-@pytest.mark.parametrize("change", ["other model", "other address", "no note"])
+@pytest.mark.parametrize(
+    "change", ["other model", "other address", "no note", "forged note", "note of another user"]
+)
 def test_a_tag_that_moved_replaces_nothing_else(
     remote: str, store: LocalStore, registry: StubRegistry, origin: LocalStore, change: str
 ) -> None:
@@ -236,6 +239,14 @@ def test_a_tag_that_moved_replaces_nothing_else(
     elif change == "other address":
         registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/a", "v2")
         remote = remote.replace(":latest", ":v2")
+    elif change == "forged note":
+        (note,) = store.folder("remotes").glob("pulled-*")
+        note.write_text(json.dumps({"remote": [remote], "digest": None, "manifest": {}}))
+    elif change == "note of another user":
+        if os.geteuid():
+            pytest.skip("only root can give a file away")
+        (note,) = store.folder("remotes").glob("pulled-*")
+        os.chown(note, 12_345, -1)
     else:
         shutil.rmtree(store.folder("remotes"))
     before = store.read_manifest("a")
