@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _MAX_CARD = 1 << 20
 """Bytes; larger files are not read for a license or a base."""
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
+# No two parts match the same line breaks: a file of nothing else would take hours.
+_FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?\n)---[ \t\r]*(?:\n|\Z)", re.DOTALL)
 _CARD_FIELD = r"^{}:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)"
 _LICENSE_FILES = ("license", "licence", "use_policy")
 
