@@ -102,12 +102,13 @@ def check_trust(
     from blobstore.operations.sign.policy import decide
 
     manifest = Digest.of(data)
-    found = (*parsed(store.signatures(manifest)), *signatures)
-    verdict = decide(policy, reference, manifest, found)
+    found = {one.data: one for one in (*parsed(store.signatures(manifest)), *signatures)}
+    verdict = decide(policy, reference, manifest, found.values())
     if verdict.is_refused:
+        command = f"'blobstore verify {reference} --quick --signatures'"
         raise NotTrusted(
             f"the policy refuses model {reference}: {verdict.reason}",
-            advice="'blobstore verify NAME --quick --signatures' lists its signatures",
+            advice=f"{command} lists its signatures" if store.has_model(reference) else "",
         )
     return verdict
 

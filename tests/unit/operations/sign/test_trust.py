@@ -156,3 +156,29 @@ def test_reads_a_signature_of_a_manifest_from_a_file(
         read_signature(tmp_path / "none")
     with pytest.raises(InvalidSignature, match="JSON"):
         read_signature(key.public)
+
+
+def test_a_signature_that_came_with_a_model_and_is_in_the_store_counts_once(
+    store: LocalStore, key: KeyFiles, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    blobstore.sign("model", key_files(tmp_path / "other").private, store=store)
+    policy(store, key)
+    data = store.read_manifest("model")
+    kept = list(trust.parsed(store.signatures(Digest.of(data))))
+    with pytest.raises(NotTrusted, match=rf"none of its signatures \({len(kept)}\) is"):
+        check_trust(store, MODEL, data, kept)
+
+
+def test_the_command_that_lists_signatures_is_named_for_models_of_the_store_only(
+    store: LocalStore, key: KeyFiles
+) -> None:
+    policy(store, key)
+    data = store.read_manifest("model")
+    for name, advice in (
+        ("model", "'blobstore verify model:latest --quick --signatures' lists its signatures"),
+        ("absent", ""),
+    ):
+        with pytest.raises(NotTrusted) as caught:
+            check_trust(store, Reference.parse(name), data)
+        assert caught.value.advice == advice
