@@ -55,6 +55,11 @@ class Reference:
             InvalidReference: a part is empty, too long, or has a character outside the grammar,
                 or there are more than three parts.
         """
+        if text.startswith("oci://"):
+            raise InvalidReference(
+                f"not a model name: {quote(text)} is an address in a registry",
+                advice="fetch the model with 'blobstore pull' first",
+            )
         path, slash, last = text.rpartition("/")
         model, colon, tag = last.partition(":")
         if colon and not tag:

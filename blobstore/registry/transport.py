@@ -46,6 +46,8 @@ _MAX_CHALLENGES: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _READ: Final = 2**19
 """Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
+_CERTIFICATES: Final = ("CURL_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables that name a file of certificates; the first that is set counts."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -297,11 +299,11 @@ class Transport:
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-            host = protocol.host_of(self.base)
+            host = self.base.partition("://")[2]
             advice = (
                 f"the credentials for {host} give no access to it"
                 if self._authorizer.has_login
-                else f"'blobstore login {self.base.partition('://')[2]}' may be needed"
+                else f"'blobstore login {host}' may be needed"
             )
             return RemoteRefused(error.message, advice=advice)
         return error
@@ -316,9 +318,7 @@ class Transport:
             while cause is not None and not isinstance(cause, ssl.SSLError):
                 cause = cause.__cause__ or cause.__context__
             if cause is not None:
-                raise RemoteError(
-                    message, advice="SSL_CERT_FILE names the certificates to trust"
-                ) from error
+                raise RemoteError(message, advice=_certificates_in_use()) from error
             if not self._has_answered:  # rather a mistyped address than a server that restarts
                 raise RemoteError(message) from error
             raise TransientError(message) from error
@@ -345,7 +345,7 @@ class Transport:
 
 def _trusted() -> ssl.SSLContext:
     """Return the certificates that the environment names, or those of the client."""
-    for variable in ("CURL_CA_BUNDLE", "SSL_CERT_FILE"):
+    for variable in _CERTIFICATES:
         path = os.environ.get(variable)
         if not path:
             continue
@@ -358,6 +358,14 @@ def _trusted() -> ssl.SSLContext:
     if folder and not Path(folder).is_dir():  # OpenSSL would trust nobody, and not say why
         raise RemoteError(f"SSL_CERT_DIR: {quote(folder)} is not a folder")
     return httpx2.create_ssl_context()
+
+
+def _certificates_in_use() -> str:
+    """Return which variable names the certificates that are trusted, or which one may."""
+    for variable in (*_CERTIFICATES, "SSL_CERT_DIR"):
+        if path := os.environ.get(variable):
+            return f"{variable} names the certificates to trust: {quote(path)}"
+    return f"{_CERTIFICATES[-1]} names the certificates to trust"
 
 
 class Retry:

@@ -29,7 +29,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.manifests.reference import Reference, similar_names
+from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
 from blobstore.store.blobs import BlobReader
 from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
@@ -285,9 +285,12 @@ class LocalStore(BlobReader):
 
     def _similar_names(self, reference: Reference) -> str:
         try:
-            return similar_names(reference, self.references())
+            similar = similar_names(reference, self.references())
         except BlobstoreError:
-            return ""
+            similar = ""
+        if similar or reference.host == DEFAULT_HOST:
+            return similar
+        return f"'blobstore pull {reference}' fetches it if a registry has it"
 
     def references(
         self, *, on_error: Callable[[StoreError], object] | None = None

@@ -147,7 +147,7 @@ def test_a_login_is_used_by_every_command_that_reads_a_registry(
     ("login", "advice"),
     [
         (None, "'blobstore login {}' may be needed"),
-        (Login("alice", "s3cret"), "the credentials for 127.0.0.1 give no access to it"),
+        (Login("alice", "s3cret"), "the credentials for {} give no access to it"),
     ],
     ids=["no password", "wrong password"],
 )

@@ -235,7 +235,14 @@ def test_a_bug_keeps_its_traceback(stored: LocalStore) -> None:
 
 
 def test_suggests_only_similar_names(stored: LocalStore) -> None:
-    assert "did you mean" not in run("show", "qwen", exit_code=3).stderr
+    error = run("show", "qwen", exit_code=3).stderr
+    assert "did you mean" not in error
+    assert "blobstore pull" not in error
+
+
+def test_a_name_with_a_host_that_the_store_lacks_may_be_pulled(stored: LocalStore) -> None:
+    error = run("show", "ghcr.io/team/qwen:v2", exit_code=3).stderr
+    assert "; 'blobstore pull ghcr.io/team/qwen:v2' fetches it if a registry has it" in error
 
 
 @pytest.mark.parametrize(

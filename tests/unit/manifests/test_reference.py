@@ -154,3 +154,10 @@ def test_two_names_never_share_a_path(
         return
     assert LAYOUT.manifest(one) != LAYOUT.manifest(other)
     assert str(one) != str(other)
+
+
+def test_an_address_in_a_registry_is_no_name_of_a_model() -> None:
+    with pytest.raises(
+        InvalidReference, match=r"'oci://h/m' is an address.*'blobstore pull' first"
+    ):
+        Reference.parse("oci://h/m")

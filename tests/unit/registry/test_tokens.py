@@ -66,7 +66,7 @@ def test_password_is_sent_when_the_registry_asks_for_it(
 @pytest.mark.parametrize(
     ("login", "advice"),
     [
-        (WRONG, "the credentials for 127.0.0.1 give no access"),
+        (WRONG, r"the credentials for 127\.0\.0\.1:\d+ give no access"),
         (None, "'blobstore login 127.0.0.1:"),
     ],
 )

@@ -190,6 +190,27 @@ def test_certificates_of_the_environment_are_trusted(
         assert size(server.host, plain_http=False) == 17
 
 
+@pytest.mark.parametrize("variable", CERTIFICATES)
+def test_a_refused_certificate_names_the_variable_that_counts(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    system = ssl.get_default_verify_paths()
+    path = system.capath if variable == "SSL_CERT_DIR" else system.cafile
+    if path is None:
+        pytest.skip("OpenSSL knows no certificates of the system")
+    for one in CERTIFICATES[CERTIFICATES.index(variable) :]:
+        monkeypatch.setenv(one, path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    with (
+        RawServer(answer, context) as server,
+        pytest.raises(
+            RemoteError, match=f"; {variable} names the certificates to trust: '{path}'$"
+        ),
+    ):
+        size(server.host, plain_http=False)
+
+
 @pytest.mark.parametrize("variable", CERTIFICATES[:2])
 @pytest.mark.parametrize("content", [None, b"no certificate"])
 def test_certificates_that_cannot_be_read_are_named(
