@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.models.model_card import card_field
 from blobstore.operations.freeze.blob_encoder import MIN_GAIN
 from blobstore.operations.freeze.similarity import BlobSampler
 
@@ -38,8 +39,6 @@ _SAMPLED_BLOBS: Final = 2
 _MIN_SIMILAR: Final = 0.5
 """The share of a model's bytes that must lie in layers of equal name and size."""
 _MAX_CARD: Final = 1 << 20
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?\n)---\s*\n", re.DOTALL)
-_BASE_MODEL = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
 class BaseFinder:
@@ -134,8 +133,7 @@ class BaseFinder:
             try:
                 text = self._store.read_blob(layer.digest, layer.size).decode()
                 if layer.name == "README.md":
-                    front_matter = _FRONT_MATTER.match(text)
-                    names = _BASE_MODEL.findall(front_matter[1]) if front_matter else []
+                    names = list(card_field({layer.name: text}, "base_model"))
                 elif isinstance(config := json.loads(text), dict):
                     names = [config.get(key) for key in ("base_model", "_name_or_path")]
             except (BlobstoreError, ValueError, RecursionError):
