@@ -500,8 +500,10 @@ class LocalStore(BlobReader):
             write_file(self._layout.headers / key.hex, [data], durable=False)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self, *, is_dry: bool = False) -> Iterator[None]:
         """Convert an OSError of the block into an error that says why the store cannot be written.
+
+        A dry run only reads, so its errors say that the store cannot be read.
 
         Raises:
             StoreError: the system refused an operation.
@@ -512,13 +514,15 @@ class LocalStore(BlobReader):
             self.check_root()
             root = quote(self.root)
             place = f" ({quote(error.filename)})" if error.filename else ""
+            denied = f"no permission to {'read' if is_dry else 'write to'} the store {root}{place}"
             reasons = {
                 errno.EROFS: f"the store {root} is on a read-only file system",
-                errno.EACCES: f"no permission to write to the store {root}{place}",
-                errno.EPERM: f"no permission to write to the store {root}{place}",
+                errno.EACCES: denied,
+                errno.EPERM: denied,
                 errno.ENOSPC: f"no space left for the store {root}; free some or use another",
                 errno.EDQUOT: f"the disk quota of the store {root} is used up",
                 errno.EXDEV: f"the folders of the store {root} are on different file systems",
             }
-            otherwise = f"writing to the store {root} failed: {error.strerror}{place}"
+            attempt = "reading" if is_dry else "writing to"
+            otherwise = f"{attempt} the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error

@@ -149,7 +149,7 @@ def collect_garbage(
     store.check_root()
     if not store.root.exists():
         return Collected()
-    with store.writing():
+    with store.writing(is_dry=dry_run):
         collection = _Collection(store, older_than, dry_run=dry_run)
         deltas, others = collection.candidates()
         refusal = "" if force else collection.refusal([*deltas, *others])
@@ -200,7 +200,7 @@ class _Collection:
         """The delta-encoded blobs by their bases."""
         self._unreadable: dict[Digest, BlobDamaged] = {}
         """Cold blobs whose base is unknown, and why."""
-        self._cold_version: FileVersion | None = None
+        self._cold_version: list[FileVersion | None] = []
         """Identifies the content of the folder of cold blobs."""
         self._possible_bases: set[Digest] = set()
         """All bases, if a needed blob is missing: any of them may be its base."""
@@ -357,11 +357,16 @@ class _Collection:
                 if base is not None:
                     self._deltas.setdefault(base, []).append(digest)
 
-    def _version_of_cold(self) -> FileVersion | None:
-        try:
-            return FileVersion.of_status(self._store.folder("cold").stat())
-        except FileNotFoundError:
-            return None
+    def _version_of_cold(self) -> list[FileVersion | None]:
+        # Two changes of a folder within a tick of the clock look like one. The index grows before a
+        # cold blob gets its name.
+        versions: list[FileVersion | None] = []
+        for path in (self._store.folder("cold"), self._store.cold_index.path):
+            try:
+                versions.append(FileVersion.of_status(path.stat()))
+            except FileNotFoundError:
+                versions.append(None)
+        return versions
 
     def lock(self) -> contextlib.AbstractContextManager[None]:
         """Return the lock under which files are removed."""

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.files import FileState
+from blobstore.core.files import FileState, FileVersion
 from blobstore.errors import BlobDamaged
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance import gc as collect
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
-from tests.support.frozen import flip, layer, put, tuned
+from tests.support.frozen import flip, layer, layers, put, tuned
 from tests.support.models import add_blobs
 
 BASE = {"x": 1, "y": 2}
@@ -118,6 +122,64 @@ def test_contradicting_entries_are_not_believed(store: LocalStore, delta: Digest
     status = os.lstat(store.cold_path(delta))
     store.cold_index.append([(delta, FileState.of_status(status), None)])
     assert fresh(store).cold_bases() == expected
+
+
+def freeze_before_gc_removes(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another process freeze a model against a base that gc is about to remove."""
+    sweep = collect._Collection.sweep
+
+    def late(self: Any, candidates: Any) -> Any:
+        monkeypatch.setattr(collect._Collection, "sweep", sweep)
+        put(store, "other-base", {"z": 3})
+        freeze_models(["other"], store=store, base="other-base")
+        remove_models(["other-base"], store=store)
+        return sweep(self, candidates)
+
+    monkeypatch.setattr(collect._Collection, "sweep", late)
+
+
+@pytest.mark.parametrize("clock", ["fine", "coarse"])
+def test_gc_keeps_the_base_of_a_blob_that_is_frozen_while_it_runs(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, clock: str
+) -> None:
+    put(store, "other-base", {"z": 3})
+    add_blobs(store, "other", {"z": layer("z", tuned(11, 3))})
+    remove_models(["other-base"], store=store)
+    freeze_before_gc_removes(store, monkeypatch)
+    if clock == "coarse":  # all changes of a folder happen within one tick
+        of_status = FileVersion.of_status
+
+        def without_times(status: os.stat_result) -> FileVersion:
+            version = of_status(status)._replace(modified=0, changed=0)
+            return version._replace(size=0) if stat.S_ISDIR(status.st_mode) else version
+
+        monkeypatch.setattr(FileVersion, "of_status", without_times)
+    collect_garbage(fresh(store), older_than=0, force=True)
+    (base,) = set(store.cold_bases().values()) - {layers(store, "base")["x"].digest}
+    assert store.has_hot(base)
+    assert not verify_models(store=store).faults
+
+
+def test_gc_lists_cold_blobs_once_however_many_batches_it_needs(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"garbage{number}" for number in range(5)]
+    for number, name in enumerate(names):
+        put(store, name, {name: 20 + number})
+    freeze_models(names, store=store)
+    remove_models(names, store=store)
+    store = fresh(store)
+    cold_files, calls = store.cold_files, list[object]()
+
+    def counted() -> object:
+        calls.append(None)
+        return cold_files()
+
+    monkeypatch.setattr(collect, "_HOLD", 0)
+    monkeypatch.setattr(store, "cold_files", counted)
+    found = collect_garbage(store, older_than=0, force=True)
+    assert len([item for item in found.blobs if item.path.parent.name == "cold"]) == 5
+    assert len(calls) == 1
 
 
 def test_gc_removes_the_entries_of_blobs_that_are_gone(store: LocalStore, delta: Digest) -> None:

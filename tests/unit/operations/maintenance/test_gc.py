@@ -131,6 +131,16 @@ def test_a_dry_run_needs_no_permission_to_write() -> None:
         assert outcome.startswith("StoreError: no permission to write to the store")
 
 
+def test_a_dry_run_without_permission_to_read_says_so() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        put(store, b"garbage")
+        (folder / "store").chmod(0o755)
+        store.folder("temporary").parent.chmod(0o700)
+        outcome = sandbox.call(lambda: collect_garbage(store, dry_run=True), unprivileged=True)
+        assert outcome.startswith("StoreError: no permission to read the store")
+
+
 def test_keeps_leased_blobs_of_any_age(store: LocalStore) -> None:
     digest = put(store, b"leased", age=10_000)
     with store.lease() as lease:
