@@ -13,6 +13,7 @@ from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.sign import trust
 from blobstore.operations.sign.trust import check_trust, read_policy, read_signature
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.frozen import put
 from tests.support.signing import KeyFiles, key_files, policy
 
@@ -47,6 +48,16 @@ def test_without_a_policy_a_model_is_opened_after_one_look_for_the_file(
     monkeypatch.setattr(LocalStore, "signatures", None)
     blobstore.open("model", store=store).close()
     assert looked == [store.policy_path]
+
+
+def test_a_policy_that_this_user_cannot_see_is_not_ignored() -> None:
+    with sandbox.common_folder() as folder:
+        store = LocalStore(folder / "store")
+        put(store, "model", {"x": 1})
+        (folder / "store").chmod(0o755)
+        store.policy_path.parent.chmod(0o700)
+        outcome = sandbox.call(lambda: blobstore.open("model", store=store), unprivileged=True)
+        assert outcome.startswith("InvalidPolicy: cannot read the policy")
 
 
 def test_opens_a_signed_model_and_refuses_all_others(store: LocalStore, key: KeyFiles) -> None:
