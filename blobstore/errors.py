@@ -141,8 +141,17 @@ class Damaged(BlobstoreError):
     exit_code = 4
 
 
-class InvalidHeader(Damaged):
+class SafetensorError(BlobstoreError):
+    """A safetensors file, or an argument of :mod:`blobstore.safetensors`, is not valid."""
+
+
+class InvalidHeader(Damaged, SafetensorError):
     """A safetensors header breaks the format."""
+
+    def __init__(self, message: str = "", *, rule: str = "") -> None:
+        super().__init__(message)
+        self.rule = rule
+        """The broken rule, in the words of the reference library."""
 
 
 class InvalidManifest(Damaged):

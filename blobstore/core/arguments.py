@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import quote
+from blobstore.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_SIZE = re.compile(
+    r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
+)
+_UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
+    **{f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)},
+}
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -19,3 +32,16 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 def one_or_more(texts: str | Iterable[str]) -> tuple[str, ...]:
     """Return the strings of an argument. One string is not the collection of its characters."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``5GB``, ``500MiB`` or a plain number spell.
+
+    Raises:
+        UsageError: it spells none.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match["unit"].lower()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"{quote(text)} is not a size such as 5GB or 500MiB")
+    return int(float(match["number"]) * unit)

@@ -1,5 +1,60 @@
-"""The safetensors format: strict reading, and writing in one canonical form.
+"""The safetensors format: a library with the interface of the reference's, and what the store reads blobs with.
 
-``header`` converts between bytes and checked values; ``numpy``, ``torch``, ``mlx`` and ``cuda`` turn
-bytes into tensors. The package imports only ``core`` and ``errors``, and knows no stores or manifests.
+``header`` converts between bytes and checked values, ``serialization`` writes files, and ``handle`` opens them.
+``writer`` writes tensors one by one. ``numpy``, ``torch`` and ``mlx`` save and load, and turn bytes into tensors. The package needs numpy alone:
+it imports ``core`` and ``errors``, knows no stores or manifests, and loads a framework when it is used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blobstore.errors import SafetensorError
+    from blobstore.safetensors.handle import TensorMeta, safe_open
+    from blobstore.safetensors.serialization import (
+        TensorSpec,
+        deserialize,
+        serialize,
+        serialize_file,
+    )
+    from blobstore.safetensors.slices import SafeSlice
+    from blobstore.safetensors.writer import SafetensorsWriter
+
+# Where each public name is defined.
+_HOMES = {
+    "SafeSlice": "blobstore.safetensors.slices",
+    "SafetensorsWriter": "blobstore.safetensors.writer",
+    "SafetensorError": "blobstore.errors",
+    "TensorMeta": "blobstore.safetensors.handle",
+    "TensorSpec": "blobstore.safetensors.serialization",
+    "deserialize": "blobstore.safetensors.serialization",
+    "safe_open": "blobstore.safetensors.handle",
+    "serialize": "blobstore.safetensors.serialization",
+    "serialize_file": "blobstore.safetensors.serialization",
+}
+
+__all__ = [
+    "SafeSlice",
+    "SafetensorError",
+    "SafetensorsWriter",
+    "TensorMeta",
+    "TensorSpec",
+    "deserialize",
+    "safe_open",
+    "serialize",
+    "serialize_file",
+]
+
+__version__ = "0.8.0"
+"""The version of the reference library whose interface this is."""
+
+
+if not TYPE_CHECKING:  # a type checker reports a name that does not exist
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value

@@ -9,7 +9,9 @@ liberal where the bytes stay unambiguous: any alignment, ``"__metadata__":null``
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
 import re
 from operator import attrgetter
@@ -21,15 +23,21 @@ from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 PREFIX_SIZE = 8
 MAX_HEADER_SIZE = 100_000_000
 """Largest N that is read or written, the reference library's bound."""
 METADATA_KEY = "__metadata__"
+SUB_BYTE_RULE = (
+    "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, "
+    "this is invalid."
+)
 _ALIGNMENT = 8
 _DTYPES = {code.encode(): dtype for code, dtype in DTYPES.items()}
 _MAX_U64 = 2**64 - 1
+_INVALID_JSON = "invalid JSON in header"
+_OVERFLOW = "overflow computing buffer size from shape and/or element type"
 _POSITIVE = rb"[1-9][0-9]{0,18}"
 _PLAIN = re.compile(rb'\{"([^"\\\x00-\x1f]+)":(\{[^{}]*\})\} *')
 _PLAIN_FIELDS = re.compile(
@@ -53,6 +61,17 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
     data_start: int
     """Offset in the file of the first byte of data."""
+    has_metadata: bool = False
+    """Whether the file has metadata, which may be empty."""
+
+
+@contextlib.contextmanager
+def errors_during(action: str) -> Iterator[None]:
+    """Let errors begin with ``action`` and the rule, as those of the reference library do."""
+    try:
+        yield
+    except InvalidHeader as error:
+        raise error.at(f"{action}: {error.rule}" if error.rule else action) from None
 
 
 def header_size(prefix: bytes | memoryview, file_size: int) -> int:
@@ -63,13 +82,20 @@ def header_size(prefix: bytes | memoryview, file_size: int) -> int:
     """
     if file_size < PREFIX_SIZE or len(prefix) < PREFIX_SIZE:
         raise InvalidHeader(
-            f"too short for a safetensors file: {file_size} bytes, expected at least 8"
+            f"too short for a safetensors file: {file_size} bytes, expected at least 8",
+            rule="header too small",
         )
     size = int.from_bytes(prefix[:PREFIX_SIZE], "little")
     if size > MAX_HEADER_SIZE:
-        raise InvalidHeader(f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}")
+        raise InvalidHeader(
+            f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}",
+            rule="header too large",
+        )
     if PREFIX_SIZE + size > file_size:
-        raise InvalidHeader(f"header of {size} bytes does not fit in a file of {file_size} bytes")
+        raise InvalidHeader(
+            f"header of {size} bytes does not fit in a file of {file_size} bytes",
+            rule="invalid header length",
+        )
     return size
 
 
@@ -82,21 +108,24 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
     text = bytes(text)
     data_start = PREFIX_SIZE + len(text)
     if not text.startswith(b"{"):
-        raise InvalidHeader("header does not begin with '{'")
+        raise InvalidHeader("header does not begin with '{'", rule=_INVALID_JSON)
     unpadded = text.rstrip(b" ")
     if not unpadded.endswith(b"}"):
-        raise InvalidHeader("header does not end with '}' and spaces")
+        raise InvalidHeader("header does not end with '}' and spaces", rule=_INVALID_JSON)
     try:
         top: dict[str, Any] = strictjson.loads(unpadded)  # "{...}" can only be an object
     except ValueError as error:
+        reason = str(error)
         raise InvalidHeader(
-            f"header is {error}" if str(error).startswith("not") else f"header: {error}"
+            f"header is {reason}" if reason.startswith("not") else f"header: {reason}",
+            rule="invalid UTF-8 in header" if "UTF-8" in reason else _INVALID_JSON,
         ) from None
     metadata = top.pop(METADATA_KEY, None)
-    if metadata is None:  # MLX writes null for "none"
+    has_metadata = metadata is not None
+    if not has_metadata:  # MLX writes null for "none"
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(x, str) for x in metadata.values()):
-        raise InvalidHeader(f"{METADATA_KEY} is not a map of strings")
+        raise InvalidHeader(f"{METADATA_KEY} is not a map of strings", rule=_INVALID_JSON)
     entries = [_entry(name, fields) for name, fields in top.items()]
     entries.sort(key=_BY_RANGE)
     _check_cover(entries, file_size - data_start)
@@ -104,6 +133,7 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
         tensors={entry.spec.name: entry for entry in entries},
         metadata=metadata,
         data_start=data_start,
+        has_metadata=has_metadata,
     )
 
 
@@ -179,14 +209,50 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     if metadata:
         top[METADATA_KEY] = dict(sorted(metadata.items()))
     # Code point order is UTF-8 byte order.
-    text = strictjson.dumps({key: top[key] for key in sorted(top)}).encode()
+    return _padded(strictjson.dumps({key: top[key] for key in sorted(top)}))
+
+
+def encode_file_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
+    """Return the 8-byte prefix and the JSON that the reference library writes, with sorted metadata.
+
+    The tensors are listed in the order given, after the metadata, and no character is escaped that
+    JSON allows.
+
+    Raises:
+        InvalidHeader: as in :func:`encode_header`.
+        UnicodeEncodeError: a name or the metadata has a lone surrogate.
+    """
+    entries = []
+    if metadata is not None:
+        text = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        entries.append(f'"{METADATA_KEY}":{text}')
+    offset = 0
+    for spec in specs:
+        if spec.name == METADATA_KEY:
+            raise InvalidHeader(f"a tensor cannot have the name {METADATA_KEY!r}: it is reserved")
+        end = offset + _checked_nbytes(spec)
+        shape = ",".join(map(str, spec.shape))
+        entries.append(
+            f'{_json_string(spec.name)}:{{"dtype":"{spec.dtype.value}","shape":[{shape}],'
+            f'"data_offsets":[{offset},{end}]}}'
+        )
+        offset = end
+    return _padded("{" + ",".join(entries) + "}")
+
+
+def _padded(json_text: str) -> bytes:
+    text = json_text.encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_SIZE:
-        raise InvalidHeader(f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}")
+        raise InvalidHeader(
+            f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}",
+            rule="header too large",
+        )
     return len(text).to_bytes(PREFIX_SIZE, "little") + text
 
 
 _BY_RANGE = attrgetter("begin", "end")
+_json_string = json.encoder.encode_basestring
 
 
 def _entry(name: str, fields: Any) -> TensorEntry:
@@ -195,15 +261,16 @@ def _entry(name: str, fields: Any) -> TensorEntry:
         dtype = DTYPES[code]
         begin, end = offsets
     except (KeyError, TypeError, ValueError):
-        raise InvalidHeader(_what_is_wrong(name, fields)) from None
+        raise InvalidHeader(_what_is_wrong(name, fields), rule=_INVALID_JSON) from None
     if not (type(dims) is type(offsets) is list and _are_u64(dims) and _are_u64(offsets)):
-        raise InvalidHeader(_what_is_wrong(name, fields))
+        raise InvalidHeader(_what_is_wrong(name, fields), rule=_INVALID_JSON)
     spec = TensorSpec(name, dtype, tuple(dims))
     nbytes = _checked_nbytes(spec)
     if end - begin != nbytes:
         raise InvalidHeader(
             f"tensor {quote(name)}: {code} {escape(str(dims), 200)} takes {nbytes} bytes, "
-            f"but data_offsets [{begin}, {end}] span {end - begin}"
+            f"but data_offsets [{begin}, {end}] span {end - begin}",
+            rule="invalid shape, data type, or offset for tensor",
         )
     return TensorEntry(spec, begin, end)
 
@@ -237,14 +304,18 @@ def _checked_nbytes(spec: TensorSpec) -> int:
         elements *= dim
         if elements > _MAX_U64:
             raise InvalidHeader(
-                f"tensor {quote(spec.name)}: the number of elements overflows 64 bits"
+                f"tensor {quote(spec.name)}: the number of elements overflows 64 bits",
+                rule=_OVERFLOW,
             )
     total = elements * bits
     if total > _MAX_U64:
-        raise InvalidHeader(f"tensor {quote(spec.name)}: the number of bits overflows 64 bits")
+        raise InvalidHeader(
+            f"tensor {quote(spec.name)}: the number of bits overflows 64 bits", rule=_OVERFLOW
+        )
     if total & 7:
         raise InvalidHeader(
-            f"tensor {quote(spec.name)}: {elements} elements of {bits} bits are not whole bytes"
+            f"tensor {quote(spec.name)}: {elements} elements of {bits} bits are not whole bytes",
+            rule=SUB_BYTE_RULE,
         )
     return total >> 3
 
@@ -256,11 +327,13 @@ def _check_cover(entries: Iterable[TensorEntry], data_size: int) -> None:
             kind = "overlaps the tensor before it" if begin < expected else "leaves a hole"
             raise InvalidHeader(
                 f"tensor {quote(spec.name)}: begins at byte {begin} of the data, {kind}; "
-                f"expected {expected}"
+                f"expected {expected}",
+                rule=f"invalid offset for tensor `{escape(spec.name, 200)}`",
             )
         expected = end
     if expected != data_size:
         kind = "is cut short" if data_size < expected else "has trailing bytes"
         raise InvalidHeader(
-            f"data {kind}: the header describes {expected} bytes, the file has {data_size}"
+            f"data {kind}: the header describes {expected} bytes, the file has {data_size}",
+            rule="incomplete metadata, file not fully covered",
         )

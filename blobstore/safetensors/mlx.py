@@ -8,12 +8,21 @@ import mlx.core as mx
 import numpy as np
 
 from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
+from blobstore.safetensors import numpy as arrays
 from blobstore.safetensors.numpy import as_array
 
 if TYPE_CHECKING:
     import mmap
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Buffer
+
+    from blobstore.safetensors.reader import Reader
+    from blobstore.safetensors.slices import Selection
 
 _AS_BYTES = frozenset(
     {DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ}
@@ -49,3 +58,107 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: MLX cannot hold its shape: {error}"
         ) from None
+
+
+def save(tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return a file of arrays as bytes.
+
+    Raises:
+        SafetensorError: an array has the name ``__metadata__``.
+    """
+    return arrays.save(_as_numpy(tensors), metadata)
+
+
+def save_file(
+    tensors: Mapping[str, mx.array],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file of arrays. It replaces an existing one when it is durable.
+
+    Raises:
+        SafetensorError: see :func:`save`; or the file cannot be written.
+    """
+    arrays.save_file(_as_numpy(tensors), filename, metadata)
+
+
+def load(data: Buffer) -> dict[str, mx.array]:
+    """Return the arrays of a file in memory, in memory of MLX.
+
+    Raises:
+        SafetensorError: the bytes break the format, or MLX cannot hold a tensor.
+    """
+    from blobstore.safetensors.reader import open_memory
+
+    return read_all(open_memory(data))
+
+
+def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, mx.array]:
+    """Return the arrays of a file, in memory of MLX.
+
+    Raises:
+        SafetensorError: the file breaks the format, or MLX cannot hold a tensor.
+        OSError: the file cannot be opened or read.
+    """
+    from blobstore.safetensors.reader import open_reader
+
+    return read_all(open_reader(filename, backend))
+
+
+@gc_paused()
+def read_all(
+    reader: Reader,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> dict[str, mx.array]:
+    """Return all tensors of a file."""
+    from blobstore.safetensors.reader import framework_errors
+
+    with framework_errors():
+        return {
+            name: as_mlx(memory, begin + shift, TensorSpec(name, *kind))
+            for rows, memory, shift in reader.pieces()
+            for name, kind, begin in rows
+        }
+
+
+def read_tensor(
+    reader: Reader,
+    begin: int,
+    spec: TensorSpec,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> Any:
+    """Return the tensor that begins at byte ``begin`` of a file."""
+    return as_mlx(*reader.span(begin, begin + spec.nbytes), spec)
+
+
+def read_slice(
+    reader: Reader,
+    begin: int,
+    spec: TensorSpec,
+    selection: Selection,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> Any:
+    """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
+    part = arrays.read_slice(reader, begin, spec, selection)
+    return copied(np.asarray(part, order="C"), spec)  # MLX has no negative strides
+
+
+file_bytes = arrays.file_bytes
+
+
+def named_tensors(
+    tensors: Mapping[str, mx.array],
+) -> Iterator[tuple[TensorSpec, np.ndarray[Any, Any]]]:
+    """Return the tensors as arrays of numpy with their specs."""
+    return arrays.named_tensors(_as_numpy(tensors))
+
+
+def _as_numpy(tensors: Mapping[str, mx.array]) -> dict[str, np.ndarray[Any, Any]]:
+    return {name: _array(tensor) for name, tensor in tensors.items()}
+
+
+def _array(tensor: mx.array) -> np.ndarray[Any, Any]:
+    """Return an array as one of numpy, not copied; it may be strided."""
+    if tensor.dtype == mx.bfloat16:  # there is no buffer of this type
+        return np.asarray(tensor.view(mx.uint16)).view(arrays.BF16)
+    return np.asarray(tensor)

@@ -1,35 +1,44 @@
-"""Converts bytes of tensors to numpy arrays and back, without copies."""
+"""Converts bytes of tensors to numpy arrays and back, without copies, and saves and loads files of them.
+
+Types that numpy lacks come from ``ml_dtypes``, which is imported when one is needed. So are the modules for
+files, because the store needs only the conversions.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import sys
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from blobstore.core.escape import quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 
 if TYPE_CHECKING:
     import mmap
+    import os
+    from collections.abc import Iterator, Mapping
 
-BF16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    from typing_extensions import Buffer
+
+    from blobstore.safetensors.reader import Reader
+    from blobstore.safetensors.slices import Selection
+
+    BF16: np.dtype[Any]
+
 _DTYPES: dict[DType, np.dtype[Any]] = {
     dtype: np.dtype(code)
     for dtype, code in {
         DType.BOOL: "?",
         DType.U8: "u1",
         DType.I8: "i1",
-        DType.F8_E5M2: ml_dtypes.float8_e5m2,
-        DType.F8_E4M3: ml_dtypes.float8_e4m3fn,
-        DType.F8_E8M0: ml_dtypes.float8_e8m0fnu,
-        DType.F8_E4M3FNUZ: ml_dtypes.float8_e4m3fnuz,
-        DType.F8_E5M2FNUZ: ml_dtypes.float8_e5m2fnuz,
         DType.I16: "<i2",
         DType.U16: "<u2",
         DType.F16: "<f2",
-        DType.BF16: BF16,
         DType.I32: "<i4",
         DType.U32: "<u4",
         DType.F32: "<f4",
@@ -38,6 +47,22 @@ _DTYPES: dict[DType, np.dtype[Any]] = {
         DType.I64: "<i8",
         DType.U64: "<u8",
     }.items()
+}
+_EXTENSIONS = {
+    DType.F8_E5M2: "float8_e5m2",
+    DType.F8_E4M3: "float8_e4m3fn",
+    DType.F8_E8M0: "float8_e8m0fnu",
+    DType.F8_E4M3FNUZ: "float8_e4m3fnuz",
+    DType.F8_E5M2FNUZ: "float8_e5m2fnuz",
+    DType.BF16: "bfloat16",
+}
+_F4 = "float4_e2m1fn"
+"""What ``ml_dtypes`` calls the elements of F4, which it keeps in bytes of their own."""
+_BITS: dict[int, np.dtype[Any]] = {
+    8: np.dtype("u1"),
+    16: np.dtype("<u2"),
+    32: np.dtype("<u4"),
+    64: np.dtype("<u8"),
 }
 
 
@@ -49,12 +74,7 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
     Raises:
         UnsupportedDType: numpy has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
-    dtype = _DTYPES.get(spec.dtype)
-    if dtype is None:
-        raise UnsupportedDType(
-            f"tensor {quote(spec.name)}: numpy has no packed {spec.dtype.value}; "
-            "read its bytes with Model.view()"
-        )
+    dtype = _DTYPES.get(spec.dtype) or _extension(spec)
     elements = spec.elements
     try:
         if not elements:
@@ -72,3 +92,184 @@ def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
     Uses a view of bytes, because numpy exports no buffers of types from extensions, such as bfloat16.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def save(
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return a file of arrays as bytes.
+
+    Raises:
+        SafetensorError: an array has a type that the format lacks, or the name ``__metadata__``.
+    """
+    from blobstore.safetensors.serialization import lay_out
+
+    header, arrays = lay_out(named_tensors(tensor_dict), metadata)
+    return b"".join([header, *map(file_bytes, arrays)])
+
+
+def save_file(
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file of arrays. It replaces an existing one when it is durable.
+
+    Raises:
+        SafetensorError: see :func:`save`; or the file cannot be written.
+    """
+    from blobstore.safetensors.serialization import lay_out, write_file
+
+    header, arrays = lay_out(named_tensors(tensor_dict), metadata)
+    write_file(filename, itertools.chain([header], map(file_bytes, arrays)))
+
+
+def load(data: Buffer) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a file in memory, as views that are writable if the memory is.
+
+    Raises:
+        SafetensorError: the bytes break the format, or numpy cannot hold a tensor.
+    """
+    from blobstore.safetensors.reader import open_memory
+
+    return read_all(open_memory(data))
+
+
+def load_file(
+    filename: str | os.PathLike[str], *, backend: str = "mmap"
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a file.
+
+    They are views of a private map, which can be written to without changing the file. With
+    ``backend="pread"``, they have memory of their own.
+
+    Raises:
+        SafetensorError: the file breaks the format, or numpy cannot hold a tensor.
+        OSError: the file cannot be opened or read.
+    """
+    from blobstore.safetensors.reader import open_reader
+
+    return read_all(open_reader(filename, backend))
+
+
+@gc_paused()
+def read_all(
+    reader: Reader,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return all tensors of a file."""
+    from blobstore.safetensors.reader import framework_errors
+
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    with framework_errors():
+        for rows, memory, shift in reader.pieces():
+            for name, (dtype, shape), begin in rows:
+                kind = _DTYPES.get(dtype)
+                if kind is None or 0 in shape:
+                    spec = TensorSpec(name, dtype, shape)
+                    found[name] = _array_at(memory, begin + shift, spec)
+                else:
+                    found[name] = np.ndarray(shape, kind, memory, begin + shift)
+    return found
+
+
+def read_tensor(
+    reader: Reader,
+    begin: int,
+    spec: TensorSpec,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> np.ndarray[Any, Any]:
+    """Return the tensor that begins at byte ``begin`` of a file."""
+    return _array_at(*reader.span(begin, begin + spec.nbytes), spec)
+
+
+def read_slice(
+    reader: Reader,
+    begin: int,
+    spec: TensorSpec,
+    selection: Selection,
+    device: str = "cpu",  # noqa: ARG001 - torch's
+) -> np.ndarray[Any, Any]:
+    """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
+    if spec.dtype is DType.F4:  # there is no address within a byte
+        part: np.ndarray[Any, Any] = read_tensor(reader, begin, spec)[selection.array_index]
+        return part
+    dtype = _DTYPES.get(spec.dtype) or _extension(spec)
+    array: np.ndarray[Any, Any] = read_bits(reader, begin, spec, selection).view(dtype)
+    return array
+
+
+def read_bits(
+    reader: Reader, begin: int, spec: TensorSpec, selection: Selection
+) -> np.ndarray[Any, Any]:
+    """Return selected elements as unsigned integers of their size."""
+    return reader.elements(begin, _BITS[spec.dtype.bits], spec.shape, selection)
+
+
+def _array_at(memory: Any, offset: int, spec: TensorSpec) -> np.ndarray[Any, Any]:
+    if spec.dtype is not DType.F4:
+        return as_array(memory, offset, spec)
+    pairs = np.frombuffer(memory, np.uint8, spec.nbytes, offset)
+    return np.stack((pairs & 15, pairs >> 4), -1).reshape(spec.shape).view(ml_dtype(_F4))
+
+
+def named_tensors(
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
+) -> Iterator[tuple[TensorSpec, np.ndarray[Any, Any]]]:
+    """Return arrays with their specs.
+
+    Raises:
+        SafetensorError: the format lacks the type of an array.
+    """
+    from blobstore.safetensors.arguments import require
+
+    for name, array in tensor_dict.items():
+        require(name, str, "tensor_dict")
+        yield TensorSpec(name, _type_in_file(array.dtype), array.shape), array
+
+
+def file_bytes(array: np.ndarray[Any, Any]) -> memoryview:
+    """Return the bytes of an array as a file has them: in C order, little-endian and packed."""
+    dtype = array.dtype
+    if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(dtype.newbyteorder("<"))
+    elif _type_in_file(dtype) is DType.F4:
+        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8) & 15
+        array = values[::2] | values[1::2] << 4
+    return as_bytes(array)
+
+
+@functools.lru_cache(maxsize=64)  # numpy assembles the name of a type each time
+def _type_in_file(dtype: np.dtype[Any]) -> DType:
+    from blobstore.safetensors.serialization import dtype_by_name
+
+    return DType.F4 if dtype.name == _F4 else dtype_by_name(dtype.name)
+
+
+def _extension(spec: TensorSpec) -> np.dtype[Any]:
+    """Return the type of a tensor that numpy itself does not have, and remember it."""
+    name = _EXTENSIONS.get(spec.dtype)
+    if name is None:
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: numpy has no packed {spec.dtype.value}",
+            advice="read its bytes with Model.view()",
+        )
+    dtype = _DTYPES[spec.dtype] = ml_dtype(name)
+    return dtype
+
+
+def ml_dtype(name: str) -> np.dtype[Any]:
+    """Return a type of ``ml_dtypes``."""
+    import ml_dtypes
+
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "BF16":
+            value = globals()[name] = ml_dtype("bfloat16")
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,49 @@
-"""Converts bytes of tensors to torch tensors, without copies on the CPU."""
+"""Converts bytes of tensors to torch tensors, without copies on the CPU, and saves and loads files of them."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from blobstore.core.escape import escape, quote
+from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
+from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedDType, UsageError
+from blobstore.safetensors.header import SUB_BYTE_RULE
+from blobstore.safetensors.shared_tensors import end_ptr as _end_ptr
+from blobstore.safetensors.shared_tensors import find_shared_tensors as _find_shared_tensors
+from blobstore.safetensors.shared_tensors import is_complete as _is_complete
+from blobstore.safetensors.shared_tensors import remove_duplicate_names as _remove_duplicate_names
+from blobstore.safetensors.shared_tensors import storage_ptr, storage_size
 
 if TYPE_CHECKING:
     import mmap
+    import os
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Buffer
+
+    from blobstore.safetensors.reader import Reader
+    from blobstore.safetensors.slices import Selection
+
+__all__ = [
+    "_end_ptr",
+    "_find_shared_tensors",
+    "_is_complete",
+    "_remove_duplicate_names",
+    "load",
+    "load_file",
+    "load_model",
+    "save",
+    "save_file",
+    "save_model",
+    "storage_ptr",
+    "storage_size",
+]
 
 _DTYPES = {
     DType.BOOL: torch.bool,
@@ -35,6 +66,7 @@ _DTYPES = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
+_NAMES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.float4_e2m1fn_x2: DType.F4}
 
 
 def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
@@ -108,14 +140,268 @@ def check_device(device: str) -> None:
         raise UsageError(f"torch has no device {quote(device)} here: {reason}") from None
 
 
+def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return a file of tensors as bytes.
+
+    Raises:
+        ValueError: a value is no dense and contiguous tensor.
+        RuntimeError: tensors share memory.
+        KeyError: the format lacks the type of a tensor.
+        SafetensorError: a tensor has the name ``__metadata__``.
+    """
+    from blobstore.safetensors.serialization import lay_out
+
+    header, ordered = lay_out(named_tensors(tensors), metadata)
+    return b"".join([header, *map(file_bytes, ordered)])
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a file of tensors. It replaces an existing one when it is durable.
+
+    Tensors on devices are copied to the CPU one after another.
+
+    Raises:
+        ValueError, RuntimeError, KeyError: see :func:`save`.
+        SafetensorError: see :func:`save`; or the file cannot be written.
+    """
+    from blobstore.safetensors.serialization import lay_out, write_file
+
+    header, ordered = lay_out(named_tensors(tensors), metadata)
+    write_file(filename, itertools.chain([header], map(file_bytes, ordered)))
+
+
+def load(data: Buffer) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file in memory.
+
+    They are views if the memory can be written to. Otherwise the file is copied once, because torch
+    has no read-only tensors.
+
+    Raises:
+        SafetensorError: the bytes break the format, or torch cannot hold a tensor.
+    """
+    from blobstore.safetensors.reader import open_memory
+
+    memory = memoryview(data)
+    if memory.readonly:
+        memory = np.frombuffer(memory, np.uint8).copy().data
+    return read_all(open_memory(memory), "cpu")
+
+
+def load_file(
+    filename: str | os.PathLike[str],
+    device: str | int | None = "cpu",
+    *,
+    backend: str = "mmap",
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file.
+
+    They are views of a private map, which can be written to without changing the file. With
+    ``backend="pread"``, or on another device, they have memory of their own.
+
+    Raises:
+        SafetensorError: the file breaks the format, or torch cannot hold a tensor.
+        OSError: the file cannot be opened or read.
+    """
+    from blobstore.safetensors.arguments import parse_device
+    from blobstore.safetensors.reader import open_reader
+
+    place = parse_device(device)
+    return read_all(open_reader(filename, backend), place)
+
+
+@gc_paused()
+def read_all(reader: Reader, device: str) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file."""
+    from blobstore.safetensors.reader import framework_errors
+
+    with framework_errors():
+        return {
+            name: _on_device(as_tensor(memory, begin + shift, TensorSpec(name, *kind)), device)
+            for rows, memory, shift in reader.pieces()
+            for name, kind, begin in rows
+        }
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: str,
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+) -> None:
+    """Write the state dict of a model, without the names of tensors that others contain.
+
+    The metadata has, for each name that is omitted, the one that stands for it.
+
+    Raises:
+        ValueError, RuntimeError, KeyError, SafetensorError: see :func:`save_file`.
+    """
+    state = model.state_dict()
+    for kept, names in _remove_duplicate_names(state).items():
+        metadata = {} if metadata is None else metadata
+        for name in names:
+            metadata.setdefault(name, kept)
+            del state[name]
+    if force_contiguous:
+        state = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(dict(state), filename, metadata=metadata)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: str | os.PathLike[str],
+    strict: bool = True,
+    device: str | int = "cpu",
+    *,
+    backend: str = "mmap",
+) -> tuple[set[str], list[str]]:
+    """Load a file of :func:`save_model` into a model, and return missing and unexpected names.
+
+    Raises:
+        RuntimeError: names or shapes differ, and ``strict`` is true.
+        SafetensorError, OSError: see :func:`load_file`.
+    """
+    state = load_file(filename, device=device, backend=backend)
+    own = model.state_dict()
+    duplicates = _remove_duplicate_names(own, preferred_names=state.keys())
+    result = model.load_state_dict(state, strict=False)
+    missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)
+    for names in duplicates.values():
+        for name in names:
+            if name in missing:
+                missing.remove(name)
+            elif strict:
+                unexpected.append(name)
+    if strict and (missing or unexpected):
+        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+        if missing:
+            lines.append(f"    Missing key(s) in state_dict: {_quoted(sorted(missing))}")
+        if unexpected:
+            lines.append(f"    Unexpected key(s) in state_dict: {_quoted(sorted(unexpected))}")
+        raise RuntimeError("\n".join(lines))
+    return missing, unexpected
+
+
+def read_tensor(reader: Reader, begin: int, spec: TensorSpec, device: str) -> torch.Tensor:
+    """Return the tensor that begins at byte ``begin`` of a file."""
+    memory, offset = reader.span(begin, begin + spec.nbytes)
+    return _on_device(as_tensor(memory, offset, spec), device)
+
+
+def read_slice(
+    reader: Reader, begin: int, spec: TensorSpec, selection: Selection, device: str
+) -> torch.Tensor:
+    """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
+    from blobstore.safetensors.numpy import read_bits
+
+    dtype = _DTYPES.get(spec.dtype, torch.float4_e2m1fn_x2)
+    if spec.dtype.bits < 8:  # noqa: PLR2004 - bits of a byte
+        spec, selection = _bytes_of_pairs(spec), _selected_bytes(selection)
+    bits = read_bits(reader, begin, spec, selection)
+    if any(stride < 0 for stride in bits.strides):  # torch has no such strides
+        bits = bits.copy()
+    return _on_device(torch.from_numpy(bits).view(dtype), device)
+
+
+def _selected_bytes(selection: Selection) -> Selection:
+    """Return the bytes of selected pairs.
+
+    Raises:
+        SafetensorError: the selection has one element of a pair.
+    """
+    last = selection.ranges[-1]
+    if last.step != 1 or last.start % 2 or len(last) % 2 or not selection.is_kept[-1]:
+        raise SafetensorError(SUB_BYTE_RULE)
+    pairs = range(last.start // 2, last.start // 2 + len(last) // 2)
+    return selection._replace(ranges=(*selection.ranges[:-1], pairs))
+
+
 def _bytes_of_pairs(spec: TensorSpec) -> TensorSpec:
     """Return the spec of the bytes that hold a tensor of packed 4-bit pairs."""
     if spec.dtype is not DType.F4 or not spec.shape or spec.shape[-1] % 2:
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: torch has no type for {spec.dtype.value} of shape "
-            f"{list(spec.shape)}; read its bytes with Model.view()"
+            f"{list(spec.shape)}",
+            advice="read its bytes with Model.view()",
         )
     return TensorSpec(spec.name, DType.U8, (*spec.shape[:-1], spec.shape[-1] // 2))
+
+
+def named_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """Return the tensors of a state dict with their specs.
+
+    Raises:
+        ValueError, RuntimeError, KeyError: see :func:`save`.
+    """
+    from blobstore.safetensors.arguments import require
+
+    if not isinstance(tensors, dict):
+        raise ValueError(  # noqa: TRY004 - as the reference library
+            f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
+        )
+    _check_tensors(tensors)
+    for name, tensor in tensors.items():
+        require(name, str, "tensor_dict")
+        dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+        if dtype is DType.F4 and shape:
+            shape = (*shape[:-1], shape[-1] * 2)
+        yield TensorSpec(name, dtype, shape), tensor
+
+
+def _check_tensors(tensors: Mapping[str, object]) -> None:
+    found: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(  # noqa: TRY004 - as the reference library
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(value)}"
+            )
+        found[name] = value
+    sparse = [name for name, tensor in found.items() if tensor.layout is not torch.strided]
+    if sparse:
+        raise ValueError(
+            f"You are trying to save a sparse tensors: `{sparse}` which this library does not "
+            "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
+            "this might make a much larger file than needed."
+        )
+    shared = [names for names in _find_shared_tensors(found) if len(names) > 1]
+    if shared:
+        raise RuntimeError(
+            "Some tensors share memory, this will lead to duplicate memory on disk and potential "
+            f"differences when loading them again: {shared}. A potential way to correctly save "
+            "your model is to use `save_model`."
+        )
+    for name, tensor in found.items():
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. "
+                "It either means you are trying to save tensors which are reference of each other "
+                "in which case it's recommended to save only the full tensors, and reslice at load "
+                "time, or simply call `.contiguous()` on your tensor to pack it before saving."
+            )
+
+
+def _to_ndarray(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
+    """Return the bytes of a contiguous tensor, and the tensor on the CPU that holds them."""
+    held = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return held.reshape(-1).view(torch.uint8).numpy(), held
+
+
+def file_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor as a file has them."""
+    return _to_ndarray(tensor)[0].data
+
+
+def _quoted(names: Iterator[str] | list[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _on_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if device == "cpu":
+        return tensor
+    return tensor.to(int(device) if device.isdigit() else device)
 
 
 def _out_of_memory(device: object, spec: TensorSpec) -> BlobstoreError:

@@ -1,0 +1,175 @@
+"""``safe_open``: one safetensors file, whose tensors are read one by one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from blobstore.core.escape import escape
+from blobstore.errors import SafetensorError
+from blobstore.safetensors.arguments import FRAMEWORK_NAMES, parse_device, parse_framework, require
+from blobstore.safetensors.reader import framework_errors, open_reader
+from blobstore.safetensors.slices import SafeSlice
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+    from typing import Self
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.safetensors.header import TensorEntry
+    from blobstore.safetensors.reader import Reader
+    from blobstore.safetensors.slices import Selection
+
+
+class TensorMeta(NamedTuple):
+    """What the header says about a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+    """The range of its bytes, relative to the start of the data."""
+
+
+class Framework(Protocol):
+    """Turns bytes of files into tensors: :mod:`blobstore.safetensors.numpy`, ``torch`` and ``mlx``."""
+
+    def read_tensor(self, reader: Reader, begin: int, spec: TensorSpec, device: str) -> Any:
+        """Return the tensor that begins at byte ``begin`` of the file."""
+
+    def read_all(self, reader: Reader, device: str) -> dict[str, Any]:
+        """Return all tensors of the file, in the order of their bytes."""
+
+    def read_slice(
+        self, reader: Reader, begin: int, spec: TensorSpec, selection: Selection, device: str
+    ) -> Any:
+        """Return selected elements of the tensor that begins at byte ``begin`` of the file."""
+
+
+class _Tensors:
+    """The tensors of a file for one framework. Slices hold it when the file is closed."""
+
+    def __init__(self, reader: Reader, framework: Framework, device: str) -> None:
+        self.table = reader.table
+        self._reader = reader
+        self._framework = framework
+        self._device = device
+
+    def entry(self, name: str) -> TensorEntry:
+        require(name, str, "name")
+        entry = self.table.entry(name)
+        if entry is None:
+            raise SafetensorError(f"File does not contain tensor {escape(name, 200)}")
+        return entry
+
+    def read(self, entry: TensorEntry) -> Any:
+        begin = self.table.data_start + entry.begin
+        with framework_errors():
+            return self._framework.read_tensor(self._reader, begin, entry.spec, self._device)
+
+    def read_all(self) -> dict[str, Any]:
+        with framework_errors():
+            return self._framework.read_all(self._reader, self._device)
+
+    def read_slice(self, spec: TensorSpec, selection: Selection) -> Any:
+        begin = self.table.data_start + self.entry(spec.name).begin
+        with framework_errors():
+            return self._framework.read_slice(self._reader, begin, spec, selection, self._device)
+
+
+class safe_open:  # noqa: N801 - the name that users know
+    """Open a safetensors file, check its header, and read tensors one by one.
+
+    A tensor read from a map (``backend="mmap"``) is a view of private memory: it can be written to,
+    and the file does not change. Tensors read with ``backend="pread"`` have memory of their own.
+
+    Args:
+        filename: the file.
+        framework: ``numpy`` or ``np``; ``torch``, ``pytorch`` or ``pt``; ``mlx``.
+        device: the device of the tensors, for torch.
+        backend: ``mmap`` or ``pread``.
+
+    Raises:
+        SafetensorError: the file breaks the format, or an argument is not valid.
+        OSError: the file cannot be opened or read.
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        framework: str,
+        device: str | int | None = "cpu",
+        *,
+        backend: str = "mmap",
+    ) -> None:
+        module, place = parse_framework(framework), parse_device(device)
+        if place != "cpu" and module != "torch":
+            raise SafetensorError(
+                f"Device {place} is not supported for framework {FRAMEWORK_NAMES[module]}"
+            )
+        adapter: Any = import_module(f"blobstore.safetensors.{module}")
+        self._open: _Tensors | None = _Tensors(open_reader(filename, backend), adapter, place)
+
+    @property
+    def _tensors(self) -> _Tensors:
+        if self._open is None:
+            raise SafetensorError("File is closed")
+        return self._open
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors, sorted."""
+        return sorted(self._tensors.table.names)
+
+    def offset_keys(self) -> list[str]:
+        """Return the names of the tensors in the order of their bytes."""
+        return list(self._tensors.table.names)
+
+    def metadata(self) -> dict[str, str] | None:
+        """Return the metadata, or None if the file has none."""
+        metadata = self._tensors.table.metadata
+        return None if metadata is None else dict(metadata)
+
+    def get_tensor(self, name: str) -> Any:
+        """Return a tensor.
+
+        Raises:
+            SafetensorError: there is no such tensor, or the framework cannot hold it.
+        """
+        tensors = self._tensors
+        return tensors.read(tensors.entry(name))
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Return all tensors, in the order of their bytes."""
+        return self._tensors.read_all()
+
+    def get_tensor_meta(self, name: str) -> TensorMeta:
+        """Return type, shape and place of a tensor, without reading it."""
+        spec, begin, end = self._tensors.entry(name)
+        return TensorMeta(spec.dtype.value, list(spec.shape), (begin, end))
+
+    def get_slice(self, name: str) -> SafeSlice:
+        """Return a tensor of which slices can be read."""
+        tensors = self._tensors
+        return SafeSlice(tensors, tensors.entry(name).spec)
+
+    def close(self) -> None:
+        """Close the file. Tensors and slices that were taken from it stay valid."""
+        self._open = None
+
+    def __len__(self) -> int:
+        return len(self._tensors.table.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors.table.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_tensor(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,313 @@
+"""Writes safetensors files, byte for byte as the reference library does, and takes them apart.
+
+:func:`lay_out` decides the order of the tensors and encodes the header. Their bytes are requested while
+they are written, so that a tensor that must be copied first needs memory for that tensor alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import math
+import operator
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from blobstore.core.escape import escape, quote
+from blobstore.core.files import replacing
+from blobstore.core.gc_pause import gc_paused
+from blobstore.core.tensor import DType
+from blobstore.core.tensor import TensorSpec as NamedSpec
+from blobstore.errors import SafetensorError
+from blobstore.safetensors.arguments import check_metadata, require
+from blobstore.safetensors.header import (
+    encode_file_header,
+    errors_during,
+    in_file_order,
+)
+from blobstore.safetensors.reader import open_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from typing_extensions import Buffer
+
+
+T = TypeVar("T")
+
+DTYPES_BY_NAME = {
+    "bool": DType.BOOL,
+    "int8": DType.I8,
+    "uint8": DType.U8,
+    "int16": DType.I16,
+    "uint16": DType.U16,
+    "int32": DType.I32,
+    "uint32": DType.U32,
+    "int64": DType.I64,
+    "uint64": DType.U64,
+    "float16": DType.F16,
+    "float32": DType.F32,
+    "float64": DType.F64,
+    "bfloat16": DType.BF16,
+    "float8_e4m3fn": DType.F8_E4M3,
+    "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
+    "float8_e5m2": DType.F8_E5M2,
+    "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
+    "float8_e8m0fnu": DType.F8_E8M0,
+    "float4_e2m1fn_x2": DType.F4,
+    "complex64": DType.C64,
+}
+"""Element types by the names that numpy and torch have for them."""
+_BATCH = 512
+"""Buffers per system call; Linux allows 1,024."""
+_BATCH_SIZE = 1 << 26
+"""Bytes per system call; macOS allows 2 GiB."""
+
+
+class TensorSpec:
+    """A tensor to write: its type by numpy's name, its shape, and the address of its bytes.
+
+    Nothing is kept alive: the memory must stay valid until the tensor has been written.
+
+    Raises:
+        SafetensorError: there is no such type.
+    """
+
+    __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
+
+    def __init__(self, *, dtype: str, shape: Iterable[int], data_ptr: int, data_len: int) -> None:
+        self._dtype = dtype_by_name(dtype)
+        dims = [_unsigned(dim) for dim in shape]
+        if self._dtype is DType.F4 and dims:  # one element of float4_e2m1fn_x2 holds two values
+            dims[-1] *= 2
+        self._shape = dims
+        self._data_ptr = _unsigned(data_ptr)
+        self._data_len = _unsigned(data_len)
+
+    @property
+    def dtype(self) -> str:
+        """The type's name in the file, such as ``F32``."""
+        return str(self._dtype.value)
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape in the file, which counts the values of packed types."""
+        return list(self._shape)
+
+    @property
+    def data_ptr(self) -> int:
+        """The address of the first byte."""
+        return self._data_ptr
+
+    @property
+    def data_len(self) -> int:
+        """The number of bytes."""
+        return self._data_len
+
+    def __repr__(self) -> str:
+        return (
+            f"TensorSpec(dtype={self.dtype!r}, shape={self._shape}, "
+            f"data_ptr={self._data_ptr}, data_len={self._data_len})"
+        )
+
+    def named(self, name: str) -> NamedSpec:
+        """Return name, type and shape, checked against the number of bytes."""
+        spec = NamedSpec(name, self._dtype, tuple(self._shape))
+        is_readable = self._data_ptr or not self._data_len
+        if math.prod(spec.shape) * spec.dtype.bits != self._data_len * 8 or not is_readable:
+            raise SafetensorError(
+                "Error while serializing: invalid shape, data type, or offset for tensor: "
+                f"{quote(name)} of {spec.dtype.value} {self._shape} is given as {self._data_len} "
+                f"bytes at address {self._data_ptr}"
+            )
+        return spec
+
+    def read(self) -> Buffer:
+        """Return the bytes, not copied."""
+        return memory_at(self._data_ptr, self._data_len)
+
+
+def memory_at(address: int, size: int) -> Buffer:
+    """Return memory of the process as a buffer, which keeps nothing alive."""
+    return (ctypes.c_char * size).from_address(address) if size else b""
+
+
+def dtype_by_name(name: str) -> DType:
+    """Return the element type that numpy or torch calls ``name``.
+
+    Raises:
+        SafetensorError: the format has no such type.
+    """
+    require(name, str, "dtype")
+    dtype = DTYPES_BY_NAME.get(name)
+    if dtype is None:
+        known = ", ".join(DTYPES_BY_NAME)
+        raise SafetensorError(f'Unknown dtype "{escape(name, 200)}". Supported dtypes: {known}')
+    return dtype
+
+
+def serialize(
+    tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Return a file of the tensors as bytes.
+
+    Raises:
+        SafetensorError: a tensor is not valid, or has the name ``__metadata__``.
+    """
+    header, tensors = _lay_out_specs(tensor_dict, metadata)
+    return b"".join([header, *(tensor.read() for tensor in tensors)])
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec],
+    filename: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the tensors to a file.
+
+    Raises:
+        SafetensorError: see :func:`serialize`; or the file cannot be written.
+    """
+    header, tensors = _lay_out_specs(tensor_dict, metadata)
+    write_file(filename, itertools.chain([header], (tensor.read() for tensor in tensors)))
+
+
+def deserialize(bytes: Buffer) -> list[tuple[str, dict[str, Any]]]:  # noqa: A002 - the public name
+    """Return the tensors of a file in memory: names with ``shape``, ``dtype`` and ``data``.
+
+    ``data`` is a view of the bytes.
+
+    Raises:
+        SafetensorError: the bytes break the format.
+    """
+    table = open_memory(bytes).table
+    memory = memoryview(bytes).cast("B")
+    return [
+        (
+            name,
+            {
+                "shape": list(shape),
+                "dtype": dtype.value,
+                "data": memory[begin : table.data_start + end],
+            },
+        )
+        for (name, (dtype, shape), begin), end in zip(table.rows(), table.begins[1:], strict=True)
+    ]
+
+
+@gc_paused()
+def lay_out(
+    tensors: Iterable[tuple[NamedSpec, T]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[T]]:
+    """Return the header of a file, and the tensors in the order in which their bytes follow.
+
+    Raises:
+        SafetensorError: a tensor or the metadata cannot be written.
+        TypeError: a key or value of the metadata is no text.
+    """
+    check_metadata(metadata)
+    found = list(tensors)
+    sources = {spec.name: source for spec, source in found}
+    ordered = in_file_order(spec for spec, _ in found)
+    with errors_during("Error while serializing"):
+        header = encode_file_header(ordered, metadata)
+    return header, [sources[spec.name] for spec in ordered]
+
+
+def _unsigned(value: object) -> int:
+    number = operator.index(value)  # type: ignore[arg-type]
+    if number < 0:
+        raise OverflowError("can't convert negative int to unsigned")
+    return number
+
+
+def _lay_out_specs(
+    tensor_dict: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[TensorSpec]]:
+    require(tensor_dict, dict, "tensor_dict")
+    for name, tensor in tensor_dict.items():
+        require(name, str, "tensor_dict")
+        require(tensor, TensorSpec, "tensor_dict")
+    return lay_out([(spec.named(name), spec) for name, spec in tensor_dict.items()], metadata)
+
+
+def write_file(filename: str | os.PathLike[str], buffers: Iterable[Buffer]) -> None:
+    """Write buffers to a file durably, and then give it the name.
+
+    If the name is a symbolic link, the file that it refers to is replaced.
+
+    Raises:
+        SafetensorError: the file cannot be written; the previous one is then unchanged.
+    """
+    with replaced_file(filename) as descriptor:
+        for batch in _batches(buffers):
+            _write_batch(descriptor, batch)
+
+
+@contextlib.contextmanager
+def replaced_file(filename: str | os.PathLike[str]) -> Iterator[int]:
+    """Yield the descriptor of a new file that gets the name, when it is durable, at the end of the block.
+
+    Raises:
+        SafetensorError: see :func:`write_file`.
+    """
+    target = Path(os.path.realpath(filename))
+    try:
+        _check_is_replaceable(target)
+        with replacing(target) as descriptor:
+            yield descriptor
+    except OSError as error:
+        _raise_io_error(error)
+
+
+def _check_is_replaceable(target: Path) -> None:
+    """Check that a file is there or none: a device must not become a file."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(21, os.strerror(21))
+    if not stat.S_ISREG(mode):
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {quote(target)} is not a regular file"
+        )
+
+
+def _raise_io_error(error: OSError) -> NoReturn:
+    raise SafetensorError(
+        f"Error while serializing: I/O error: {error.strerror or error} (os error {error.errno})"
+    ) from error
+
+
+def _batches(buffers: Iterable[Buffer]) -> Iterator[list[memoryview]]:
+    """Return the bytes in lists that one system call takes, and that fit in memory as copies."""
+    batch: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        view = buffer if isinstance(buffer, memoryview) else memoryview(buffer).cast("B")
+        for start in range(0, len(view), _BATCH_SIZE):
+            part = view[start : start + _BATCH_SIZE]
+            batch.append(part)
+            size += len(part)
+            if size >= _BATCH_SIZE or len(batch) == _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _write_batch(descriptor: int, views: list[memoryview]) -> None:
+    """Write every byte; a single write may be short."""
+    while views:
+        written = os.writev(descriptor, views)
+        done = 0
+        while done < len(views) and written >= len(views[done]):
+            written -= len(views[done])
+            done += 1
+        views = views[done:]
+        if written:
+            views[0] = views[0][written:]

@@ -1,0 +1,102 @@
+"""Torch tensors that share memory: which ones do, and which names a file can omit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import quote
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import torch
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """Return the number of bytes of a tensor's storage."""
+    return tensor.untyped_storage().nbytes()
+
+
+def end_ptr(tensor: torch.Tensor) -> int:
+    """Return the address after a tensor's last element."""
+    if not tensor.numel():
+        return tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last: int = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def is_complete(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor covers its whole storage."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return tensor.data_ptr() == storage_ptr(tensor) and nbytes == storage_size(tensor)
+
+
+def find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    """Return the names of tensors in groups, within which they share bytes.
+
+    Tensors without bytes share none. A tensor alone is a group if it shares its storage, but no byte of it.
+    """
+    storages: dict[tuple[object, int, int], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if address and size:
+                storages[tensor.device, address, size].append(name)
+    groups = [names for names in storages.values() if len(names) > 1]
+    return [run for names in groups for run in _overlapping(tensors, names)]
+
+
+def remove_duplicate_names(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    preferred_names: Iterable[str] = (),
+    discard_names: Iterable[str] = (),
+) -> dict[str, list[str]]:
+    """Return, by the name that stays, the names whose tensors it contains.
+
+    The first name stays in alphabetical order, of the tensors that cover their whole storage.
+
+    Raises:
+        RuntimeError: tensors share memory, and none of them covers it.
+    """
+    preferred, discarded = set(preferred_names), set(discard_names)
+    removed: dict[str, list[str]] = {}
+    for group in find_shared_tensors(tensors):
+        if len(group) > 1:
+            complete = {name for name in group if is_complete(tensors[name])}
+            if not complete:
+                raise RuntimeError(
+                    f"tensors {_listed(group)} share memory, and none of them covers its storage, "
+                    "so the file would have more or fewer bytes than the model; copy them first, "
+                    "with .clone()"
+                )
+            choice = complete - discarded or complete
+            kept = min(choice & preferred or choice)
+            removed[kept] = sorted(group - {kept})
+    return removed
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[set[str]]:
+    """Return names in groups of byte ranges that overlap."""
+    ranges = [(tensors[name].data_ptr(), end_ptr(tensors[name]), name) for name in names]
+    group: set[str] = set()
+    group_end = 0
+    for begin, end, name in sorted(ranges):
+        if group and begin >= group_end:
+            yield group
+            group = set()
+        group.add(name)
+        group_end = max(group_end, end)
+    yield group
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(quote(name) for name in sorted(names))

@@ -1,0 +1,91 @@
+"""Other libraries save and load with this package in place of safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = ROOT / "tests" / "support" / "drop_in.py"
+
+
+def run(library: str, folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, PROGRAM, library, folder],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("drop-in")
+    return run("ours", folder / "ours"), run("reference", folder / "reference")
+
+
+def test_the_libraries_import_this_package(both: Any) -> None:
+    assert both[0]["home"] == "blobstore"
+    assert both[1]["home"] == "site-packages"
+
+
+def test_each_library_writes_the_same_files(both: Any) -> None:
+    ours, theirs = (found["files"] for found in both)
+
+    assert ours == theirs
+    folders = {name.partition("/")[0] for name in ours}
+    assert folders == {"tied", "sharded", "adapter", "vae", "linear", "mlx"}
+
+
+def test_each_model_has_the_same_logits(both: Any) -> None:
+    ours, theirs = (found["results"] for found in both)
+
+    assert ours == theirs
+    for name in ours:
+        assert ours[name] == ours[f"{name.partition(' ')[0]} before"]
+
+
+def test_only_numpy_is_needed(tmp_path: Path) -> None:
+    program = """
+import sys
+import numpy as np
+from blobstore.safetensors import SafetensorError, TensorSpec, deserialize, safe_open, serialize
+from blobstore.safetensors.numpy import load, load_file, save, save_file
+array = np.arange(6, dtype=np.float32).reshape(2, 3)
+path = sys.argv[1]
+save_file({"a": array.T}, path, {"b": "c"})
+assert np.array_equal(load_file(path)["a"], array.T)
+assert np.array_equal(load(save({"a": array}))["a"], array)
+for backend in ("mmap", "pread"):
+    with safe_open(path, "np", backend=backend) as file:
+        assert np.array_equal(file.get_slice("a")[::-1], array.T[::-1])
+assert deserialize(serialize({}))[:] == []
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a"],
+        capture_output=True,
+        check=True,
+        cwd=ROOT,
+        text=True,
+    )
+
+    loaded = set(done.stdout.split())
+    installed = loaded - sys.stdlib_module_names - {"__main__", "__mp_main__"}
+    assert {"blobstore", "numpy"} <= installed
+    unwanted = {"click", "httpx2", "huggingface_hub", "ml_dtypes", "mlx", "rich", "torch"}
+    assert not installed & (unwanted | {"safetensors", "zlib_ng", "zstandard"})

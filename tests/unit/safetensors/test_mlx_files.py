@@ -1,0 +1,81 @@
+"""Files of MLX arrays, saved by value, in all types of MLX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+mx: Any = pytest.importorskip("mlx.core")
+
+import safetensors.numpy as reference  # noqa: E402 - after the check
+
+from blobstore.safetensors import safe_open  # noqa: E402
+from blobstore.safetensors.mlx import load, load_file, save, save_file  # noqa: E402
+
+BACKENDS = ["mmap", "pread"]
+DTYPES = [
+    "bool_",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "complex64",
+]
+
+
+def array(dtype: str = "float32") -> Any:
+    return mx.arange(12).astype(getattr(mx, dtype)).reshape(3, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_type_comes_back(tmp_path: Path, dtype: str, backend: str) -> None:
+    before = array(dtype)
+    save_file({"a": before}, tmp_path / "a", {"x": "y"})
+
+    for after in load_file(tmp_path / "a", backend=backend)["a"], load(save({"a": before}))["a"]:
+        assert after.dtype == before.dtype
+        assert mx.array_equal(after, before)
+    with safe_open(tmp_path / "a", "mlx", backend=backend) as file:
+        assert mx.array_equal(file.get_slice("a")[1:, ::-2], before[1:, ::-2])
+        assert file.metadata() == {"x": "y"}
+
+
+def test_doubles_stay_doubles(tmp_path: Path) -> None:
+    with mx.stream(mx.cpu):
+        found = load(save({"a": mx.array([0.1], dtype=mx.float64)}))["a"]
+
+    assert found.dtype == mx.float64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_lazily_transposed_arrays_are_saved_by_value(dtype: str) -> None:
+    before = array(dtype).T
+
+    assert mx.array_equal(load(save({"a": before}))["a"], before)
+    assert mx.array_equal(load(save({"a": before[::-1]}))["a"], before[::-1])
+
+
+def test_files_of_mlx_itself_are_read(tmp_path: Path) -> None:
+    before = {"a": array().T, "b": array("bfloat16"), "c": array("uint8")[0, :3]}
+    mx.save_safetensors(str(tmp_path / "a.safetensors"), before)
+
+    after = load_file(tmp_path / "a.safetensors")
+
+    assert all(mx.array_equal(after[name], before[name]) for name in before)
+    assert safe_open(tmp_path / "a.safetensors", "mlx").metadata() is None
+
+
+def test_the_bytes_are_those_of_the_reference() -> None:
+    import numpy as np
+
+    assert save({"a": array()}) == reference.save({"a": np.array(array())})

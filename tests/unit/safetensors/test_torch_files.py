@@ -1,0 +1,343 @@
+"""Files of torch tensors and of modules: the reference's bytes, checks and errors."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.torch as reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blobstore.safetensors import SafetensorError, safe_open
+from blobstore.safetensors import torch as ours
+from blobstore.safetensors.torch import (
+    load,
+    load_file,
+    load_model,
+    save,
+    save_file,
+    save_model,
+    storage_ptr,
+    storage_size,
+)
+
+BACKENDS = ["mmap", "pread"]
+DTYPES = [*ours._NAMES]
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=9).filter(
+    lambda name: name != "__metadata__"
+)
+
+
+def random_tensor(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    flat = tensor.reshape(-1).view(torch.uint8)
+    flat.copy_(torch.randint(0, 2 if dtype is torch.bool else 256, flat.shape))
+    return tensor
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.dictionaries(
+        NAMES,
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), min_size=1, max_size=3)),
+        max_size=6,
+    ),
+    st.one_of(st.none(), st.dictionaries(NAMES, NAMES, max_size=1)),
+)
+def test_the_bytes_are_those_of_the_reference(
+    found: dict[str, Any], metadata: dict[str, str] | None
+) -> None:
+    tensors = {name: random_tensor(*fields) for name, fields in found.items()}
+    if metadata == {} and not tensors:
+        metadata = None  # the reference writes a file that it cannot read
+
+    data = save(tensors, metadata)
+
+    assert data == reference.save(tensors, metadata)
+    read = load(data)
+    assert all(same_bits(read[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_file_has_the_tensors_that_were_saved(tmp_path: Path, backend: str) -> None:
+    tensors = {str(dtype): random_tensor(dtype, [3, 4]) for dtype in DTYPES}
+    save_file(tensors, tmp_path / "a", {"x": "y"})
+
+    assert (tmp_path / "a").read_bytes() == reference.save(tensors, {"x": "y"})
+    found = load_file(tmp_path / "a", backend=backend)
+    assert found.keys() == tensors.keys()
+    assert all(same_bits(found[name], tensors[name]) for name in tensors)
+    with safe_open(tmp_path / "a", "pt", backend=backend) as file:
+        for name, tensor in tensors.items():
+            assert same_bits(file.get_tensor(name), tensor)
+            assert same_bits(file.get_slice(name)[1:, :2], random_like(tensor)[1:, :2])
+
+
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
+    # float4_e2m1fn_x2 holds two values, which a slice of a file counts
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return tensor.view(torch.uint8)[:, :1].expand(3, 1).contiguous().view(tensor.dtype)
+    return tensor
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "index", [np.s_[::-1], np.s_[-3:, 1], np.s_[1, ..., ::-2], 2, ...], ids=repr
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.uint16])
+def test_slices_have_the_semantics_of_python(
+    tmp_path: Path, backend: str, index: Any, dtype: torch.dtype
+) -> None:
+    tensor = random_tensor(dtype, [5, 4])
+    save_file({"a": tensor}, tmp_path / "a")
+
+    found = safe_open(tmp_path / "a", "pt", backend=backend).get_slice("a")[index]
+
+    expected = tensor.view(torch.uint8).reshape(5, 4, -1).numpy()
+    places = index if isinstance(index, tuple) else (index,)
+    expected = expected[(*places, *([] if ... in places else [...]), slice(None))]
+    assert (
+        found.contiguous().reshape(-1).view(torch.uint8).tolist() == expected.reshape(-1).tolist()
+    )
+
+
+def test_a_slice_within_a_byte_is_refused(tmp_path: Path) -> None:
+    save_file({"a": random_tensor(torch.float4_e2m1fn_x2, [2, 4])}, tmp_path / "a")
+    part = safe_open(tmp_path / "a", "pt").get_slice("a")
+
+    assert part.get_shape() == [2, 8]
+    assert part[1, 2:6].shape == (2,)
+    for index in np.s_[0, 1:3], np.s_[0, 2:5], np.s_[0, 2], np.s_[0, ::2]:
+        with pytest.raises(SafetensorError, match="does not end up at a byte boundary"):
+            _ = part[index]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tensors_can_be_changed_and_the_file_does_not(tmp_path: Path, backend: str) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "a")
+    before = (tmp_path / "a").read_bytes()
+
+    load_file(tmp_path / "a", backend=backend)["a"].mul_(2)
+
+    assert (tmp_path / "a").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_tensors_of_a_buffer_can_be_changed(kind: Any) -> None:
+    data = kind(save({"a": torch.ones(3)}))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tensor = load(data)["a"]
+        tensor += 1
+
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+    assert (load(data)["a"][0] == 2) == (kind is bytearray)
+
+
+def test_a_conjugated_tensor_is_saved_by_value() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+
+    assert torch.equal(load(save({"a": tensor.conj()}))["a"], tensor.conj().resolve_conj())
+    negative = tensor.conj().imag  # lazily negative
+    assert torch.equal(load(save({"a": negative.contiguous()}))["a"], negative)
+
+
+def test_a_loaded_tensor_covers_its_storage(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "a")
+    found = load_file(tmp_path / "a")
+
+    assert storage_size(found["a"]) == 12
+    assert storage_ptr(found["a"]) == found["a"].data_ptr()
+    save_file(found, tmp_path / "a")
+
+
+# Checks
+
+
+def both_fail(call: str, *args: Any) -> tuple[Exception, Exception]:
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
+        getattr(reference, call)(*args)
+    with pytest.raises(Exception) as found:  # noqa: PT011 - as above
+        getattr(ours, call)(*args)
+    return theirs.value, found.value
+
+
+SQUARE = torch.arange(16.0).reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [1],
+        {"a": 1},
+        {"a": SQUARE.T},
+        {"a": SQUARE[:, :2]},
+        {"a": torch.ones(1).expand(3)},
+        {"a": torch.zeros(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)},
+        {"a": SQUARE.to_sparse(), "b": torch.ones(1), "c": SQUARE.to_sparse()},
+        {"a": torch.zeros(2, device="meta")},
+        {"a": torch.zeros(2, dtype=torch.complex128)},
+        {1: SQUARE},
+    ],
+    ids=str,
+)
+def test_a_tensor_that_cannot_be_saved_is_an_error_of_the_reference(tensors: Any) -> None:
+    theirs, found = both_fail("save", tensors)
+
+    assert type(found) is type(theirs)
+    assert str(found) == str(theirs)
+
+
+def test_tensors_that_share_memory_are_refused() -> None:
+    theirs, found = both_fail("save", {"a": SQUARE, "b": SQUARE[:2]})
+
+    assert type(found) is type(theirs) is RuntimeError
+    assert "Some tensors share memory" in str(found)
+
+
+def test_types_are_checked_first_then_sparse_then_shared() -> None:
+    all_wrong: dict[str, Any] = {"a": SQUARE.T, "b": SQUARE, "c": SQUARE.to_sparse(), "d": 1}
+
+    for message in ("Key `d` is invalid", "sparse tensors", "share memory", "non contiguous"):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            save(all_wrong)
+        all_wrong.popitem()
+
+
+def test_parts_of_one_storage_are_saved_if_they_do_not_overlap() -> None:
+    parts = {"a": SQUARE[:2], "b": SQUARE[2:], "c": SQUARE[:0]}
+
+    assert save(parts) == reference.save(parts)
+
+
+def test_metadata_is_a_map_of_texts() -> None:
+    with pytest.raises(TypeError, match="argument 'metadata'"):
+        save({"a": SQUARE}, {"a": 1})  # type: ignore[dict-item]
+
+
+# Modules
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = torch.nn.Linear(3, 3)
+        self.a = torch.nn.Linear(3, 3)
+        self.a.weight = self.b.weight
+
+
+def test_a_model_is_saved_without_the_names_that_others_contain(tmp_path: Path) -> None:
+    model, facts, their_facts = Tied(), {"x": "y"}, {"x": "y"}
+
+    save_model(model, str(tmp_path / "a"), facts)
+    reference.save_model(model, str(tmp_path / "b"), their_facts)
+
+    assert facts == their_facts == {"x": "y", "b.weight": "a.weight"}
+    assert load_file(tmp_path / "a").keys() == reference.load_file(tmp_path / "b").keys()
+
+
+def test_a_fact_of_the_caller_stays(tmp_path: Path) -> None:
+    facts = {"b.weight": "mine"}
+
+    save_model(Tied(), str(tmp_path / "a"), facts)
+
+    assert facts == {"b.weight": "mine"}
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), Tied()], ids=["plain", "tied"])
+def test_the_bytes_of_a_model_are_those_of_the_reference(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
+    save_model(model, str(tmp_path / "a"))
+    reference.save_model(model, str(tmp_path / "b"))
+
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_is_loaded_with_its_tied_weights(tmp_path: Path, backend: str) -> None:
+    saved, loaded = Tied(), Tied()
+    save_model(saved, str(tmp_path / "a"))
+
+    assert load_model(loaded, tmp_path / "a", backend=backend) == (set(), [])
+    assert torch.equal(loaded.b.weight, saved.b.weight)
+    assert loaded.a.weight is loaded.b.weight
+
+
+def test_strided_weights_are_made_contiguous_unless_that_is_unwanted(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    model.weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).T)
+
+    save_model(model, str(tmp_path / "a"))
+    assert torch.equal(load_file(tmp_path / "a")["weight"], model.weight)
+    with pytest.raises(ValueError, match="non contiguous"):
+        save_model(model, str(tmp_path / "a"), force_contiguous=False)
+
+
+def test_a_model_without_a_complete_tensor_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    memory = torch.zeros(10)
+    model.a, model.b = torch.nn.Parameter(memory[:6]), torch.nn.Parameter(memory[4:])
+
+    with pytest.raises(RuntimeError, match="share memory, and none of them covers its storage"):
+        save_model(model, str(tmp_path / "a"))
+
+
+def test_names_that_differ_are_errors_of_the_reference(tmp_path: Path) -> None:
+    save_model(torch.nn.Linear(2, 2), str(tmp_path / "a"))
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+    theirs, found = both_fail("load_model", other, str(tmp_path / "a"))
+
+    assert type(found) is type(theirs) is RuntimeError
+    assert str(found) == str(theirs)
+    assert load_model(other, tmp_path / "a", strict=False) == (
+        {"0.weight", "0.bias"},
+        ["bias", "weight"],
+    )
+
+
+def test_shapes_that_differ_are_errors_of_torch(tmp_path: Path) -> None:
+    save_model(torch.nn.Linear(2, 2), str(tmp_path / "a"))
+
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        load_model(torch.nn.Linear(3, 2), tmp_path / "a")
+
+
+def test_a_damaged_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"123")
+
+    with pytest.raises(
+        SafetensorError, match="^Error while deserializing header: header too small"
+    ):
+        load_file(tmp_path / "a")
+    with pytest.raises(SafetensorError, match="^Error while deserializing: header too small"):
+        load(b"123")
+
+
+@pytest.mark.parametrize("device", ["meta", "CPU", -1])
+def test_an_unknown_device_is_an_error_of_the_reference(tmp_path: Path, device: Any) -> None:
+    save_file({"a": SQUARE}, tmp_path / "a")
+    with pytest.raises(safetensors.SafetensorError) as theirs:
+        reference.load_file(tmp_path / "a", device)
+
+    with pytest.raises(SafetensorError) as found:
+        load_file(tmp_path / "a", device)
+
+    assert str(found.value) == str(theirs.value)
+
+
+def test_the_bytes_of_a_tensor_are_there_for_those_who_ask(tmp_path: Path) -> None:
+    assert ours._to_ndarray(SQUARE)[0].tobytes() == reference._to_ndarray(SQUARE)[0].tobytes()
