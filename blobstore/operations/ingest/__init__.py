@@ -1,0 +1,1 @@
+"""Imports of many models at once, on threads, processes or a cluster."""

@@ -1,0 +1,238 @@
+"""The operation ``ingest``: imports the models of a list, each as one task of an engine.
+
+Tasks are idempotent, and the target alone says which of them are done: a repeated command skips the names that
+the target has. A task that was lost with its worker, or that failed for a reason that may pass, is tried again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, wait
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.core.arguments import local_path
+from blobstore.core.escape import escape, quote
+from blobstore.errors import InvalidReference, SourceError, UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.ingest.executors import open_executor
+from blobstore.operations.ingest.task import Outcome, import_model
+from blobstore.operations.remote.reading import is_in_objects
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Executor, Future
+
+RETRIES = 3
+_MAX_WAIT = 0.5
+"""Seconds until the main thread looks for signals."""
+
+
+class Item(NamedTuple):
+    """A line of a list."""
+
+    source: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestedModel:
+    """What became of one model of :func:`ingest`."""
+
+    source: str
+    name: str
+    is_present: bool
+    """Whether the target had the name already, so that nothing was done."""
+    blobs: int
+    bytes_written: int
+    """Bytes of blobs that the target did not have."""
+    attempts: int
+    seconds: float
+    """Of the last attempt."""
+    error: str
+    """Why it failed; empty if it did not."""
+    kind: str
+    """The type of that error."""
+    exit_code: int
+
+
+def read_list(lines: Iterable[str]) -> list[Item]:
+    """Return the models of a list: ``SOURCE [NAME]`` on each line, quoted as in a shell; ``#`` begins a comment.
+
+    Without NAME, a model gets the name of its repository or folder.
+
+    Raises:
+        UsageError: a line is not of that form, a name is not valid, or two models have one name.
+    """
+    found: dict[str, Item] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(f"line {number}: {error}") from None
+        if not words:
+            continue
+        if len(words) > 2:  # noqa: PLR2004
+            raise UsageError(
+                f"line {number}: expected SOURCE [NAME], got {len(words)} words; quote a source "
+                "with spaces"
+            )
+        source = words[0]
+        try:
+            reference = Reference.parse(words[1] if len(words) > 1 else _name_of(source))
+        except InvalidReference as error:
+            raise UsageError(f"line {number}: {error}") from None
+        other = found.setdefault(str(reference).lower(), Item(source, str(reference)))
+        if other.source != source:
+            raise UsageError(
+                f"line {number}: {quote(source)} and {quote(other.source)} both have the name "
+                f"{reference}; give one of them another"
+            )
+    return list(found.values())
+
+
+def ingest(
+    items: Iterable[tuple[str, str]],
+    target: LocalStore | str | os.PathLike[str] | None = None,
+    *,
+    executor: str = "processes",
+    retries: int = RETRIES,
+    on_done: Callable[[IngestedModel, int, int], object] = lambda *_: None,
+    **options: Any,
+) -> list[IngestedModel]:
+    """Import many models into one store, and return what became of each, in their order.
+
+    A model that fails does not keep the others from being imported. Nothing but the target is needed to
+    continue after an interrupt.
+
+    Args:
+        items: source and name of each model; see :func:`read_list`.
+        target: a store, or its folder, which all workers reach by the same path; or the address of a store in
+            object storage, such as ``s3://bucket/prefix``. A worker then imports into a temporary folder first.
+            By default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        executor: ``threads[:N]``, ``processes[:N]``, ``dask://host:port`` or ``ray://host:port``.
+        retries: how often a task is tried again after a failure that may pass.
+        on_done: called with each model when it has ended, the number of those that have, and of all.
+        options: as for :func:`blobstore.create`, for all models; ``jobs`` is 1 by default.
+
+    Raises:
+        MissingLibrary: the engine is not installed.
+        RemoteError: the cluster cannot be reached.
+        StoreError: the store cannot be used.
+        UsageError: an argument is invalid.
+    """
+    if retries < 0:
+        raise UsageError(f"retries must be 0 or more, got {retries}")
+    wanted = [Item(*item) for item in items]
+    if isinstance(target, str) and is_in_objects(target):
+        place = target
+    else:
+        store = LocalStore.of(target)
+        store.check_root()
+        place = str(store.root)
+    options.setdefault("jobs", 1)
+    done: dict[int, IngestedModel] = {}
+    with open_executor(executor) as make:
+        run = _Run(make, wanted, place, options, retries)
+        for index, model in run.results():
+            done[index] = model
+            on_done(model, len(done), len(wanted))
+    return [done[index] for index in range(len(wanted))]
+
+
+class _Run:
+    """Tasks that run, and those that are tried again."""
+
+    def __init__(
+        self,
+        make: Callable[[], Executor],
+        items: Sequence[Item],
+        target: str,
+        options: dict[str, Any],
+        retries: int,
+    ) -> None:
+        self._make = make
+        self._items = items
+        self._target = target
+        self._options = options
+        self._retries = retries
+        self._attempts = [0] * len(items)
+        self._running: dict[Future[Outcome], tuple[int, Executor]] = {}
+
+    def results(self) -> Iterator[tuple[int, IngestedModel]]:
+        """Yield the index and the result of each model as it ends."""
+        executor = self._make()
+        try:
+            waiting = list(range(len(self._items)))
+            while waiting or self._running:
+                for index in waiting:
+                    self._submit(executor, index)
+                waiting = []
+                ended, _ = wait(self._running, _MAX_WAIT, FIRST_COMPLETED)
+                is_broken = False
+                for future in ended:
+                    index, runner = self._running.pop(future)
+                    outcome, lost = _outcome(future)
+                    is_broken |= lost and runner is executor
+                    if not outcome.is_final and self._attempts[index] <= self._retries:
+                        waiting.append(index)
+                    else:
+                        yield index, self._result(index, outcome)
+                if is_broken:
+                    executor.shutdown(wait=False, cancel_futures=True)
+                    executor = self._make()
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+    def _submit(self, executor: Executor, index: int) -> None:
+        item = self._items[index]
+        self._attempts[index] += 1
+        future = executor.submit(import_model, item.source, item.name, self._target, self._options)
+        self._running[future] = (index, executor)
+
+    def _result(self, index: int, outcome: Outcome) -> IngestedModel:
+        values = outcome._asdict()
+        del values["is_final"]
+        item = self._items[index]
+        return IngestedModel(
+            source=item.source, name=item.name, attempts=self._attempts[index], **values
+        )
+
+
+def _outcome(future: Future[Outcome]) -> tuple[Outcome, bool]:
+    """Return the outcome of a task, and whether the executor has lost its workers."""
+    try:
+        return Outcome(*future.result()), False
+    except (BrokenExecutor, CancelledError) as error:
+        return _lost(f"its worker died: {escape(str(error), 200)}"), isinstance(
+            error, BrokenExecutor
+        )
+    except Exception as error:  # noqa: BLE001 - engines have errors of their own
+        return _lost(f"{type(error).__name__}: {escape(str(error), 200)}"), False
+
+
+def _lost(why: str) -> Outcome:
+    return Outcome(
+        is_present=False,
+        blobs=0,
+        bytes_written=0,
+        seconds=0.0,
+        error=why,
+        kind="BlobstoreError",
+        exit_code=1,
+        is_final=False,
+    )
+
+
+def _name_of(source: str) -> str:
+    """Return the name of a model that a source suggests."""
+    if local_path(source).exists():
+        return local_path(source).resolve().name
+    repository = source.removeprefix("hf://").partition("@")[0]
+    parts = PurePosixPath(repository).parts
+    if not parts:
+        raise SourceError(f"no name for the source {quote(source)}")
+    return "/".join(parts[-2:])

@@ -1,0 +1,93 @@
+"""The import of one model, as a worker does it: it takes and returns plain values only."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.remote.reading import is_in_objects
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Outcome(NamedTuple):
+    """What became of one model."""
+
+    is_present: bool
+    """Whether the target had the name already, so that nothing was done."""
+    blobs: int
+    bytes_written: int
+    """Bytes of blobs that the target did not have."""
+    seconds: float
+    error: str
+    """Why it failed; empty if it did not."""
+    kind: str
+    """The type of that error."""
+    exit_code: int
+    is_final: bool
+    """Whether another attempt would fail in the same way."""
+
+
+def import_model(source: str, name: str, target: str, options: Mapping[str, Any]) -> Outcome:
+    """Import a model, unless the target has the name already.
+
+    A worker may be killed at any time, and do the same again later: the name appears last.
+
+    Args:
+        source: as for :func:`~blobstore.operations.create.create.create`.
+        name: the name that the model gets.
+        target: the folder of a store, or the address of one in object storage.
+        options: of that function.
+    """
+    started = time.monotonic()
+
+    def outcome(*, present: bool = False, blobs: int = 0, written: int = 0) -> Outcome:
+        return Outcome(
+            present, blobs, written, time.monotonic() - started, "", "", 0, is_final=True
+        )
+
+    try:
+        reference = Reference.parse(name)
+        if is_in_objects(target):
+            return _import_remote(source, reference, target, options, outcome)
+        store = LocalStore(target)
+        if store.has_model(reference):
+            return outcome(present=True)
+        created = create(source, reference, store=store, **options)
+        return outcome(blobs=created.blobs, written=created.bytes_written)
+    except (BlobstoreError, OSError) as error:
+        may_pass = isinstance(error, (RemoteError, StoreError, OSError))
+        return Outcome(
+            is_present=False,
+            blobs=0,
+            bytes_written=0,
+            seconds=time.monotonic() - started,
+            error=str(error),
+            kind=type(error).__name__,
+            exit_code=getattr(error, "exit_code", 1),
+            is_final=not may_pass or isinstance(error, RemoteRefused),
+        )
+
+
+def _import_remote(
+    source: str, reference: Reference, target: str, options: Mapping[str, Any], outcome: Any
+) -> Outcome:
+    """Import a model into a temporary store of this machine, and push it from there."""
+    from blobstore.objects.address import StoreAddress
+    from blobstore.objects.store import ObjectStore
+    from blobstore.operations.transfer.push_objects import push_objects
+
+    if ObjectStore(StoreAddress.parse(target)).has_model(reference):
+        found: Outcome = outcome(present=True)
+        return found
+    with tempfile.TemporaryDirectory(prefix="blobstore-ingest-") as folder:
+        create(source, reference, store=folder, **options)
+        pushed = push_objects(reference, target, store=folder)
+    done: Outcome = outcome(blobs=pushed.blobs, written=pushed.bytes_sent)
+    return done

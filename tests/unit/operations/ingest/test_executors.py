@@ -1,0 +1,35 @@
+"""Engines, as seen by what submits tasks to them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import Executor
+
+import pytest
+
+from blobstore.errors import MissingLibrary, UsageError
+from blobstore.operations.ingest.executors import open_executor
+
+
+@pytest.mark.parametrize("name", ["threads", "threads:3", "processes:1"])
+def test_an_engine_runs_functions(name: str) -> None:
+    with open_executor(name) as make, make() as executor:
+        assert isinstance(executor, Executor)
+        assert executor.submit(os.path.basename, "a/b").result() == "b"
+
+
+@pytest.mark.parametrize("name", ["", "thread", "threads:x", "processes:99999", "tcp://h:1"])
+def test_a_name_of_no_engine_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=r"use threads\[:N\]"), open_executor(name):
+        pass
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library, scheme in (("distributed", "dask"), ("ray", "ray")):
+        monkeypatch.setitem(sys.modules, library, None)
+        with (
+            pytest.raises(MissingLibrary, match=rf"pip install 'tensor-blobstore\[{scheme}\]'"),
+            open_executor(f"{scheme}://127.0.0.1:1"),
+        ):
+            pass
