@@ -37,6 +37,7 @@ KINDS = {
     "power": Kind("power", 100, 6),
     "pull": Kind("pulls", 300, 6),
     "push": Kind("pushes", 300, 6),
+    "objects": Kind("objects", 100, 6),
     "kill": Kind("kill", 300, 16),
     "inject": Kind("inject", 100_000, 24),
 }

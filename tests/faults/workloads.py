@@ -68,6 +68,12 @@ def load(store: str, *names: str) -> None:
                 opened.state_dict()
 
 
+def open_elsewhere(address: str, store: str) -> None:
+    """Load a model from object storage, and keep its blobs."""
+    with blobstore.open(address, store=store, framework="numpy") as model:
+        dict(model.iter_tensors())
+
+
 def _report(what: str) -> None:
     sys.stdout.write(" ".join(what.splitlines()) + "\n")
     sys.stdout.flush()

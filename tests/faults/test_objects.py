@@ -1,0 +1,22 @@
+"""Object storage whose clients or server are killed: names are complete or absent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import objects
+from tests.faults.outcomes import Effort
+
+CLIENTS = [case for case in objects.CASES if "object storage killed" not in case]
+
+
+@pytest.mark.parametrize(
+    ("cases", "times"), [(CLIENTS, 3), (["object storage killed during push"], 1)]
+)
+def test_kills_leave_names_in_object_storage_complete_or_absent(
+    cases: list[str], times: int
+) -> None:
+    outcomes = objects.run(Effort(times), only=cases)
+    assert len(outcomes) == len(cases)
+    assert [outcome.violations for outcome in outcomes] == [[]] * len(cases)
+    assert sum(outcome.injected for outcome in outcomes) >= len(cases)
