@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.freeze import freeze_models as freeze
     from blobstore.operations.freeze.thaw import Thawed
     from blobstore.operations.freeze.thaw import thaw_models as thaw
+    from blobstore.operations.ingest.ingest import IngestedModel, ingest
     from blobstore.operations.maintenance.cat import read_file
     from blobstore.operations.maintenance.copy_to_store import CopiedModel, copy_to_store
     from blobstore.operations.maintenance.disk_usage import StoreUsage
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.find import find_content as find
     from blobstore.operations.maintenance.gc import Collected
     from blobstore.operations.maintenance.gc import collect_garbage as gc
+    from blobstore.operations.maintenance.gc_objects import CollectedObjects
+    from blobstore.operations.maintenance.gc_objects import collect_objects as gc_remote
     from blobstore.operations.maintenance.history import FormerModel
     from blobstore.operations.maintenance.history import model_history as history
     from blobstore.operations.maintenance.history import restore_model as restore
@@ -67,12 +70,13 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.operations.remote.reading import ReadPlan
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
-    from blobstore.operations.transfer.push import Pushed
     from blobstore.operations.transfer.push import push_model as push
+    from blobstore.operations.transfer.push_objects import Pushed
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -87,6 +91,7 @@ _HOMES = {
     "CheckedArchive": ("blobstore.operations.archive.unpack", "CheckedArchive"),
     "Checkpoint": ("blobstore.sources.pytorch.checkpoint", "Checkpoint"),
     "Collected": ("blobstore.operations.maintenance.gc", "Collected"),
+    "CollectedObjects": ("blobstore.operations.maintenance.gc_objects", "CollectedObjects"),
     "Comparison": ("blobstore.operations.compare.compare", "Comparison"),
     "Copied": ("blobstore.operations.export.convert", "Copied"),
     "CopiedModel": ("blobstore.operations.maintenance.copy_to_store", "CopiedModel"),
@@ -97,6 +102,7 @@ _HOMES = {
     "FormerModel": ("blobstore.operations.maintenance.history", "FormerModel"),
     "FoundPlaces": ("blobstore.operations.maintenance.find", "FoundPlaces"),
     "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
+    "IngestedModel": ("blobstore.operations.ingest.ingest", "IngestedModel"),
     "Inspection": ("blobstore.sources.pytorch.inspect", "Inspection"),
     "Linked": ("blobstore.operations.export.link", "Linked"),
     "ListedModel": ("blobstore.operations.maintenance.list", "ListedModel"),
@@ -107,7 +113,8 @@ _HOMES = {
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
-    "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
+    "Pushed": ("blobstore.operations.transfer.push_objects", "Pushed"),
+    "ReadPlan": ("blobstore.operations.remote.reading", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
@@ -130,8 +137,10 @@ _HOMES = {
     "find": ("blobstore.operations.maintenance.find", "find_content"),
     "freeze": ("blobstore.operations.freeze.freeze", "freeze_models"),
     "gc": ("blobstore.operations.maintenance.gc", "collect_garbage"),
+    "gc_remote": ("blobstore.operations.maintenance.gc_objects", "collect_objects"),
     "history": ("blobstore.operations.maintenance.history", "model_history"),
     "info": ("blobstore.operations.maintenance.info", "model_info"),
+    "ingest": ("blobstore.operations.ingest.ingest", "ingest"),
     "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
     "link": ("blobstore.operations.export.link", "link_model"),
     "list": ("blobstore.operations.maintenance.list", "list_models"),
@@ -160,6 +169,7 @@ __all__ = [
     "CheckedArchive",
     "Checkpoint",
     "Collected",
+    "CollectedObjects",
     "Comparison",
     "Copied",
     "CopiedModel",
@@ -170,6 +180,7 @@ __all__ = [
     "FormerModel",
     "FoundPlaces",
     "Frozen",
+    "IngestedModel",
     "Inspection",
     "Linked",
     "ListedModel",
@@ -181,6 +192,7 @@ __all__ = [
     "Packed",
     "Pulled",
     "Pushed",
+    "ReadPlan",
     "Reference",
     "RemovedModels",
     "Repaired",
@@ -203,8 +215,10 @@ __all__ = [
     "find",
     "freeze",
     "gc",
+    "gc_remote",
     "history",
     "info",
+    "ingest",
     "inspect",
     "link",
     "list",

@@ -64,7 +64,7 @@ def command(
     store has is shown.
     """
     from blobstore.operations.maintenance.disk_usage import measure_usage
-    from blobstore.registry.reading import is_address
+    from blobstore.operations.remote.reading import is_address
 
     if any(map(is_address, names)):
         if not all(map(is_address, names)):

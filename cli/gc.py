@@ -27,11 +27,21 @@ if TYPE_CHECKING:
 @click.option(
     "--force", is_flag=True, help="Remove blobs even if these are all or nearly all of the store."
 )
+@click.option(
+    "--remote",
+    metavar="ADDRESS",
+    help="Collect a store in object storage instead, such as s3://bucket/prefix; there, TIME is 1d by default.",
+)
 @options.store_option
 @options.wait_option
 @options.json_option
 def command(
-    store: LocalStore, dry_run: bool, older_than: float | None, force: bool, as_json: bool
+    store: LocalStore,
+    dry_run: bool,
+    older_than: float | None,
+    force: bool,
+    remote: str | None,
+    as_json: bool,
 ) -> None:
     """Remove blobs that no model references, files of dead processes, and empty folders.
 
@@ -41,6 +51,9 @@ def command(
     it would remove over 90 % of all blobs, unless --force is given. Each file is listed with -v
     and with --dry-run.
     """
+    if remote is not None:
+        _collect_objects(remote, older_than, dry_run=dry_run, force=force, as_json=as_json)
+        return
     from blobstore.operations.maintenance.gc import collect_garbage
 
     begin = time.monotonic()
@@ -66,6 +79,48 @@ def command(
         render.show_json(result)
     else:
         render.show("\n".join(_as_text(collected, dry_run=dry_run)))
+    if collected.refusal:
+        render.show_note(f"gc refuses to do this without --force: {collected.refusal}")
+
+
+def _collect_objects(
+    remote: str, older_than: float | None, *, dry_run: bool, force: bool, as_json: bool
+) -> None:
+    from blobstore.operations.maintenance.gc_objects import GRACE, collect_objects
+
+    begin = time.monotonic()
+    grace = GRACE if older_than is None else older_than
+    collected = collect_objects(remote, older_than=grace, dry_run=dry_run, force=force)
+    if as_json:
+        result = {
+            "dry_run": dry_run,
+            "bytes": collected.size,
+            "blobs": render.records(collected.removed, "path=key bytes=size"),
+            "young": collected.young,
+            "leased": collected.leased,
+            "complete": collected.is_complete,
+            "refusal": collected.refusal or None,
+            "seconds": render.since(begin),
+        }
+        render.show_json(result)
+    else:
+        verb = "would remove" if dry_run else "removed"
+        if dry_run or render.is_verbose():
+            for item in collected.removed:
+                render.show(f"{verb} {render.cell(item.key)} ({render.human_bytes(item.size)})")
+        blobs, size = (
+            render.count_of(len(collected.removed), "blob"),
+            render.human_bytes(collected.size),
+        )
+        render.show(f"{verb} {blobs}, {size} in all" if collected.removed else "nothing to remove")
+        for count, why in (
+            (collected.young, "too young; with --older-than 0s at once"),
+            (collected.leased, "in use by imports"),
+        ):
+            if count:
+                render.show(f"kept {render.count_of(count, 'blob')}: {why}")
+    if not collected.is_complete:
+        render.show_note("time was up; run it again")
     if collected.refusal:
         render.show_note(f"gc refuses to do this without --force: {collected.refusal}")
 

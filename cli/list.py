@@ -51,7 +51,8 @@ def command(
     A PATTERN is a name, a glob such as 'team/*', or the start of an ID; a name without a tag stands
     for all of its tags. With --quiet, only names are printed.
 
-    If the only PATTERN is oci://host/repository, the tags of that repository are listed.
+    If the only PATTERN is oci://host/repository, the tags of that repository are listed; if it is
+    a store in object storage such as s3://bucket/prefix, its models.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
@@ -60,7 +61,7 @@ def command(
     is then 1.
     """
     from blobstore.operations.maintenance.list import list_models
-    from blobstore.registry.reading import is_address
+    from blobstore.operations.remote.reading import is_address
 
     if any(map(is_address, patterns)):
         _show_tags(ctx, patterns, plain_http, as_json=as_json)
@@ -88,10 +89,14 @@ def command(
 def _show_tags(
     ctx: click.Context, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
 ) -> None:
+    from blobstore.operations.remote.reading import is_in_objects
     from blobstore.registry.store import list_tags
 
     if len(addresses) > 1:
         raise click.UsageError("a repository cannot be combined with other patterns", ctx)
+    if is_in_objects(addresses[0]):
+        _show_objects(addresses[0], as_json=as_json)
+        return
     found = list_tags(addresses[0], plain_http=plain_http)
     if as_json:
         models = [{"name": str(name), "digest": digest and str(digest)} for name, digest in found]
@@ -101,6 +106,26 @@ def _show_tags(
     else:
         rows = [(render.cell(name), digest.short if digest else "-") for name, digest in found]
         render.show(render.table(("NAME", "ID"), rows))
+
+
+def _show_objects(address: str, *, as_json: bool) -> None:
+    from blobstore.objects.address import StoreAddress
+    from blobstore.objects.store import ObjectStore
+
+    found = sorted(ObjectStore(StoreAddress.parse(address)).list_manifests())
+    if as_json:
+        models = [
+            {"name": str(name), "modified": render.timestamp(item.modified.timestamp())}
+            for name, item in found
+        ]
+        render.show_json({"models": models})
+    elif render.is_quiet():
+        render.show("\n".join(render.cell(name) for name, _ in found))
+    else:
+        rows = [
+            (render.cell(name), render.human_age(item.modified.timestamp())) for name, item in found
+        ]
+        render.show(render.table(("NAME", "MODIFIED"), rows))
 
 
 def _show_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from typing import IO
 
 _COMMANDS = (
-    *("create", "list", "show", "info", "find", "cat"),
+    *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "completion"),

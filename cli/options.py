@@ -34,16 +34,8 @@ _STORE_KEY = "blobstore.store"
 _PASSPHRASE = "BLOBSTORE_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 _MAX_LISTED = 5
 _QUANT_TYPES = ("int4", "int8", "nvfp4", "mxfp8", "mxfp4")
-_SIZE = re.compile(
-    r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
-)
 _DURATION = re.compile(r"(?P<number>\d{1,9}(?:\.\d{1,9})?)\s*(?P<unit>[smhdw])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_UNITS = {
-    "": 1,
-    **{unit: 1000**power for power, unit in enumerate("kmgt", start=1)},
-    **{f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)},
-}
 
 
 class _Path(_ParamType):
@@ -75,13 +67,11 @@ class _ModelName(_ParamType):
         """Return the text unchanged, after checking its grammar."""
         del param, ctx
         from blobstore.manifests.reference import Reference
-        from blobstore.registry.reading import is_address
+        from blobstore.operations.remote.reading import check_address, is_address
         from blobstore.store.name_patterns import is_pattern
 
         if is_address(value) and self._or_address:
-            from blobstore.registry.reference import RemoteReference
-
-            RemoteReference.parse(value)
+            check_address(value)
         elif not (self._or_path or is_pattern(value)):
             Reference.parse(value)
         return value
@@ -184,11 +174,12 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str | None) ->
     """Return the bytes that ``5GB``, ``500MiB`` or a plain number spell; None if it was not given."""
     if value is None:
         return None
-    match = _SIZE.fullmatch(value.strip())
-    unit = _UNITS.get(match["unit"].lower()) if match else None
-    if match is None or unit is None:
-        raise click.BadParameter(f"{quote(value)} is not a size such as 5GB or 500MiB", ctx, param)
-    return int(float(match["number"]) * unit)
+    from blobstore.core.arguments import parse_bytes
+
+    try:
+        return parse_bytes(value)
+    except UsageError as error:
+        raise click.BadParameter(error.message, ctx, param) from None
 
 
 def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -402,7 +393,7 @@ def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Iterator
 @contextlib.contextmanager
 def model_or_address(store: LocalStore, text: str) -> Iterator[Reference | str]:
     """Yield the address of a model in a registry unchanged, and otherwise do as :func:`model`."""
-    from blobstore.registry.reading import is_address
+    from blobstore.operations.remote.reading import is_address
 
     if is_address(text):
         yield text

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @click.command("pull", short_help="Fetch a model from a registry.")
 @click.argument("remote", metavar="REMOTE")
 @click.argument("name", metavar="[NAME]", required=False, type=options.NEW_NAME)
-@click.option("--dry-run", is_flag=True, help="Fetch no blobs; report what would be fetched.")
+@click.option(
+    "--dry-run", "--plan", is_flag=True, help="Fetch no blobs; report what would be fetched."
+)
 @click.option(
     "--force",
     is_flag=True,
@@ -46,11 +48,12 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Fetch the model at REMOTE from a registry, and name it NAME.
+    """Fetch the model at REMOTE from a registry or object storage, and name it NAME.
 
-    REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...]. Without NAME, the model gets the name
-    that REMOTE spells. Blobs that the store already has are not fetched, and compressed forms are
-    fetched if the registry has them and the store has the bases of deltas. The name appears last, when
+    REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...], or the address of a model in object
+    storage such as s3://bucket/prefix/model:tag. Without NAME, the model gets the name that REMOTE
+    spells. Blobs that the store already has are not fetched, and compressed forms are
+    fetched if they are there and the store has the bases of deltas. The name appears last, when
     all digests were found right and all blobs are safe on disk. If pull is interrupted, the same
     command continues where it stopped.
     """

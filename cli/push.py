@@ -1,4 +1,4 @@
-"""``blobstore push``: give a model to a registry."""
+"""``blobstore push``: give a model to a registry or to object storage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from blobstore.compression.level import Level
-    from blobstore.operations.transfer.push import Pushed
+    from blobstore.operations.transfer.push_objects import Pushed
     from blobstore.registry.shapes.plan import Shape
     from blobstore.store.local import LocalStore
 
 
-@click.command("push", short_help="Give a model to a registry.")
+@click.command("push", short_help="Give a model to a registry or to object storage.")
 @click.argument("name", metavar="NAME", type=options.MODEL)
 @click.argument("remote", metavar="[REMOTE]", required=False)
 @click.option(
@@ -85,12 +85,13 @@ def command(
     plain_http: bool | None,
     as_json: bool,
 ) -> None:
-    """Give the model NAME to a registry, at REMOTE.
+    """Give the model NAME to a registry or to object storage, at REMOTE.
 
-    REMOTE is [oci://]host[:port]/repository[:tag]. Without it, NAME must begin with the host of the
-    registry. Blobs that the registry has are not sent again. The tag appears last, when the registry
-    has all of the model. A damaged blob is never published. If push is interrupted, the same command
-    continues where it stopped.
+    REMOTE is [oci://]host[:port]/repository[:tag], or a store in object storage such as
+    s3://bucket/prefix. Without it, NAME must begin with the host of a registry. Blobs that are there
+    are not sent again. The name appears last, when all of the model is there. A damaged blob is never
+    published. If push is interrupted, the same command continues where it stopped. The options from
+    --shape to --sign-key, and --plain-http, are for registries.
     """
     from blobstore.operations.transfer.push import push_model
 
@@ -119,7 +120,7 @@ def command(
         )
     if as_json:
         fields = (
-            "name=reference remote digest remote_shape=shape unchanged=is_unchanged "
+            "name=reference remote digest remote_shape=shape unchanged=is_unchanged replaced "
             "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
             "bytes_present bytes_verified signatures cold_blobs bytes_cold fallbacks "
             "seconds"
@@ -129,6 +130,8 @@ def command(
     render.show(_as_text(pushed))
     if pushed.fallbacks:
         render.show(render.without_base(pushed.fallbacks))
+    if pushed.replaced is not None:
+        render.show_note(f"the name had another model, whose manifest is blob {pushed.replaced}")
 
 
 def _as_text(pushed: Pushed) -> str:
@@ -136,11 +139,7 @@ def _as_text(pushed: Pushed) -> str:
     verified = (
         f", {render.human_bytes(pushed.bytes_verified)} read back" if pushed.bytes_verified else ""
     )
-    if pushed.cold_blobs:
-        verified += (
-            f", with compressed forms of {render.count_of(pushed.cold_blobs, 'blob')} "
-            f"({render.human_bytes(pushed.bytes_cold)})"
-        )
+    verified += _cold_text(pushed)
     if pushed.is_unchanged:
         return f"nothing to do: {remote} is {render.cell(pushed.reference)} already{verified}; {seconds}"
     verb, sent = ("would push", "to send") if pushed.is_dry_run else ("pushed", "sent")
@@ -154,4 +153,13 @@ def _as_text(pushed: Pushed) -> str:
     return (
         f"{verb} {render.cell(pushed.reference)} to {remote}: "
         f"{render.count_of(pushed.blobs, 'blob')}, {', '.join(parts)}{verified}; {seconds}"
+    )
+
+
+def _cold_text(pushed: Pushed) -> str:
+    if not pushed.cold_blobs:
+        return ""
+    return (
+        f", with compressed forms of {render.count_of(pushed.cold_blobs, 'blob')} "
+        f"({render.human_bytes(pushed.bytes_cold)})"
     )

@@ -19,7 +19,7 @@ _NAMED = 3
 
 
 @click.command("rm", short_help="Remove model names.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL_OR_ADDRESS)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
 @options.store_option
 @options.wait_option
@@ -29,6 +29,13 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: b
 
     No blob is removed. A name is removed even if its manifest cannot be read.
     """
+    from blobstore.operations.remote.reading import is_in_objects
+
+    if any(map(is_in_objects, names)):
+        if not all(map(is_in_objects, names)):
+            raise click.UsageError("names in the store and in object storage cannot be mixed")
+        _remove_objects(names, dry_run=dry_run, as_json=as_json)
+        return
     from blobstore.operations.maintenance.names import remove_models
 
     with options.models(store, names, needs_name=True) as chosen:
@@ -52,6 +59,21 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: b
             f'"blobstore gc" removes nothing until {entry.reference} is repaired or removed: '
             f"{entry.error}"
         )
+
+
+def _remove_objects(names: tuple[str, ...], *, dry_run: bool, as_json: bool) -> None:
+    from blobstore.objects.source import ObjectSource
+
+    found = [ObjectSource.locate(name) for name in names]
+    for store, address in () if dry_run else found:
+        store.remove([address.reference])
+    if as_json:
+        render.show_json({"dry_run": dry_run, "removed": [str(address) for _, address in found]})
+        return
+    verb = "would remove" if dry_run else "removed"
+    for _, address in found:
+        render.show(f"{verb} {render.cell(address)}")
+    render.show_note("'blobstore gc --remote' frees what no other model needs")
 
 
 def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:

@@ -104,7 +104,7 @@ def command(
     reads the data itself. Long names are shortened, except in JSON.
     """
     from blobstore.operations.maintenance.show import describe_model, model_source
-    from blobstore.registry.reading import is_address, reading_models
+    from blobstore.operations.remote.reading import is_address, reading_models
 
     view: View | None = ctx.meta.get(_VIEW_KEY)
     if not is_address(name) and _is_path(name, store):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.store import ObjectStore
+from tests.support.objects import ObjectServer, running_object_store
 
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 
@@ -43,3 +47,23 @@ def _complete(report: _Report) -> _Report:
         report.outcome = "failed"
         report.longrepr = f"{reason}, although BLOBSTORE_TESTS_COMPLETE is set"
     return report
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with running_object_store(tmp_path_factory.mktemp("objects") / "weed") as server:
+        yield server
+
+
+@pytest.fixture
+def object_address(
+    object_server: ObjectServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> StoreAddress:
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return StoreAddress("s3", object_server.bucket, f"tests/{abs(hash(request.node.nodeid))}")
+
+
+@pytest.fixture
+def objects(object_address: StoreAddress) -> ObjectStore:
+    return ObjectStore(object_address)

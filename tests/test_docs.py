@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 import blobstore
 from blobstore.cli.main import program
+from tests.support.objects import running_object_store
 from tests.support.registry import PROGRAM, running_registry
 from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
 
@@ -46,9 +49,15 @@ def is_public(module: str, name: str) -> bool:
 needs_signing = pytest.mark.skipif(
     find_spec("cryptography") is None, reason="it is in the test group, and in the extra [sign]"
 )
-WITH_EXAMPLES = {"docs/cli.md": 30, "docs/signatures.md": 5, "docs/registries.md": 10}
+WITH_EXAMPLES = {
+    "docs/cli.md": 30,
+    "docs/signatures.md": 5,
+    "docs/registries.md": 10,
+    "docs/object-storage.md": 15,
+}
 REGISTRY = "localhost:5000"
-"""The registry of the documents. That of the tests has another port."""
+OBJECTS = "http://localhost:8333"
+"""The servers of the documents. Those of the tests have other ports."""
 
 
 @needs_signing
@@ -62,6 +71,18 @@ def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> 
         check_examples("docs/registries.md", tmp_path / "work", server.host)
 
 
+def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path) -> None:
+    with running_object_store(tmp_path / "objects") as server:
+        (tmp_path / "work").mkdir()
+        check_examples(
+            "docs/object-storage.md",
+            tmp_path / "work",
+            server.endpoint,
+            OBJECTS,
+            **server.environment,
+        )
+
+
 def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     if shutil.which(PROGRAM) is None:  # everything but push and pull can be checked
@@ -71,14 +92,17 @@ def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
         check_examples("docs/cli.md", tmp_path / "work", server.host)
 
 
-def check_examples(document: str, folder: Path, registry: str | None) -> None:
-    """Run the examples of a document in a folder, with a registry at another address if there is one."""
+def check_examples(
+    document: str, folder: Path, server: str | None, stated: str = REGISTRY, **environment: str
+) -> None:
+    """Run the examples of a document in a folder, with a server at another address than stated, or none."""
     found = examples((ROOT / document).read_text(encoding="utf-8"))
-    if registry is None:
-        found = [example for example in found if REGISTRY not in example.command]
-        registry = REGISTRY
-    commands = [example.command.replace(REGISTRY, registry) for example in found]
-    printed = [output.replace(registry, REGISTRY) for output in outputs(commands, folder)]
+    if server is None:
+        found = [example for example in found if stated not in example.command]
+        server = stated
+    commands = [example.command.replace(stated, server) for example in found]
+    printed = outputs(commands, folder, **environment)
+    printed = [output.replace(server, stated) for output in printed]
 
     differences = [
         f"{document}:{example.line}: {example.command}\n{output}"
@@ -112,6 +136,18 @@ def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     for block in PYTHON_BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], "docs/python.md", "exec"), names)
+
+
+def test_examples_of_the_safetensors_library_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs/safetensors.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("safetensors", "safetensors.numpy", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, import_module(name))  # and restored at the end
+
+    for block in PYTHON_BLOCK.finditer(text):
+        exec(compile(block[1], "docs/safetensors.md", "exec"), {})
 
 
 @pytest.mark.parametrize("place", python_examples())

@@ -151,6 +151,30 @@ class WorkerPool:
         raise BlobstoreError("the executor cancelled the jobs")
 
 
+class Steps:
+    """Workers for one step of some work after the other, whose progress only grows."""
+
+    def __init__(self, streams: int, progress: Progress | None) -> None:
+        self._streams = streams
+        self._progress = progress
+        self._done = 0
+
+    def begin(self, size: int, later: int = 0, jobs: int | None = None) -> WorkerPool:
+        """Return the workers of the next step, for ``size`` bytes; later steps have ``later`` bytes.
+
+        There are as many threads as streams, unless ``jobs`` says how many.
+        """
+        before, progress = self._done, self._progress
+        self._done += size
+        total = self._done + later
+
+        def report(what: str, done: int, _: int) -> None:
+            if progress is not None:
+                progress(what, before + done, total)
+
+        return WorkerPool(jobs or self._streams, report, size)
+
+
 def _in_order_of_end(futures: Sequence[Future[Result]]) -> Iterator[Future[Result]]:
     """Yield futures as they end."""
     ended: SimpleQueue[Future[Result]] = SimpleQueue()

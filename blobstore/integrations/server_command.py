@@ -53,7 +53,11 @@ def run_server(
         epilog=f"Other options are those of {command}: see {command} --help.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", metavar="NAME", help="the model, [host/][namespace/]model[:tag]")
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="the model, [host/][namespace/]model[:tag], or its address in object storage",
+    )
     parser.add_argument(
         "--store",
         metavar="DIR",

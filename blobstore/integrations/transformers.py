@@ -34,9 +34,7 @@ from blobstore.integrations.source_names import (
     quant_settings,
     stacked_names,
 )
-from blobstore.models.files import ModelFiles
-from blobstore.operations.open import open_model
-from blobstore.operations.sign.trust import require_trust
+from blobstore.operations.open import open_files, open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import SourceQuantConfig
 
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.reference import Reference
+    from blobstore.models.files import ModelFiles
     from blobstore.models.memory import Prefetch, Read
     from blobstore.operations.open import Model, Verify
     from blobstore.store.local import LocalStore
@@ -95,7 +94,7 @@ def from_store(
     """Return a model of the store, in evaluation mode.
 
     Args:
-        name: the name, ``[host/][namespace/]model[:tag]``.
+        name: the name, ``[host/][namespace/]model[:tag]``, or an address as in :func:`blobstore.open`.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         auto_class: a model class, an Auto class, or the name of one in transformers. The default is
             the class that ``config.json`` names.
@@ -291,17 +290,16 @@ def config_from_store(
     Raises:
         BlobstoreError: transformers cannot read ``config.json``. Otherwise as :func:`from_store`.
     """
-    model = ModelFiles.of(name, store)
-    require_trust(model.store, model.reference, model.data)
-    stated = _stated_config(model, subfolder)
-    what = f"transformers cannot make a config of that of {model.reference}"
-    with (
-        _config_files(
-            model, subfolder, stated, is_plain=True, trust_remote_code=trust_remote_code
-        ) as files,
-        library_errors(what),
-    ):
-        config = _load_config(files)
+    with open_files(name, store) as model:
+        stated = _stated_config(model, subfolder)
+        what = f"transformers cannot make a config of that of {model.reference}"
+        with (
+            _config_files(
+                model, subfolder, stated, is_plain=True, trust_remote_code=trust_remote_code
+            ) as files,
+            library_errors(what),
+        ):
+            config = _load_config(files)
     config.name_or_path = str(model.reference)
     return config
 
@@ -319,9 +317,8 @@ def tokenizer_from_store(
     Raises:
         BlobstoreError: transformers cannot make a tokenizer of the files. Otherwise as :func:`from_store`.
     """
-    model = ModelFiles.of(name, store)
-    require_trust(model.store, model.reference, model.data)
     with (
+        open_files(name, store) as model,
         temporary_folder(model) as folder,
         library_errors(f"transformers cannot make a tokenizer of the files of {model.reference}"),
     ):
@@ -361,7 +358,8 @@ def _config_files(
     place = f"{subfolder}/" if subfolder else ""
     name, generation = f"{place}config.json", f"{place}generation_config.json"
     plain = exported_config(stated, {}) if is_plain else None
-    if plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
+    is_here = model.store.remote is None
+    if is_here and plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
         found = model.file_path(generation) if generation in model.files else None
         yield _ConfigFiles(
             model.file_path(name), (found.parent, found.name) if found else None, None

@@ -46,6 +46,9 @@ _REQUEST = 4 << 20
 """Bytes per request for data that may not be in memory yet."""
 _REQUESTS = 8
 """Concurrent requests: with one at a time, a disk is idle between two requests."""
+_FIRST_WINDOW = 16 << 20
+_MAX_WINDOW = 256 << 20
+"""Bytes of blobs that are read from elsewhere ahead of a program that reads them in order."""
 _POPULATING_THREADS = 2
 """More threads do not map pages of the page cache any faster."""
 _FEW = 4096
@@ -128,6 +131,10 @@ class ModelMemory:
         self._unfetched = set(range(len(blobs))) if prefetch else set()
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
+        self._next_slot = -1
+        """The blob after those that were read from elsewhere last."""
+        self._window = 0
+        """Bytes of blobs that are read from elsewhere before they are asked for."""
         self._lock = threading.Lock()
         renew_lock_in_children(self)
         self._is_closed = False
@@ -144,10 +151,12 @@ class ModelMemory:
 
     def reads_parts(self, slot: int) -> bool:
         """Return whether a part of a blob should be read by itself, without loading the blob."""
-        return self._is_read and slot in self._absent
+        return slot in self._absent and (self._is_read or self._is_elsewhere(slot))
 
-    def load(self, slots: Iterable[int] = ()) -> MappedRegion:
+    def load(self, slots: Iterable[int] = (), *, is_in_order: bool = False) -> MappedRegion:
         """Return the memory, after loading the blobs at ``slots`` into it.
+
+        ``is_in_order`` says that the program may need the blobs after them next.
 
         Raises:
             BlobMissing, BlobDamaged: a blob is missing or damaged.
@@ -162,13 +171,13 @@ class ModelMemory:
             wanted = set(slots)
             try:
                 try:
-                    return self._load(wanted)
+                    return self._load(wanted, is_in_order=is_in_order)
                 except TooManyMaps:
                     if self._is_used:
                         raise
                 # Here, because the error keeps the region and its maps alive.
                 self._read_instead()
-                return self._load(wanted)
+                return self._load(wanted, is_in_order=is_in_order)
             except Damaged as error:
                 raise locate_damage(self.files, error) from None
 
@@ -206,9 +215,11 @@ class ModelMemory:
             BlobMissing, BlobDamaged: the blob is missing or damaged.
         """
         try:
+            if self._is_elsewhere(slot):
+                raise BlobMissing("it is checked when it is read completely")  # noqa: TRY301
             self._store.read_into(*self._blobs[slot], begin, buffer)
         except BlobMissing:  # it may still be mapped
-            region = self.load((slot,))
+            region = self.load((slot,), is_in_order=True)
             start = region.offsets[slot] + begin
             buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
         except Damaged as error:
@@ -219,8 +230,12 @@ class ModelMemory:
         self._is_closed = True
         self._region = None
 
-    def _load(self, wanted: set[int]) -> MappedRegion:
+    def _load(self, wanted: set[int], *, is_in_order: bool) -> MappedRegion:
         region = self._reserve()
+        if self._store.remote is not None:
+            if is_in_order:
+                wanted = self._with_following(wanted)
+            self._read_elsewhere(wanted & self._absent, region)
         if self._is_read:
             self._read(wanted & self._absent, region)
         elif cold := self._map_hot(wanted & self._absent, region):
@@ -229,6 +244,42 @@ class ModelMemory:
             self._fetch(unfetched, region)
         self._is_used |= bool(wanted)
         return region
+
+    def _read_elsewhere(self, slots: set[int], region: MappedRegion) -> None:
+        """Read the blobs that the store lacks."""
+        wanted = [slot for slot in sorted(slots) if self._is_elsewhere(slot)]
+        remote = self._store.remote
+        if remote is None or not wanted:
+            return
+        with contextlib.ExitStack() as writable:
+            blobs = [
+                (digest, size, writable.enter_context(region.writable_slot(slot, size)))
+                for slot in wanted
+                for digest, size in [self._blobs[slot]]
+            ]
+            remote.load(blobs, self._progress)
+        self._absent.difference_update(wanted)
+        self._unfetched.difference_update(wanted)
+
+    def _is_elsewhere(self, slot: int) -> bool:
+        remote = self._store.remote
+        return remote is not None and remote.is_elsewhere(self._blobs[slot][0])
+
+    def _with_following(self, wanted: set[int]) -> set[int]:
+        """Add the blobs that come next, if blobs are loaded one after the other: ever more of them."""
+        missing = wanted & self._absent
+        if not missing:
+            return wanted
+        is_next = min(missing) == self._next_slot
+        self._window = min(max(2 * self._window, _FIRST_WINDOW), _MAX_WINDOW) if is_next else 0
+        found, size = set(wanted), 0
+        for slot in range(max(missing) + 1, len(self._blobs)):
+            size += self._blobs[slot][1]
+            if size > self._window:
+                break
+            found.add(slot)
+        self._next_slot = max(found) + 1
+        return found
 
     def _read_instead(self) -> None:
         """Release all maps, and read blobs from now on, as the process may not map all of them."""

@@ -353,10 +353,13 @@ class Model(ModelFiles, Mapping[str, Array]):
         if parts is None and (stream := self._target.stream()) is not None:
             yield from self._upload(mine, stream)
             return
-        whole = self.__getitem__
-        read = whole if parts is None else self._slices.planned(parts, whole)
-        for name in mine:
-            yield name, read(name)
+        if parts is None and self.store.remote is not None:
+            parts = {}  # reads many blobs at once, and none that is not asked for
+        if parts is None:
+            for name in mine:
+                yield name, self[name]
+        else:
+            yield from self._slices.planned(mine, parts, self.__getitem__)
 
     def state_dict(self) -> dict[str, Array]:
         """Return all tensors. Raises as :meth:`__getitem__`."""
@@ -415,7 +418,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
-        region = self._memory.load((slot,))
+        region = self._memory.load((slot,), is_in_order=True)
         found: Array = self._target.convert(region.memory, region.offsets[slot] + begin, spec)
         return found
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+import os
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
-from blobstore.errors import Damaged
+from blobstore.core.arguments import parse_bytes
+from blobstore.core.escape import quote
+from blobstore.errors import Damaged, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
+from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.remote.reading import Cache, ReadPlan, is_in_objects
 from blobstore.operations.sign.trust import require_trust
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from typing import Unpack
 
     import mlx.core
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
+    from blobstore.operations.remote.store import RemoteStore
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 
@@ -40,6 +45,8 @@ class _Options(TypedDict, total=False):
     prefetch: Prefetch | None
     copy: bool
     thaw: bool
+    cache: Cache
+    cache_limit: int | None
     progress: Progress | None
 
 
@@ -62,6 +69,10 @@ def open_model(
 def open_model(
     reference: str | Reference, *, framework: Framework, **options: Unpack[_Options]
 ) -> Model: ...
+@overload
+def open_model(
+    reference: str | Reference, *, plan: Literal[True], **options: Unpack[_Options]
+) -> ReadPlan: ...
 def open_model(
     reference: str | Reference,
     *,
@@ -74,12 +85,17 @@ def open_model(
     prefetch: Prefetch | None = None,
     copy: bool = False,
     thaw: bool = False,
+    cache: Cache = "keep",
+    cache_limit: int | None = None,
+    plan: bool = False,
     progress: Progress | None = None,
-) -> Model:
+) -> Model | ReadPlan:
     """Open a model, to load its tensors.
 
     Args:
-        reference: the name, ``[host/][namespace/]model[:tag]``.
+        reference: the name, ``[host/][namespace/]model[:tag]``, or the address of a model in object
+            storage, such as ``s3://bucket/prefix/model:tag``. The tensors of the latter are read into memory
+            of this process when they are used. Blobs that the store has are read there.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
             are views of private memory; writing to them never changes the store. ``mlx`` arrays are
@@ -91,19 +107,25 @@ def open_model(
             the right size, and maps or reads them at once, so that later changes of the store have
             no effect. ``header`` reads the headers and compares them with the manifest and the
             header index. ``digest`` hashes each blob, unless it was hashed before and its file has
-            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot.
+            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Blobs elsewhere
+            are always hashed when they are read completely; ``digest`` and ``rehash`` read all of them first.
         dequantize: return quantized weights dequantized, without their companions; see
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
             types, such as ``{"fp8"}``, restricts this to weights of these types.
         read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
             concurrent requests. Use it for network file systems, and for stores that may be damaged
             while the model is open.
-        prefetch: for mapped blobs, ``read`` loads all of them before the function returns, and
+        prefetch: for mapped blobs and those elsewhere, ``read`` loads all of them before the function returns, and
             ``willneed`` requests that without waiting. By default, pages are read on first use.
         copy: the same as ``read="pread"``: later changes to the files cannot affect this process.
             (A process that touches a map of a file that was truncated is killed.)
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
+        cache: whether blobs of a model in object storage that were read completely are kept in the
+            store: ``keep`` or ``none``.
+        cache_limit: bytes of blobs to keep for models elsewhere, at most; those of the models that were not
+            used for longest are removed first. The default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
+        plan: open nothing, and return how many bytes would be read.
         progress: called with the bytes that the function waits for.
 
     Raises:
@@ -117,11 +139,55 @@ def open_model(
     check_level(verify)
     if copy:
         read, prefetch = "pread", None
-    reference = Reference.of(reference)
     store = LocalStore.of(store)
+    options: dict[str, Any] = {
+        "framework": framework,
+        "device": device,
+        "dequantize": dequantize,
+        "prefetch": prefetch,
+        "progress": progress,
+    }
+    if is_in_objects(reference):
+        remote = _remote_store(store, reference, cache, cache_limit)
+        return (
+            ReadPlan.of(remote, remote.manifest)
+            if plan
+            else _open_remote(remote, verify, thaw=thaw, read=read, **options)
+        )
+    if plan:
+        return ReadPlan.of(store, store.resolve(reference))
+    reference = Reference.of(reference)
     if thaw:
-        for fault in thaw_models([reference], store=store, progress=progress).faults:
-            raise fault.at(str(reference))
+        _thaw(reference, store, progress)
+    return _open_local(reference, store, verify, read, **options)
+
+
+@contextlib.contextmanager
+def open_files(
+    reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None = None
+) -> Iterator[ModelFiles]:
+    """Give the manifest, config and small files of a model whose policy is checked; no tensor is read.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
+        NotTrusted, InvalidPolicy: as :func:`open_model`.
+        RemoteError: the address is that of a model elsewhere, which cannot be reached.
+    """
+    if not is_in_objects(reference):
+        files = ModelFiles.of(reference, store)
+        require_trust(files.store, files.reference, files.data)
+        yield files
+        return
+    remote = _remote_store(LocalStore.of(store), reference, "none", None)
+    remote.begin()
+    yield ModelFiles(remote.reference, remote.manifest_data, remote)
+
+
+def _open_local(
+    reference: Reference, store: LocalStore, verify: Verify, read: Read, **options: Any
+) -> Model:
+    """Open a model of a store, also if it is replaced at the same time."""
     while True:
         version = store.manifest_version(reference)
         try:
@@ -132,13 +198,9 @@ def open_model(
                     reference,
                     data,
                     store,
-                    framework=framework,
-                    device=device,
-                    dequantize=dequantize,
                     use_index=not reads_headers(verify),
                     read=read,
-                    prefetch=prefetch,
-                    progress=progress,
+                    **options,
                 )
                 if not (verify == "size" and read == "mmap" and model.map_hot()):
                     # Blobs are opened later than the manifest was read. A lease keeps them.
@@ -154,3 +216,48 @@ def open_model(
             # No lock keeps others from removing the name and its blobs in the meantime.
             if store.manifest_version(reference) == version:
                 raise
+
+
+def _thaw(reference: Reference, store: LocalStore, progress: Progress | None) -> None:
+    for fault in thaw_models([reference], store=store, progress=progress).faults:
+        raise fault.at(str(reference))
+
+
+def _remote_store(
+    store: LocalStore, address: str, cache: Cache, cache_limit: int | None
+) -> RemoteStore:
+    """Find a model in object storage, and check that it is trusted."""
+    from blobstore.objects.source import ObjectSource
+    from blobstore.operations.remote.store import RemoteStore
+
+    if cache not in get_args(Cache):
+        raise UsageError(f"cache must be keep or none, got {quote(cache)}")
+    source = ObjectSource.find(address)
+    require_trust(store, source.address.reference, source.data)
+    text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
+    if cache_limit is None and text:
+        cache_limit = parse_bytes(text)
+    return RemoteStore(store, source, cache=cache, cache_limit=cache_limit)
+
+
+def _open_remote(
+    remote: RemoteStore, verify: Verify, *, thaw: bool, prefetch: Prefetch | None, **options: Any
+) -> Model:
+    """Open a model in object storage. Its blobs are read into memory when they are needed."""
+    if thaw:
+        raise UsageError("thaw is for models of the store; pull the model first")
+    with contextlib.ExitStack() as ending:
+        ending.callback(remote.close)
+        # What the local store has must stay until it is read.
+        digests = (blob.digest for blob in remote.manifest.blobs)
+        ending.enter_context(remote.lease_if_writable(digests))
+        remote.begin()
+        model = Model(remote.reference, remote.manifest_data, remote, **options)
+        is_hashed = verify in {"digest", "rehash"}
+        for blob in remote.manifest.blobs if is_hashed else ():
+            if not remote.remote.is_elsewhere(blob.digest):
+                remote.check_digest(*blob.id)
+        if is_hashed or prefetch == "read":
+            model.check("size")  # reads what is elsewhere, and hashes it
+        model.at_end(ending.pop_all().close)
+        return model

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from blobstore.core.mmap import MappedRegion
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.layout import Folder, Layout
+    from blobstore.store.remote_blobs import RemoteBlobs
 
 __all__ = ["ADVICE", "BlobReader"]
 
@@ -39,6 +40,9 @@ _Result = TypeVar("_Result")
 
 class BlobReader:
     """The blobs of a store, for reading."""
+
+    remote: RemoteBlobs | None = None
+    """Reads blobs from elsewhere that the store lacks; a store of this machine has none."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

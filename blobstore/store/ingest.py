@@ -15,6 +15,7 @@ a file therefore leaves no file behind.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -75,8 +76,7 @@ class Ingest:
         self._lease = lease
         self.is_paranoid = paranoid
         """Whether blobs that exist are hashed even if they have been since they last changed."""
-        self._sizes = store.blob_sizes()
-        """Sizes of the blobs that the store had; a blob of another size is new."""
+        self._unsynced: list[Path] = []
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Ingested] = {}
         self._partial: dict[Path, FileState] = {}
@@ -93,6 +93,11 @@ class Ingest:
 
     def __enter__(self) -> Self:
         return self
+
+    @functools.cached_property
+    def _sizes(self) -> set[int]:
+        """Sizes of the blobs that the store had; a blob of another size is new."""
+        return self._store.blob_sizes()
 
     @property
     def name(self) -> str:
@@ -145,6 +150,25 @@ class Ingest:
                 self._active -= 1
                 self._changed.notify_all()
 
+    def add_hashed(self, digest: Digest, data: memoryview) -> None:
+        """Add a blob from memory in which the caller has just hashed it. :meth:`publish` syncs it.
+
+        Raises:
+            OSError: writing failed.
+        """
+        self._lease.hold([digest])
+        path, descriptor = self._lease.create_file()
+        try:
+            write_all(descriptor, data)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        with self._changed:
+            self._unsynced.append(path)
+        self.adopt(Ingested(digest, len(data), written=True, file=path.name))
+
     def adopt(self, item: Ingested) -> None:
         """Publish with this import what a worker process has added to it."""
         if item.file:
@@ -183,6 +207,8 @@ class Ingest:
             StoreBusy: waiting for the lock that the replacement of a damaged blob needs timed out.
             StoreError: another program has removed a partial file.
         """
+        for path in self._unsynced:
+            self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         for synced in self._syncing:
             synced.result()
         for path, item in self._unnamed.items():

@@ -29,6 +29,7 @@ Folder = Literal[
     "partial",
     "remotes",
     "signatures",
+    "cache",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -66,6 +67,8 @@ class Layout:
         """Notes about pushes, a cache."""
         self.signatures = root / ".blobstore" / "signatures"
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
+        self.cache = root / ".blobstore" / "cache"
+        """Manifests of models elsewhere whose blobs are kept; see :mod:`blobstore.store.cached_models`."""
         self.policy = root / ".blobstore" / "trust.toml"
         """Whose signatures the models of the store need."""
         self._blob = str(self.blobs / Digest("").file_name)

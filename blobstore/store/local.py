@@ -31,6 +31,7 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
 from blobstore.store.blobs import BlobReader
+from blobstore.store.cached_models import CachedModels
 from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
@@ -77,6 +78,8 @@ class LocalStore(BlobReader):
         self._locks = Locks(self._layout, lock_timeout)
         self._history = History(self._layout)
         self._signatures = Signatures(self._layout)
+        self.cached_models = CachedModels(self._layout)
+        """Models elsewhere whose blobs are kept here as a cache."""
 
     @classmethod
     def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:

@@ -1,5 +1,7 @@
 """The blobs that the manifests of a store reference; a manifest is read again only when it has changed.
 
+Those of models elsewhere whose blobs the store keeps as a cache count as well.
+
 Callers that delete blobs must hold the exclusive lock while they use this, so that no manifest is published at
 the same time.
 """
@@ -40,8 +42,12 @@ class ManifestState(NamedTuple):
 class ReachableBlobs:
     """The blobs that all manifests of a store reference."""
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: LocalStore, *, cached_within: float | None = None) -> None:
+        """Read nothing yet. ``cached_within`` is that of :meth:`CachedModels.all`."""
         self._store = store
+        self._cached_within = cached_within
+        self._cached: dict[str, tuple[str, ...]] = {}
+        """The blobs of cached models by the digests of their manifests."""
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
         self._lost: set[str] = set()
@@ -75,8 +81,14 @@ class ReachableBlobs:
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
         self._check_folder()
-        if found != self._manifests or not found:
-            self._reached = set(chain.from_iterable(item.blobs for item in found.values()))
+        cached = {
+            model.path.name: model.blobs
+            for model in self._store.cached_models.all(self._cached_within)
+        }
+        if found != self._manifests or not found or cached.keys() != self._cached.keys():
+            blobs = (item.blobs for item in found.values())
+            self._reached = set(chain.from_iterable((*blobs, *cached.values())))
+            self._cached = cached
             self._lost = {item.lost for item in found.values() if item.lost is not None}
         self._manifests = found
 
@@ -112,8 +124,8 @@ class ReachableBlobs:
         return self._lost
 
     def manifests(self) -> set[Digest]:
-        """Return the digests of the manifests themselves."""
-        return {item.manifest for item in self._manifests.values()}
+        """Return the digests of the manifests themselves, those of cached models among them."""
+        return {*(item.manifest for item in self._manifests.values()), *map(Digest, self._cached)}
 
     def _read(self, path: str, version: FileVersion) -> ManifestState:
         try:

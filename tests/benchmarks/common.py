@@ -28,8 +28,10 @@ from tests.support.models import write_safetensors
 GIB = 2**30
 
 
-def arguments(doc: str | None) -> argparse.Namespace:
-    """Parse the options that every benchmark takes."""
+def arguments(
+    doc: str | None, add: Callable[[argparse.ArgumentParser], object] = lambda _: None
+) -> argparse.Namespace:
+    """Parse the options that every benchmark takes, and those that ``add`` adds."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument(
         "--rounds", type=int, default=5, help="rounds to count, after a warm-up round"
@@ -38,6 +40,7 @@ def arguments(doc: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="size of the inputs, for a quick try"
     )
+    add(parser)
     return parser.parse_args()
 
 

@@ -32,12 +32,13 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.manifests import media_types
+from blobstore.operations.remote.reader import HEADER_REQUEST, RemoteReader
 from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.store import HEADER_REQUEST, RegistryReader, RemoteSource
+from blobstore.registry.store import RemoteSource
 from blobstore.registry.transport import Transport
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
@@ -299,7 +300,7 @@ def read_headers(store: LocalStore, server: Server, bare: Bare, rounds: int) -> 
 
     with RegistryClient(server.host) as client:
         source = RemoteSource.resolve(client, address)
-        reader = RegistryReader({address.name(): source})
+        reader = RemoteReader({address.name(): source})
         cases = {
             "one range": lambda: common.timed(read_start),
             "read_headers": lambda: common.timed(lambda: list(reader.read_headers([next(blobs)]))),

@@ -31,12 +31,14 @@ export(reference, folder, *, store, shard_size, single, dequantize, force, jobs,
 find(text, *, store)
 freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
 gc(store, *, older_than, dry_run, force)
+gc_remote(address, *, older_than, dry_run, force)
 history(reference, *, store)
 info(reference, *, store)
+ingest(items, target, *, executor, retries, on_done, options)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
 list(store, *, read_sources, on_error)
-open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, progress)
+open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, cache, cache_limit, plan, progress)
 open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
@@ -55,10 +57,10 @@ unpack(path, references, *, store, signatures, force, jobs, progress)
 verify(references, *, store, quick, rate, jobs, progress, on_error)
 """
 TYPES = """
-ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected Comparison Copied CopiedModel Created
-CreatedModel Difference Exported FormerModel FoundPlaces Frozen Inspection Linked ListedModel LocalStore Model
-ModelDescription ModelInfo Named
-Packed Pulled Pushed Reference RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
+ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
+Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
+ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Pulled Pushed ReadPlan Reference
+RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
 """
 
 

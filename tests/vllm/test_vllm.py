@@ -24,8 +24,10 @@ from vllm.plugins import load_general_plugins
 import blobstore
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ModelNotFound, UsageError
 from blobstore.integrations.vllm import engine_options
+from blobstore.objects.store import ObjectStore
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
+from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.local import LocalStore
 from tests.real.tiny import with_float8
 from tests.support.damage import blob_path, flip
@@ -78,6 +80,17 @@ def test_answers_the_same_from_the_store_as_from_the_folder(
     with engine_options("m", store=store) as engine:
         ours = answer(dtype=dtype, **engine)
     assert ours == expected(kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_answers_the_same_from_object_storage(
+    kind: str, store: LocalStore, objects: ObjectStore, tmp_path: Path
+) -> None:
+    blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
+    push_objects("m", objects.address, store=store)
+    other = LocalStore(tmp_path / "other")
+    with engine_options(f"{objects.address}/m", store=other) as engine:
+        assert answer(**engine) == expected(kind)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])

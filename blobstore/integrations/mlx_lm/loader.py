@@ -52,7 +52,7 @@ def load(
     """Return a model of the store and its tokenizer, as ``mlx_lm.load`` returns those of a folder.
 
     Args:
-        name: the name, ``[host/][namespace/]model[:tag]``.
+        name: the name, ``[host/][namespace/]model[:tag]``, or an address as in :func:`blobstore.open`.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         lazy: let mlx-lm compute converted weights on first use.
         tokenizer_config: settings of the tokenizer.

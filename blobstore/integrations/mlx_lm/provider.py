@@ -18,6 +18,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
 from blobstore.manifests.reference import Reference
+from blobstore.operations.remote.reading import is_in_objects
 
 with optional_libraries():
     from mlx_lm import server
@@ -34,13 +35,18 @@ _PORTS = 2**16
 _TERMINATED = 128 + signal.SIGTERM
 
 
+def _parsed(name: str) -> str | Reference:
+    """Return a name, whose spelling may differ, or an address in object storage as it is."""
+    return name if is_in_objects(name) else Reference.parse(name)
+
+
 class StoreProvider(server.ModelProvider):
     """Provides the server's only model, and reports whether it was loaded."""
 
     def __init__(self, cli_args: argparse.Namespace) -> None:
         if cli_args.adapter_path or cli_args.draft_model or cli_args.pipeline:
             raise UsageError("adapters, draft models and pipelines are not served from the store")
-        self.reference = Reference.parse(cli_args.model)
+        self.reference = _parsed(cli_args.model)
         super().__init__(cli_args)
         self._is_done = Event()
         self._error: Exception | None = None
@@ -78,7 +84,7 @@ class StoreProvider(server.ModelProvider):
     def is_served(self, name: str) -> bool:
         """Return whether a name, in any spelling, is that of the model."""
         try:
-            return Reference.parse(name) == self.reference
+            return _parsed(name) == self.reference
         except InvalidReference:
             return False
 
@@ -100,7 +106,7 @@ class _Handler(server.APIHandler):
 
 def serve(options: ServerOptions) -> None:
     """Run mlx-lm's own program, with three of its parts replaced."""
-    reference = Reference.parse(options.name)
+    reference = _parsed(options.name)
 
     def load(path: str, **settings: Any) -> tuple[Any, Any, dict[str, Any]]:
         return load_all(

@@ -19,6 +19,7 @@ from blobstore.models.checks import Verify
 from blobstore.models.frameworks import NAMES
 from blobstore.models.memory import Prefetch, Read
 from blobstore.operations.open import open_model
+from blobstore.operations.remote.reading import is_in_objects
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import MODELOPT_FILE
 from blobstore.store.local import LocalStore
@@ -88,9 +89,8 @@ class Settings:
             BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
             BlobstoreError: the name belongs to another model now.
         """
-        reference = Reference.parse(self.name)
         with open_model(
-            reference,
+            self.name,
             store=self.store,
             framework="torch",
             device=device,
@@ -99,10 +99,10 @@ class Settings:
             read=self.read,
             prefetch=self.prefetch,
         ) as model:
-            found = str(Digest.of(model.store.read_manifest(reference)))
+            found = str(Digest.of(model.data))
             if self.manifest not in (None, found):
                 raise BlobstoreError(
-                    f"{reference} is another model now, {found}, than the {quote(self.manifest)} "
+                    f"{model.reference} is another model now, {found}, than the {quote(self.manifest)} "
                     "that was to be loaded; start the server again"
                 )
             yield model
@@ -145,7 +145,7 @@ def engine_options(
     end of the block.
 
     Args:
-        name: the name, ``[host/][namespace/]model[:tag]``.
+        name: the name, ``[host/][namespace/]model[:tag]``, or an address as in :func:`blobstore.open`.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         verify: as in :func:`blobstore.open`. The check runs here, before vLLM takes any memory.
         read: as in :func:`blobstore.open`.
@@ -161,18 +161,19 @@ def engine_options(
         BlobstoreError: the model has no config.
         UsageError: ``dequantize`` is false, and vLLM's kernels cannot be used for the model.
     """
-    reference, store = Reference.of(name), LocalStore.of(store)
-    checked = Settings(name=str(reference), store=str(store.root), verify=verify)
-    settings = replace(
-        checked,
-        manifest=str(Digest.of(store.read_manifest(reference))),
-        verify="size",
-        read=read,
-        prefetch=prefetch,
-        strict=strict,
-    )
+    store = LocalStore.of(store)
+    model_name = name if is_in_objects(name) else str(Reference.of(name))
+    checked = Settings(name=model_name, store=str(store.root), verify=verify)
     with contextlib.ExitStack() as stack:
         with checked.open() as model:
+            settings = replace(
+                checked,
+                manifest=str(Digest.of(model.data)),
+                verify="size",
+                read=read,
+                prefetch=prefetch,
+                strict=strict,
+            )
             check_types(model)
             config = stated = read_json(model, "config.json")
             has_gpu = any(map(os.path.exists, _GPUS))
@@ -191,7 +192,7 @@ def engine_options(
             folder = stack.enter_context(temporary_folder(model, written=written, omitted=omitted))
         yield {
             "model": str(folder),
-            "served_model_name": list(dict.fromkeys([str(reference), str(name)])),
+            "served_model_name": list(dict.fromkeys([str(model.reference), str(name)])),
             "load_format": LOAD_FORMAT,
             "model_loader_extra_config": asdict(settings),
         }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.registry.reading import reading_models
+from blobstore.operations.remote.reading import reading_models
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
 from blobstore.store.scan import digest_of, walk_files

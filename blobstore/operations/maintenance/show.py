@@ -16,7 +16,7 @@ from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
-from blobstore.registry.reading import is_address, reading_models
+from blobstore.operations.remote.reading import is_address, reading_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

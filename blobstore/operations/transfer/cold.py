@@ -1,102 +1,28 @@
 """The frozen form of a model in a registry, next to the manifest that it belongs to.
 
-A cold layer is the file of a cold blob, byte for byte. Manifests list such layers with the blobs that they
-decode to, and name the model's manifest as their subject. Ordinary clients see only the model. Nothing of
-this is trusted: what a layer decodes to counts only if it has the digest that the model's manifest lists.
+Manifests list cold layers (:mod:`blobstore.operations.remote.cold_layer`) with the blobs that they decode to,
+and name the model's manifest as their subject. Ordinary clients see only the model.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from blobstore.core.digest import BlobId, Digest, Digester
-from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, InvalidDigest
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError
+from blobstore.operations.remote.cold_layer import COLD, ColdLayer
 from blobstore.registry.manifest import ImageManifest
-from blobstore.store.cold import ColdBlob
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor
-    from blobstore.store.cold import BaseForms
     from blobstore.store.local import LocalStore
 
-COLD: Final = "application/vnd.blobstore.cold.v1"
-"""The artifact type of manifests of cold layers, and the media type of these."""
-BLOB_DIGEST: Final = "blobstore.cold.digest"
-BLOB_SIZE: Final = "blobstore.cold.size"
-BASE_DIGEST: Final = "blobstore.cold.base.digest"
-BASE_SIZE: Final = "blobstore.cold.base.size"
 _MAX_MANIFESTS: Final = 100
-_MAX_SIZE_DIGITS: Final = 18
-
-
-class ColdLayer(NamedTuple):
-    """The cold form of a blob in a registry."""
-
-    blob: BlobId
-    """What it decodes to."""
-    stored: BlobId
-    base: BlobId | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its entry in a manifest."""
-        annotations = {BLOB_DIGEST: str(self.blob.digest), BLOB_SIZE: str(self.blob.size)}
-        if self.base is not None:
-            annotations |= {BASE_DIGEST: str(self.base.digest), BASE_SIZE: str(self.base.size)}
-        return {
-            "mediaType": COLD,
-            "digest": str(self.stored.digest),
-            "size": self.stored.size,
-            "annotations": annotations,
-        }
-
-    @classmethod
-    def of(cls, layer: RemoteDescriptor) -> ColdLayer | None:
-        """Return the cold layer that an entry describes; None if it describes none that is of use."""
-        blob = _blob_id(layer.annotations, BLOB_DIGEST, BLOB_SIZE)
-        has_base = BASE_DIGEST in layer.annotations
-        base = _blob_id(layer.annotations, BASE_DIGEST, BASE_SIZE)
-        if layer.media_type != COLD or blob is None or (has_base and base is None):
-            return None
-        return cls(blob, BlobId(layer.digest, layer.size), base) if layer.size < blob.size else None
-
-    def pieces(self, path: str, base_forms: BaseForms) -> Generator[memoryview, None, None]:
-        """Yield the bytes of the blob from the layer's file; no more than the blob has.
-
-        Raises:
-            BlobDamaged: the file is not the cold form of the blob, or decodes to other bytes.
-        """
-        cold = ColdBlob(path, self.blob.digest, base_forms)
-        if (cold.size, base_of(cold)) != (self.blob.size, self.base):
-            raise BlobDamaged(
-                f"cold blob {self.stored.digest} has another size or base than stated"
-            )
-        digester = Digester()
-        with contextlib.closing(cold.pieces()) as pieces:
-            for piece in pieces:
-                digester.update(piece)
-                yield piece
-        if digester.digest() != self.blob.digest:
-            raise BlobDamaged(f"cold blob {self.stored.digest} decodes to {digester.digest()}")
-
-
-def base_of(cold: ColdBlob) -> BlobId | None:
-    """Return the base of a delta, None for any other cold blob."""
-    return None if cold.base is None else BlobId(cold.base, cold.base_size)
-
-
-def _blob_id(annotations: Mapping[str, str], digest: str, size: str) -> BlobId | None:
-    number = annotations.get(size, "")
-    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_SIZE_DIGITS):
-        return None
-    try:
-        return BlobId(Digest.parse(annotations.get(digest, "")), int(number))
-    except InvalidDigest:
-        return None
 
 
 def fetch_cold_layers(

@@ -15,7 +15,7 @@ from blobstore.operations.freeze.batches import TemporaryFiles
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder
 from blobstore.operations.freeze.plan import plan_freeze
-from blobstore.operations.transfer.cold import COLD, ColdLayer, base_of
+from blobstore.operations.remote.cold_layer import COLD, ColdLayer, base_of
 from blobstore.operations.transfer.referrers import send_referrers
 from blobstore.store.cold import ColdBlob
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.transfer.cold import ColdLayer
+    from blobstore.objects.source import ObjectSource
+    from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.registry.store import RemoteSource
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
@@ -86,7 +87,7 @@ class Download:
 
     def __init__(
         self,
-        source: RemoteSource,
+        source: RemoteSource | ObjectSource,
         store: LocalStore,
         ingest: Ingest,
         blobs: Iterable[Descriptor],

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.manifests.reference import Reference
+    from blobstore.objects.source import ObjectSource
     from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
     from blobstore.store.local import LocalStore
@@ -135,7 +136,7 @@ class PulledNote(NamedTuple):
     """Digest of the manifest in the store, which differs from that if files were imported."""
 
     @classmethod
-    def of(cls, source: RemoteSource, manifest: bytes) -> PulledNote:
+    def of(cls, source: RemoteSource | ObjectSource, manifest: bytes) -> PulledNote:
         """Describe a model that was pulled, and has this manifest in the store."""
         return cls(str(source.address), str(source.root.digest), str(Digest.of(manifest)))
 

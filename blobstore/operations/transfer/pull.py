@@ -25,7 +25,10 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.trust import check_trust
+from blobstore.objects.source import ObjectSource
+from blobstore.operations.remote.cold_layer import parse_cold_index
+from blobstore.operations.remote.reading import find_model, is_in_objects
+from blobstore.operations.sign.trust import check_trust, parsed
 from blobstore.operations.transfer.cold import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.notes import PulledNote
@@ -42,7 +45,9 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.transfer.cold import ColdLayer
+    from blobstore.objects.address import ModelAddress
+    from blobstore.operations.remote.cold_layer import ColdLayer
+    from blobstore.operations.sign.signature import Signature
     from blobstore.registry.shapes.files import RemoteFile
     from blobstore.registry.store import RemoteSource
 
@@ -54,7 +59,7 @@ STREAMS: Final = 8
 class Pulled:
     """The result of :func:`pull_model`."""
 
-    remote: RemoteReference
+    remote: RemoteReference | ModelAddress
     reference: Reference
     digest: Digest
     """Of the manifest in the registry."""
@@ -128,35 +133,28 @@ def pull_model(
         UnsupportedSource: the address is that of something other than a model.
         UsageError: an argument is invalid.
     """
-    from blobstore.registry.client import RegistryClient
-    from blobstore.registry.store import RemoteSource
-
     started = time.monotonic()
     check_jobs(jobs)
     if streams < 1:
         raise UsageError(f"streams must be at least 1, got {streams}")
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
-    reference = address.name() if name is None else Reference.of(name)
+    name = None if name is None else Reference.of(name)
     store = LocalStore.of(store)
     store.check_root()
-    with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
-        source = RemoteSource.resolve(client, address, with_files=True)
+    if name is None and not is_in_objects(remote):
+        address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+        name = address.name()
+    with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
+        reference = name or source.address.name()
         data = source.model.manifest
         _check_name(store, reference, source, force=force)
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
-        referrers = fetch_referrers(client, address.repository, source.root)
-        signatures = fetch_signatures(client, address.repository, source.root, digest, referrers)
+        signatures, fetch_layers = _attached(source, digest)
         verdict = check_trust(store, reference, signed, signatures)
-
-        def fetch_layers() -> dict[Digest, ColdLayer]:
-            if not cold or source.files:
-                return {}
-            blobs = (blob.id for blob in source.model.blobs)
-            return fetch_cold_layers(client, address.repository, referrers, blobs)
-
+        if source.files or not cold:
+            fetch_layers = dict
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
@@ -167,7 +165,7 @@ def pull_model(
                 store, reference, source, kept, fetch_layers, streams, jobs, progress, force=force
             )
     return Pulled(
-        remote=address,
+        remote=source.address,
         reference=reference,
         digest=source.root.digest,
         shape=source.model.shape,
@@ -189,8 +187,22 @@ def pull_model(
     )
 
 
+def _attached(
+    source: RemoteSource | ObjectSource, manifest: Digest
+) -> tuple[list[Signature], Callable[[], Mapping[Digest, ColdLayer]]]:
+    """Return the signatures of a model, none of them verified, and what fetches its compressed forms."""
+    if isinstance(source, ObjectSource):
+        signatures = [one for one in parsed(source.signatures()) if one.manifest == manifest]
+        return signatures, lambda: parse_cold_index(source.cold_index() or b"")
+    client, repository = source.client, source.address.repository
+    referrers = fetch_referrers(client, repository, source.root)
+    signatures = fetch_signatures(client, repository, source.root, manifest, referrers)
+    blobs = (blob.id for blob in source.model.blobs)
+    return signatures, lambda: fetch_cold_layers(client, repository, referrers, blobs)
+
+
 def _check_name(
-    store: LocalStore, reference: Reference, source: RemoteSource, *, force: bool
+    store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, force: bool
 ) -> None:
     """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
     store.check_name(reference)
@@ -205,7 +217,7 @@ def _check_name(
 
 
 def _is_imported(
-    store: LocalStore, reference: Reference, source: RemoteSource, *, dry_run: bool
+    store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, dry_run: bool
 ) -> bool:
     """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
     note = PulledNote.read(store, reference)
@@ -219,7 +231,9 @@ def _is_imported(
 
 
 def _planned(
-    store: LocalStore, source: RemoteSource, fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]
+    store: LocalStore,
+    source: RemoteSource | ObjectSource,
+    fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
 ) -> Fetched:
     """Return what a pull would fetch."""
 
@@ -256,7 +270,7 @@ def _stored(missing: Iterable[Descriptor], layers: Mapping[Digest, ColdLayer]) -
 def _pull(
     store: LocalStore,
     reference: Reference,
-    source: RemoteSource,
+    source: RemoteSource | ObjectSource,
     signatures: Iterable[tuple[Digest, bytes]],
     fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
     streams: int,
@@ -306,7 +320,7 @@ def _pull(
 def _import(
     store: LocalStore,
     reference: Reference,
-    source: RemoteSource,
+    source: RemoteSource | ObjectSource,
     transfer: Download,
     jobs: int | None,
     progress: Progress | None,

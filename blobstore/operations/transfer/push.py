@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -19,17 +18,20 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
+from blobstore.core.workers import RateLimiter, Steps, WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.objects.address import StoreAddress
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.compress import count_blocks
+from blobstore.operations.remote.reading import is_in_objects
 from blobstore.operations.sign.keys import PrivateKey, read_key
 from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
 from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.push_objects import Pushed, push_objects
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import push_signatures
 from blobstore.registry.client import RegistryClient
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.batches import Report
+    from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.operations.sign.keys import Passphrase
-    from blobstore.operations.transfer.cold import ColdLayer
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.registry.shapes.image import TarLayer
     from blobstore.registry.shapes.plan import RemotePlan, Shape
@@ -59,41 +61,6 @@ _COLD_WORK: Final = 4
 """The cold form of a blob is encoded, decoded, sent, and perhaps read back."""
 _MANY_LAYERS = 100
 """A registry that refuses a manifest of more layers may have a limit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pushed:
-    """The result of :func:`push_model`."""
-
-    reference: Reference
-    remote: RemoteReference
-    digest: Digest
-    """Of the remote manifest, which the tag refers to now."""
-    shape: Shape
-    is_unchanged: bool
-    """Whether the registry had this model under this tag already, so that nothing was done."""
-    blobs: int
-    """Blobs that the registry needs for the model."""
-    bytes_sent: int
-    bytes_resumed: int
-    """Bytes that an interrupted push had sent."""
-    bytes_mounted: int
-    """Bytes of blobs that other repositories of the registry had."""
-    bytes_present: int
-    """Bytes of blobs that the repository had."""
-    bytes_verified: int
-    """Bytes that were read back."""
-    manifests: int
-    signatures: int
-    """Signatures of the model that the registry has now."""
-    cold_blobs: int
-    """Blobs whose cold form the registry has too."""
-    bytes_cold: int
-    """Bytes of these cold forms, which the other numbers include; with ``is_dry_run`` an estimate."""
-    fallbacks: int
-    """Cold forms without a base, because their delta or their base is not intact."""
-    is_dry_run: bool
-    seconds: float
 
 
 class _Blob(NamedTuple):
@@ -108,7 +75,7 @@ class _Blob(NamedTuple):
 
 def push_model(
     reference: str | Reference,
-    remote: str | RemoteReference | None = None,
+    remote: str | RemoteReference | StoreAddress | None = None,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
     shape: Shape = "oci",
@@ -126,12 +93,13 @@ def push_model(
     limit_rate: float | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
-    """Give a model to a registry. Its tag refers to the model only when the registry has all of it.
+    """Give a model to a registry or to object storage, where its name appears when all of it is there.
 
     Args:
         reference: the model.
-        remote: where to push it, ``[oci://]host[:port]/repository[:tag]``; by default the model's name,
-            if that has a host.
+        remote: where to push it, ``[oci://]host[:port]/repository[:tag]``, or a store in object storage,
+            ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``; by default the model's name, if that
+            has a host. The options up to ``sign_key``, and ``plain_http``, are for registries.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         shape: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
             container image with the files in ``/models``.
@@ -156,10 +124,33 @@ def push_model(
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged, or ``verify`` found that the
             registry has other bytes.
+        Conflict: another process gave the name in object storage another model in the meantime.
         RemoteRefused: the registry denies access or refuses the model.
         RemoteError: the registry cannot be reached, or misbehaves.
         UsageError: an argument is invalid.
     """
+    if isinstance(remote, StoreAddress) or is_in_objects(remote):
+        _check_unused(
+            remote,
+            shape=shape != "oci",
+            max_layers=max_layers != MAX_LAYERS,
+            mount_from=mount_from,
+            sign_key=sign_key,
+            plain_http=plain_http,
+        )
+        return push_objects(
+            reference,
+            remote,
+            store=store,
+            cold=cold,
+            level=level,
+            base=base,
+            verify=verify,
+            dry_run=dry_run,
+            streams=streams,
+            limit_rate=limit_rate,
+            progress=progress,
+        )
     started = time.monotonic()
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
@@ -169,7 +160,7 @@ def push_model(
     key = None
     if sign_key is not None:
         key = PrivateKey.from_pem(read_key(local_path(sign_key)), quote(sign_key), passphrase)
-    steps = _Steps(streams, progress)
+    steps = Steps(streams, progress)
     plan = _plan(store, reference, shape, max_layers, steps.begin)
     forms = None
     if cold:
@@ -223,6 +214,13 @@ def push_model(
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_unused(remote: str | StoreAddress, **options: object) -> None:
+    """Check that no option for registries was given. Raises UsageError."""
+    for option, value in options.items():
+        if value:
+            raise UsageError(f"{option} is for registries, and {quote(remote)} is object storage")
 
 
 def _target(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
@@ -502,30 +500,6 @@ class _Push:
                 advice="its storage is damaged; remove the blob there and push again with "
                 "verify=True",
             )
-
-
-class _Steps:
-    """Workers for one step of a push after the other, whose progress only grows."""
-
-    def __init__(self, streams: int, progress: Progress | None) -> None:
-        self._streams = streams
-        self._progress = progress
-        self._done = 0
-
-    def begin(self, size: int, later: int = 0, jobs: int | None = None) -> WorkerPool:
-        """Return the workers of the next step, for ``size`` bytes; later steps have ``later`` bytes.
-
-        There are as many threads as streams, unless ``jobs`` says how many.
-        """
-        before, progress = self._done, self._progress
-        self._done += size
-        total = self._done + later
-
-        def report(what: str, done: int, _: int) -> None:
-            if progress is not None:
-                progress(what, before + done, total)
-
-        return WorkerPool(jobs or self._streams, report, size)
 
 
 def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryview, None, None]:

@@ -1,4 +1,4 @@
-"""The operation ``verify --remote``: reads every byte of a model in a registry back and hashes it.
+"""The operation ``verify --remote``: reads every byte of a model in a registry or object storage back and hashes it.
 
 Registries report blobs that they have lost, and send bytes that have changed on their disks, so nothing
 less proves that a model can be pulled. Compressed forms are hashed, and not decoded: that may need a base
@@ -16,16 +16,20 @@ from blobstore.core.escape import quote
 from blobstore.core.workers import RateLimiter, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.operations.transfer.cold import COLD, fetch_cold_layers
+from blobstore.objects.source import ObjectSource
+from blobstore.operations.remote.cold_layer import COLD, parse_cold_index
+from blobstore.operations.remote.reading import find_model
+from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.registry.reference import RemoteReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
+    from blobstore.objects.address import ModelAddress
+    from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
 
 
@@ -46,7 +50,7 @@ class RemoteFault(NamedTuple):
 class VerifiedRemote:
     """The result of :func:`verify_remote`."""
 
-    remote: RemoteReference
+    remote: RemoteReference | ModelAddress
     digest: Digest
     """Of the manifest in the registry."""
     blobs: int
@@ -69,7 +73,7 @@ def verify_remote(
     plain_http: bool | None = None,
     progress: Progress | None = None,
 ) -> VerifiedRemote:
-    """Read every blob of a model in a registry, and its compressed forms, and hash them.
+    """Read every blob of a model in a registry or object storage, and its compressed forms, and hash them.
 
     Args:
         remote: the address, as for :func:`pull_model`.
@@ -85,27 +89,24 @@ def verify_remote(
         UnsupportedSource: the address is that of something other than a model.
         UsageError: an argument is invalid.
     """
-    from blobstore.registry.client import RegistryClient
-    from blobstore.registry.store import RemoteSource
-
     started = time.monotonic()
     if streams < 1:
         raise UsageError(f"streams must be at least 1, got {streams}")
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
-    with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
-        source = RemoteSource.resolve(client, address, with_files=True)
+    with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
         faults: list[RemoteFault] = []
 
         def report_manifest(digest: Digest, error: BlobstoreError) -> None:
-            faults.append(RemoteFault(str(address), "compressed forms", error.message, digest))
+            faults.append(
+                RemoteFault(str(source.address), "compressed forms", error.message, digest)
+            )
 
         forms = _cold_forms(source, report_manifest)
         blobs = [*source.model.blobs, *forms]
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
-        read = workers.run(blobs, lambda blob: _verify(source, blob, workers), client.abort)
+        read = workers.run(blobs, lambda blob: _verify(source, blob, workers), source.client.abort)
     return VerifiedRemote(
-        remote=address,
+        remote=source.address,
         digest=source.root.digest,
         blobs=len(source.model.blobs),
         cold_blobs=len(forms),
@@ -116,13 +117,17 @@ def verify_remote(
 
 
 def _cold_forms(
-    source: RemoteSource, on_error: Callable[[Digest, BlobstoreError], None]
+    source: RemoteSource | ObjectSource, on_error: Callable[[Digest, BlobstoreError], None]
 ) -> list[Descriptor]:
     """Return the compressed forms that a pull would use, named after their layers."""
-    client, repository = source.client, source.address.repository
-    referrers = fetch_referrers(client, repository, source.root)
     blobs = source.model.blobs
-    found = fetch_cold_layers(client, repository, referrers, (blob.id for blob in blobs), on_error)
+    if isinstance(source, ObjectSource):
+        found = parse_cold_index(source.cold_index() or b"")
+    else:
+        client, repository = source.client, source.address.repository
+        referrers = fetch_referrers(client, repository, source.root)
+        ids = (blob.id for blob in blobs)
+        found = fetch_cold_layers(client, repository, referrers, ids, on_error)
     return [
         Descriptor(COLD, *found[blob.digest].stored, f"{blob.name} (compressed)")
         for blob in blobs
@@ -130,7 +135,9 @@ def _cold_forms(
     ]
 
 
-def _verify(source: RemoteSource, blob: Descriptor, workers: WorkerPool) -> RemoteFault | None:
+def _verify(
+    source: RemoteSource | ObjectSource, blob: Descriptor, workers: WorkerPool
+) -> RemoteFault | None:
     """Return what is wrong with a blob, or None."""
     layer = blob.name or blob.media_type
 
@@ -144,5 +151,5 @@ def _verify(source: RemoteSource, blob: Descriptor, workers: WorkerPool) -> Remo
         return RemoteFault(str(source.address), layer, error.message, blob.digest)
     if found == blob.digest:
         return None
-    message = f"the registry sent bytes with digest {found}, expected {blob.digest}"
+    message = f"the remote sent bytes with digest {found}, expected {blob.digest}"
     return RemoteFault(str(source.address), layer, message, blob.digest)

@@ -28,6 +28,7 @@ from tests.unit.cli.running import run, run_json
 # The arguments of each command. An @ marks a path in the prepared folder, a % a file that has the argument.
 ARGUMENTS = {
     "create": ("@dense", "new"),
+    "ingest": ("@list.txt", "--executor=threads:1"),
     "list": (),
     "show": ("dense",),
     "info": ("dense",),
@@ -106,6 +107,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     }
     write_folder(folder / "tuned", changed, files={**files, "extra.json": b"{}"})
     shutil.copytree(folder / "dense", folder / "all" / "one")
+    (folder / "list.txt").write_text(f'"{folder / "dense"}" listed\n')
     torch.save(
         {"model": {"a": torch.ones(2, 3)}, "ema": {"e": torch.ones(1)}}, folder / "checkpoint.pt"
     )

@@ -8,12 +8,13 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound
 from blobstore.manifests.reference import Reference
+from blobstore.operations.remote.reader import RemoteReader
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.shapes.oci import plan_oci
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.registry.shapes.plan import ModelFacts
-from blobstore.registry.store import RegistryReader, RemoteSource, list_tags
+from blobstore.registry.store import RemoteSource, list_tags
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -27,11 +28,11 @@ def registry() -> Iterator[StubRegistry]:
         yield server
 
 
-class TestRegistryReader(ModelReaderSuite):
+class TestRemoteReader(ModelReaderSuite):
     @pytest.fixture(params=["ollama", "oci"])
     def reader(
         self, origin: LocalStore, registry: StubRegistry, request: pytest.FixtureRequest
-    ) -> Iterator[RegistryReader]:
+    ) -> Iterator[RemoteReader]:
         with RegistryClient(registry.host) as client:
             sources = {}
             for number, name in enumerate(NAMES):
@@ -41,18 +42,18 @@ class TestRegistryReader(ModelReaderSuite):
                 address = registry.put(origin, plan, f"team/m{number}", "latest")
                 source = RemoteSource.resolve(client, RemoteReference.parse(address))
                 sources[Reference.parse(name)] = source
-            yield RegistryReader(sources)
+            yield RemoteReader(sources)
 
 
 @contextlib.contextmanager
 def reader_of(
     registry: StubRegistry, origin: LocalStore, local: LocalStore | None = None
-) -> Iterator[RegistryReader]:
+) -> Iterator[RemoteReader]:
     plan = plan_ollama(origin.read_manifest("a"))
     address = RemoteReference.parse(registry.put(origin, plan, "team/a", "latest"))
     with RegistryClient(registry.host) as client:
         source = RemoteSource.resolve(client, address)
-        yield RegistryReader({Reference.parse("a"): source}, local)
+        yield RemoteReader({Reference.parse("a"): source}, local)
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def origin(store: LocalStore) -> LocalStore:
     return origin
 
 
-def headers(reader: RegistryReader) -> list[object]:
+def headers(reader: RemoteReader) -> list[object]:
     layers = reader.resolve("a").layers
     return list(reader.read_headers([layer.id for layer in layers]))
 
@@ -82,7 +83,7 @@ def test_one_request_of_64_kib_reads_a_header(registry: StubRegistry, origin: Lo
 def test_a_larger_header_takes_a_second_request(
     registry: StubRegistry, origin: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blobstore.registry.store.HEADER_REQUEST", 20)
+    monkeypatch.setattr("blobstore.operations.remote.reader.HEADER_REQUEST", 20)
     with reader_of(registry, origin) as reader:
         assert headers(reader) == expected(origin)
 
@@ -128,7 +129,7 @@ def test_a_small_blob_is_hashed(registry: StubRegistry, origin: LocalStore) -> N
     with reader_of(registry, origin) as reader:
         assert Digest.of(reader.read_blob(*config.id)) == config.digest
         registry.blobs[str(config.digest)] = bytes(config.size)
-        with pytest.raises(BlobDamaged, match="the registry sent bytes with digest"):
+        with pytest.raises(BlobDamaged, match="the remote sent bytes with digest"):
             reader.read_blob(*config.id)
 
 

@@ -15,7 +15,8 @@ import blobstore
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.transfer.cold import ColdLayer, fetch_cold_layers
+from blobstore.operations.remote.cold_layer import ColdLayer
+from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.registry.client import RegistryClient

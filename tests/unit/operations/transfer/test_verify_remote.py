@@ -56,7 +56,7 @@ def test_each_damaged_blob_is_a_fault(
     del registry.blobs[str(layers["y"].digest)]
     faults = {fault.layer: fault for fault in verify_remote(remote).faults}
     assert faults.keys() == {"x", "y"}
-    assert "the registry sent bytes with digest" in faults["x"].message
+    assert "the remote sent bytes with digest" in faults["x"].message
     assert "does not have" in faults["y"].message
     assert faults["x"].blob == layers["x"].digest
 
@@ -85,7 +85,7 @@ def test_the_command_line_reports_faults_with_exit_code_4(
     digest = str(frozen.layers(origin, "a")["x"].digest)
     registry.blobs[digest] = bytes(len(registry.blobs[digest]))
     result = run("verify", "--remote", remote, exit_code=4)
-    assert f"model {remote}, layer x: the registry sent bytes" in result.stdout
+    assert f"model {remote}, layer x: the remote sent bytes" in result.stdout
     (fault,) = run_json("verify", "--remote", remote, exit_code=4)["faults"]
     assert (fault["layer"], fault["blob"]) == ("x", digest)
     run("verify", "a", "--remote", remote, exit_code=2)

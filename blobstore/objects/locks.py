@@ -1,0 +1,165 @@
+"""How a collection of garbage and imports of one store in object storage keep out of each other's way.
+
+Object storage has no locks, but a list shows every object that was written before. An import first writes
+a lease, which names the blobs that it relies on, and then looks for the note of a collection. A collection
+first writes that note, and then reads the leases. So one of the two always sees the other: either the
+collection keeps the blobs of the lease, or the import waits until the collection has ended.
+
+Both may be killed. A lease counts for a day after it was written, and the note of a collection for an
+hour; a collection deletes nothing later than that after it wrote its note. The clock is that of the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import RemoteError, StoreBusy
+from blobstore.objects.client import Conflict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from datetime import datetime
+
+    from blobstore.objects.client import ObjectClient
+
+LEASE_TIME: Final = timedelta(days=1)
+COLLECTION_TIME: Final = timedelta(hours=1)
+_LEASES: Final = ".blobstore/leases"
+_NOTE: Final = ".blobstore/gc"
+_PAUSE: Final = 1.0
+"""Seconds between two looks at the note of a collection."""
+_MAX_LEASE: Final = 64 * 2**20
+
+
+@contextlib.contextmanager
+def leased(
+    client: ObjectClient,
+    digests: Iterable[Digest],
+    wait: float = 60,
+    pause: Callable[[float], object] = time.sleep,
+) -> Iterator[None]:
+    """Keep blobs from being collected until the block ends, whether they are there yet or not.
+
+    Args:
+        client: the objects of the store.
+        digests: the blobs.
+        wait: seconds to wait for a collection that is running.
+        pause: waits for some seconds.
+
+    Raises:
+        StoreBusy: a collection is running, and does not end in time.
+        RemoteError: the object storage cannot be reached, denies access, or ignores conditions, so that no
+            name could be written afterwards.
+    """
+    client.check_conditions()
+    key = f"{_LEASES}/{uuid.uuid4().hex}"
+    client.put(key, strict_json.dumps([digest.hex for digest in digests]).encode())
+    try:
+        until = time.monotonic() + wait
+        while _is_collecting(client, _written(client, key)):
+            if time.monotonic() >= until:
+                raise _busy(client)
+            pause(_PAUSE)
+        yield
+    finally:
+        with contextlib.suppress(RemoteError):  # it ends by itself
+            client.delete([key])
+
+
+class Leased(NamedTuple):
+    """What running imports rely on."""
+
+    digests: set[Digest]
+    since: datetime | None
+    """When the oldest of them began; they may rely on any blob that was written since."""
+
+
+class Collection:
+    """A collection of garbage that is running."""
+
+    def __init__(self, client: ObjectClient) -> None:
+        """Begin.
+
+        Raises:
+            StoreBusy: another collection is running.
+            RemoteError: the object storage cannot be reached, or denies access.
+        """
+        self._client = client
+        mine = uuid.uuid4().hex.encode()
+        former = client.get(_NOTE, len(mine))
+        probe = f"{_LEASES}/{mine.decode()}"
+        client.put(probe, b"[]")
+        now = _written(client, probe)
+        client.delete([probe])
+        if former is not None and _is_collecting(client, now):
+            raise _busy(client)
+        try:
+            client.replace(_NOTE, mine, None if former is None else former.tag)
+        except Conflict:
+            raise _busy(client) from None
+        self._until = time.monotonic() + COLLECTION_TIME.total_seconds() / 2
+        self.now = now
+        """By the server's clock."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(RemoteError):  # it ends by itself
+            self._client.delete([_NOTE])
+
+    @property
+    def may_delete(self) -> bool:
+        """Whether imports still wait for this collection."""
+        return time.monotonic() < self._until
+
+    def leased(self) -> Leased:
+        """Return what imports rely on; remove the leases of those that were killed long ago.
+
+        Raises:
+            RemoteError: a lease cannot be read.
+        """
+        found: set[Digest] = set()
+        since: datetime | None = None
+        for item in self._client.list(_LEASES):
+            if item.modified + LEASE_TIME < self.now:
+                self._client.delete([item.key])
+                continue
+            version = self._client.get(item.key, _MAX_LEASE)
+            if version is None:  # the import has ended
+                continue
+            since = item.modified if since is None else min(since, item.modified)
+            try:
+                found.update(map(Digest, strict_json.loads(version.data)))
+            except (ValueError, TypeError) as error:
+                raise RemoteError(f"the lease {quote(item.key)} cannot be read: {error}") from None
+        return Leased(found, since)
+
+
+def _is_collecting(client: ObjectClient, now: datetime) -> bool:
+    found = client.modified(_NOTE)
+    return found is not None and found + COLLECTION_TIME > now
+
+
+def _written(client: ObjectClient, key: str) -> datetime:
+    """Return the server's time, as that of an object that was just written."""
+    found = client.modified(key)
+    if found is None:
+        raise RemoteError(
+            f"{quote(client.address)} does not show the object {key}, which was written"
+        )
+    return found
+
+
+def _busy(client: ObjectClient) -> StoreBusy:
+    return StoreBusy(
+        f"garbage is being collected in {quote(client.address)}",
+        advice="try again later, or wait for longer",
+    )

@@ -1,0 +1,128 @@
+"""A model in object storage, as :func:`~blobstore.operations.transfer.pull.pull_model` reads it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.workers import Cancelled
+from blobstore.errors import ModelNotFound
+from blobstore.manifests.model import Manifest
+from blobstore.objects.address import model_addresses
+from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from blobstore.core.workers import RateLimiter
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.objects.address import ModelAddress
+
+
+class ObjectManifest(NamedTuple):
+    """The bytes of a manifest, and their digest."""
+
+    digest: Digest
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model in object storage, which lies there as in a store."""
+
+    manifest: bytes = field(repr=False)
+    blobs: tuple[Descriptor, ...] = field(repr=False)
+    shape: str = "store"
+
+
+class ObjectSource:
+    """A model in object storage whose manifest was checked. Any number of threads may read its blobs."""
+
+    files = ()
+    """Files that another tool has stored; there are none in a store."""
+
+    def __init__(
+        self, store: ObjectStore, address: ModelAddress, data: bytes, limiter: RateLimiter | None
+    ) -> None:
+        """Check a manifest. Raises InvalidManifest."""
+        self.store = store
+        self.address = address
+        self.root = ObjectManifest(Digest.of(data), data)
+        self.manifest = Manifest.from_bytes(data)
+        self.model = StoredModel(data, self.manifest.blobs)
+        self._limiter = limiter
+        self._stopping = threading.Event()
+
+    @classmethod
+    def find(cls, text: str, limiter: RateLimiter | None = None) -> ObjectSource:
+        """Find the model at an address, which may have several meanings.
+
+        Raises:
+            InvalidManifest: the manifest breaks its format.
+            InvalidReference: the address is not one of a model.
+            ModelNotFound: no store there has such a model.
+            RemoteError: the object storage cannot be reached, or denies access.
+        """
+        store, address = cls.locate(text)
+        return cls(store, address, store.read_manifest(address.reference), limiter)
+
+    @staticmethod
+    def locate(text: str) -> tuple[ObjectStore, ModelAddress]:
+        """Return which of its meanings an address has. Raises as :meth:`find`."""
+        looked = []
+        for address in model_addresses(text):
+            store = ObjectStore(address.store)
+            if store.has_model(address.reference):
+                return store, address
+            looked.append(f"{quote(address.reference)} in {quote(address.store)}")
+        store.client.check_bucket()
+        raise ModelNotFound(f"no model {quote(text)}; looked for {', '.join(looked)}")
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of the manifest."""
+        return self.model.manifest
+
+    @property
+    def blobs(self) -> tuple[Descriptor, ...]:
+        """The blobs of the model, each once."""
+        return self.model.blobs
+
+    def cold_index(self) -> bytes | None:
+        """Return the list of compressed forms of the blobs, None if there is none. Nothing of it is checked."""
+        return self.store.read_for_manifest(COLD_INDEXES, self.root.digest)
+
+    def headers(self) -> bytes | None:
+        """Return the headers of the blobs, None if these must be asked. Nothing of it is checked."""
+        return self.store.read_for_manifest(HEADERS, self.root.digest)
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that a blob is there. Raises BlobMissing, BlobDamaged and RemoteError."""
+        self.store.check_size(digest, size)
+
+    @property
+    def client(self) -> ObjectSource:
+        """What ends requests of other threads."""
+        return self
+
+    def abort(self) -> None:
+        """End the requests of other threads after the pieces that they wait for."""
+        self._stopping.set()
+
+    def read(
+        self, digest: Digest, size: int, begin: int, end: int
+    ) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob. Raises as :meth:`ObjectStore.read`, and Cancelled after an abort."""
+        for piece in self.store.read(digest, size, begin, end):
+            yield piece
+            if self._limiter is not None:
+                self._limiter.spend(len(piece), self._stopping.wait)
+            if self._stopping.is_set():
+                raise Cancelled("stopped")
+
+    def signatures(self) -> list[bytes]:
+        """Return the signatures that are kept with the manifest; none of them is verified."""
+        return self.store.read_signatures(self.root.digest)

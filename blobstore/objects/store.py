@@ -1,0 +1,289 @@
+"""Models in object storage, read and written as in a store.
+
+Keys are the paths of a store's folder: ``blobs/sha256-<hex>`` and ``manifests/<host>/<namespace>/<model>/<tag>``.
+The bytes of each manifest are a blob as well, so that a digest finds what a name was before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    Damaged,
+    InvalidHeader,
+    InvalidManifest,
+    InvalidReference,
+    ModelNotFound,
+    StoreError,
+)
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.objects.client import Conflict, ObjectClient, ObjectInfo
+from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.store.signatures import MAX_SIGNATURE_SIZE, MAX_SIGNATURES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator
+
+    from typing_extensions import Buffer
+
+    from blobstore.objects.address import StoreAddress
+
+PIECE: Final = 8 * 2**20
+"""Bytes of a request for the content of a blob."""
+_HEADER: Final = 64 * 2**10
+_STREAMS: Final = 16
+_MAX_SMALL: Final = 256 * 2**20
+_MAX_MANIFEST_FILE: Final = 256 * 2**20
+_ATTEMPTS: Final = 5
+COLD_INDEXES: Final = ".blobstore/cold"
+HEADERS: Final = ".blobstore/headers"
+_BLOBS, _MANIFESTS = "blobs", "manifests"
+
+
+def blob_key(digest: Digest) -> str:
+    """Return the key of a blob."""
+    return f"{_BLOBS}/{digest.file_name}"
+
+
+def manifest_key(reference: Reference) -> str:
+    """Return the key of the manifest of a name."""
+    return "/".join((_MANIFESTS, *reference.parts))
+
+
+def _signature_key(manifest: Digest) -> str:
+    return f".blobstore/signatures/{manifest.hex}"
+
+
+class ObjectStore:
+    """A store of models under a prefix of a bucket. Any number of threads may use it."""
+
+    def __init__(self, address: StoreAddress) -> None:
+        """Send nothing yet. Raises as :class:`ObjectClient`."""
+        self.address = address
+        self.client = ObjectClient(address)
+
+    def __repr__(self) -> str:
+        return f"<ObjectStore {self.address}>"
+
+    # Names
+
+    def references(self) -> list[Reference]:
+        """Return the names of the models, sorted."""
+        return sorted(reference for reference, _ in self.list_manifests())
+
+    def list_manifests(self) -> Iterator[tuple[Reference, ObjectInfo]]:
+        """Yield each name with what the listing says about its manifest. Other keys are skipped."""
+        for item in self.client.list(_MANIFESTS):
+            try:
+                yield Reference(*item.key.split("/")[1:]), item
+            except (InvalidReference, TypeError):
+                continue
+
+    def has_model(self, reference: Reference) -> bool:
+        """Return whether there is a model of that name."""
+        return self.client.size(manifest_key(reference)) is not None
+
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest. Raises ModelNotFound and RemoteError."""
+        return self.read_version(reference)[0]
+
+    def read_version(self, reference: str | Reference) -> tuple[bytes, str | None]:
+        """Return the bytes of a manifest, and the ETag that :meth:`place` takes.
+
+        Raises:
+            ModelNotFound: there is no such name.
+            RemoteError: the manifest cannot be read.
+        """
+        reference = Reference.of(reference)
+        found = self.client.get(manifest_key(reference), MAX_MANIFEST_SIZE)
+        if found is None:
+            raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
+        return found.data, found.tag
+
+    def resolve(self, reference: str | Reference) -> Manifest:
+        """Return the manifest of a model. Raises InvalidManifest, ModelNotFound and RemoteError."""
+        try:
+            return Manifest.from_bytes(self.read_manifest(reference))
+        except InvalidManifest as error:
+            raise error.at(f"{self.address}: {quote(Reference.of(reference))}") from None
+
+    def place(self, reference: Reference, manifest: bytes, tag: str | None) -> None:
+        """Give a manifest a name, whose manifest must still have the ETag ``tag`` (None: must not exist).
+
+        Raises:
+            Conflict: another process has given the name another manifest.
+        """
+        self.client.put(blob_key(Digest.of(manifest)), manifest)
+        self.client.replace(manifest_key(reference), manifest, tag)
+
+    def remove(self, references: Iterable[Reference]) -> None:
+        """Remove names; their blobs stay until garbage is collected."""
+        self.client.delete(map(manifest_key, references))
+
+    # Blobs
+
+    def exists(self, digest: Digest, size: int) -> bool:
+        """Return whether the blob is here. Raises BlobDamaged if it has another size."""
+        found = self.client.size(blob_key(digest))
+        if found not in {None, size}:
+            raise BlobDamaged(f"{self._blob(digest)} has {found} bytes, expected {size}")
+        return found is not None
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        if not self.exists(digest, size):
+            raise BlobMissing(f"{self._blob(digest)} is missing")
+
+    def read(
+        self, digest: Digest, size: int, begin: int, end: int
+    ) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
+
+        Raises:
+            BlobMissing, BlobDamaged: it is not here with ``size`` bytes.
+            RemoteError: it cannot be read.
+        """
+        if not 0 <= begin <= end <= size:
+            raise BlobDamaged(f"blob {digest} of {size} bytes ends before byte {end}")
+        for at in range(begin, end, PIECE):
+            until = min(at + PIECE, end)
+            piece = self.client.read(blob_key(digest), at, until)
+            if piece is None:
+                raise BlobMissing(f"{self._blob(digest)} is missing")
+            if len(piece.data) != until - at:
+                raise BlobDamaged(
+                    f"{self._blob(digest)} ends at byte {at + len(piece.data)}, expected {size} bytes"
+                )
+            if piece.size != size:
+                raise BlobDamaged(f"{self._blob(digest)} has {piece.size} bytes, expected {size}")
+            yield piece.data
+
+    def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob in order. Raises as :meth:`read`."""
+        if not size:
+            self.check_size(digest, size)
+        yield from self.read(digest, size, 0, size)
+
+    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of a blob from ``offset`` on. Raises as :meth:`read`."""
+        for piece in self.read(digest, size, offset, offset + len(buffer)):
+            buffer[: len(piece)] = piece
+            buffer = buffer[len(piece) :]
+
+    def read_blob(self, digest: Digest, size: int) -> bytes:
+        """Return the bytes of a small blob after checking its digest. Raises as :meth:`read`."""
+        if size > _MAX_SMALL:
+            raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
+        data = b"".join(self.read_pieces(digest, size))
+        if (found := Digest.of(data)) != digest:
+            raise BlobDamaged(f"{self._blob(digest)} has other bytes, with the digest {found}")
+        return data
+
+    def is_cold(self, digest: Digest) -> bool:  # noqa: ARG002
+        """Return whether the blob is here in its cold form only."""
+        return False
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]]
+    ) -> Iterator[Header | Damaged | StoreError]:
+        """Yield for each tensor blob its checked header, or the error that reading it raised."""
+        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers") as threads:
+            yield from threads.map(lambda blob: self._header(*blob), list(blobs))
+
+    def put_blob(self, digest: Digest, size: int, pieces: Iterable[Buffer]) -> None:
+        """Write a blob whose bytes have this digest.
+
+        Raises:
+            BlobDamaged: they have not; no blob is written.
+        """
+
+        def checked() -> Iterator[bytes]:
+            hashed, done = hashlib.sha256(), 0
+            for piece in pieces:
+                data = bytes(piece)  # a piece is valid until the next one is asked for
+                hashed.update(data)
+                done += len(data)
+                yield data
+            if done != size or hashed.hexdigest() != digest.hex:
+                raise BlobDamaged(f"the bytes of blob {digest} have changed while they were sent")
+
+        if size <= PIECE:
+            self.client.put(blob_key(digest), b"".join(checked()))
+        else:
+            self.client.put(blob_key(digest), checked())
+
+    # What belongs to a manifest: a list of compressed forms, and the headers of its blobs
+
+    def read_for_manifest(self, folder: str, manifest: Digest) -> bytes | None:
+        """Return what :data:`COLD_INDEXES` or :data:`HEADERS` has for a manifest; nothing of it is checked."""
+        found = self.client.get(f"{folder}/{manifest.hex}", _MAX_MANIFEST_FILE)
+        return None if found is None else found.data
+
+    def put_headers(self, manifest: Digest, data: bytes) -> None:
+        """Keep the headers of the blobs of a manifest, so that one request reads all of them."""
+        self.client.put(f"{HEADERS}/{manifest.hex}", data)
+
+    def change_cold_index(
+        self, manifest: Digest, change: Callable[[bytes | None], bytes | None]
+    ) -> None:
+        """Replace the list of compressed forms by what ``change`` makes of it; None leaves it as it is.
+
+        Raises:
+            Conflict: other processes changed it again and again.
+        """
+        key = f"{COLD_INDEXES}/{manifest.hex}"
+        for attempt in range(_ATTEMPTS):
+            found = self.client.get(key, _MAX_MANIFEST_FILE)
+            data, tag = (None, None) if found is None else (found.data, found.tag)
+            changed = change(data)
+            if changed is None or changed == data:
+                return
+            try:
+                self.client.replace(key, changed, tag)
+            except Conflict:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    # Signatures
+
+    def read_signatures(self, manifest: Digest) -> list[bytes]:
+        """Return the signatures of a manifest; those whose bytes do not fit their names are left out."""
+        found = []
+        for item in islice(self.client.list(_signature_key(manifest)), MAX_SIGNATURES):
+            if item.size <= MAX_SIGNATURE_SIZE:
+                version = self.client.get(item.key, MAX_SIGNATURE_SIZE)
+                if version and item.key.endswith(f"/{Digest.of(version.data).hex}.sig"):
+                    found.append(version.data)
+        return found
+
+    def keep_signature(self, manifest: Digest, data: bytes) -> None:
+        """Keep a signature of a manifest."""
+        self.client.put(f"{_signature_key(manifest)}/{Digest.of(data).hex}.sig", data)
+
+    def _header(self, digest: Digest, size: int) -> Header | Damaged | StoreError:
+        try:
+            start = bytearray(min(size, _HEADER))
+            self.read_into(digest, size, 0, memoryview(start))
+            end = PREFIX_SIZE + header_size(bytes(start[:PREFIX_SIZE]), size)
+            if end > len(start):
+                rest = bytearray(end - len(start))
+                self.read_into(digest, size, len(start), memoryview(rest))
+                start += rest
+            return parse_header(bytes(start[PREFIX_SIZE:end]), size)
+        except InvalidHeader as error:
+            return BlobDamaged(f"{self._blob(digest)}: {error}")
+        except Damaged as error:
+            return error
+
+    def _blob(self, digest: Digest) -> str:
+        return f"{quote(self.address)}: blob {digest}"

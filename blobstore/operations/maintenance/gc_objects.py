@@ -1,0 +1,176 @@
+"""The operation ``gc --remote``: deletes blobs of a store in object storage that no manifest references.
+
+Imports wait until it ends, and what they rely on is kept (:mod:`blobstore.objects.locks`). The blobs are listed
+first, then leases and manifests are read. Every former manifest is a blob that nothing references.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import ImplausibleGarbage, InvalidDigest, InvalidManifest, ModelNotFound
+from blobstore.manifests.model import Manifest
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.locks import Collection
+from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
+from blobstore.operations.remote.cold_layer import parse_cold_index
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.objects.client import ObjectInfo
+
+GRACE: Final = 86400.0
+"""The default age in seconds from which blobs are removed; other programs hold no leases."""
+_IMPLAUSIBLE: Final = 0.9
+_STREAMS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedObjects:
+    """The result of :func:`collect_objects`."""
+
+    removed: tuple[ObjectInfo, ...] = field(repr=False)
+    """Blobs that were deleted, or would be."""
+    young: int
+    """Blobs that no manifest references, but that are too young."""
+    leased: int
+    """Blobs that no manifest references, but that running imports rely on."""
+    is_complete: bool
+    """Whether nothing was left because time was up."""
+    refusal: str = ""
+    """Why the same collection fails without ``force``; only a dry run returns this."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the deleted blobs."""
+        return sum(item.size for item in self.removed)
+
+
+def collect_objects(
+    address: str | StoreAddress,
+    *,
+    older_than: float = GRACE,
+    dry_run: bool = False,
+    force: bool = False,
+) -> CollectedObjects:
+    """Delete blobs of a store in object storage that no manifest references.
+
+    Args:
+        address: the store, ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``.
+        older_than: keep blobs that were written within this many seconds.
+        dry_run: delete nothing; report what would be deleted.
+        force: delete even if there are no manifests, or if these are over 90 % of all blobs.
+
+    Raises:
+        ImplausibleGarbage: so much would be deleted that manifests may be missing.
+        InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown.
+        RemoteError: the object storage cannot be reached, or denies access.
+        StoreBusy: another collection is running.
+    """
+    address = address if isinstance(address, StoreAddress) else StoreAddress.parse(address)
+    store = ObjectStore(address)
+    with Collection(store.client) as collection:
+        blobs = dict(_blobs(store))
+        leased = collection.leased()
+        references = store.references()
+        needed = _needed(store, references)
+        garbage = {digest: item for digest, item in blobs.items() if digest not in needed}
+        oldest = collection.now - timedelta(seconds=older_than)
+
+        def is_old(item: ObjectInfo) -> bool:
+            return item.modified <= oldest and (
+                leased.since is None or item.modified < leased.since
+            )
+
+        removable = [
+            item
+            for digest, item in garbage.items()
+            if digest not in leased.digests and is_old(item)
+        ]
+        refusal = _refusal(store, blobs, removable, references)
+        if refusal and not (force or dry_run):
+            raise ImplausibleGarbage(refusal, advice="if that is right, pass force=True")
+        # Lists of compressed forms, and headers, of manifests that no name has are of no use.
+        removable += [
+            item
+            for folder in (COLD_INDEXES, HEADERS)
+            for item in store.client.list(folder)
+            if item.key.rpartition("/")[2] not in {digest.hex for digest in needed} and is_old(item)
+        ]
+        removed = removable if dry_run else list(_delete(store, removable, collection))
+    return CollectedObjects(
+        removed=tuple(removed),
+        young=sum(not is_old(item) for item in garbage.values()),
+        leased=len(garbage.keys() & leased.digests),
+        is_complete=len(removed) == len(removable),
+        refusal=refusal if not force else "",
+    )
+
+
+def _blobs(store: ObjectStore) -> Iterator[tuple[Digest, ObjectInfo]]:
+    for item in store.client.list("blobs"):
+        name = item.key.removeprefix("blobs/")
+        try:
+            digest = Digest.parse(name.replace("-", ":", 1))
+        except InvalidDigest:  # not a blob
+            continue
+        if name == digest.file_name:
+            yield digest, item
+
+
+def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
+    """Return the blobs that manifests need, the manifests themselves among them."""
+
+    def needs(reference: Reference) -> set[Digest]:
+        try:
+            data = store.read_manifest(reference)
+        except ModelNotFound:  # removed since
+            return set()
+        try:
+            manifest = Manifest.from_bytes(data)
+        except InvalidManifest as error:
+            raise error.at(f"{quote(store.address)}: {quote(reference)}") from None
+        digest = Digest.of(data)
+        layers = parse_cold_index(store.read_for_manifest(COLD_INDEXES, digest) or b"")
+        return {
+            digest,
+            *(blob.digest for blob in manifest.blobs),
+            *(layer.stored.digest for layer in layers.values()),
+        }
+
+    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-gc") as threads:
+        return set().union(*threads.map(needs, references))
+
+
+def _refusal(
+    store: ObjectStore,
+    blobs: dict[Digest, ObjectInfo],
+    removable: list[ObjectInfo],
+    references: list[Reference],
+) -> str:
+    if removable and not references:
+        return f"{quote(store.address)} has {len(blobs)} blobs and no manifest"
+    size = sum(item.size for item in blobs.values())
+    garbage = sum(item.size for item in removable)
+    if garbage > _IMPLAUSIBLE * size:
+        return f"{garbage:,} of {size:,} bytes of blobs in {quote(store.address)} are garbage"
+    return ""
+
+
+def _delete(
+    store: ObjectStore, removable: list[ObjectInfo], collection: Collection
+) -> Iterator[ObjectInfo]:
+    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-gc") as threads:
+        for begin in range(0, len(removable), 1000):
+            if not collection.may_delete:
+                return
+            batch = removable[begin : begin + 1000]
+            list(threads.map(lambda item: store.client.delete([item.key]), batch))
+            yield from batch

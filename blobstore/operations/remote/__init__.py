@@ -1,0 +1,1 @@
+"""Models in registries and object storage, read by their addresses as from a store."""

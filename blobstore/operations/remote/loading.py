@@ -1,0 +1,302 @@
+"""Blobs that are read from elsewhere straight into memory, with many concurrent requests.
+
+A blob that is read completely is hashed while its bytes arrive, and may be kept in the local store. If the
+remote has a compressed form of it whose base is here, that is read and decoded instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
+
+from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.core.digest import BlobId, Digest, Digester
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
+from blobstore.models.parts import new_buffer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from blobstore.core.progress import Progress
+    from blobstore.operations.remote.cache import BlobCache
+    from blobstore.operations.remote.cold_layer import ColdLayer
+    from blobstore.operations.remote.reader import RemoteModelSource
+    from blobstore.store.local import LocalStore
+    from blobstore.store.remote_blobs import BlobRange
+
+PART: Final = 8 << 20
+"""Bytes of a request."""
+STREAMS: Final = 16
+"""Concurrent requests."""
+_GAP: Final = 256 << 10
+"""Gaps of at most so many bytes are read too, which costs less than another request."""
+_WHOLE: Final = 0.9
+"""A blob of which so much is needed is read completely, so that it can be verified and kept."""
+
+
+class RemoteLoader:
+    """Reads blobs of one model elsewhere that the local store lacks. Any number of threads may use it."""
+
+    def __init__(
+        self,
+        source: RemoteModelSource,
+        local: LocalStore,
+        layers: Mapping[Digest, ColdLayer],
+        starts: Mapping[Digest, bytes],
+        cache: BlobCache | None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            source: the model.
+            local: the store.
+            layers: compressed forms of its blobs; those that are of no use are left out here.
+            starts: the headers by which the blobs are used, with their prefixes; checked when a blob is read.
+            cache: keeps blobs that were read completely.
+        """
+        self._source = source
+        self._local = local
+        self._layers = {key: layer for key, layer in layers.items() if self._is_usable(layer)}
+        self._starts = starts
+        self._cache = cache
+        self._sizes = {blob.digest: blob.size for blob in source.blobs}
+
+    def is_elsewhere(self, digest: Digest) -> bool:
+        """Return whether the local store lacks a blob, or has it with another size."""
+        try:
+            return not self._local.exists(digest, self._sizes[digest])
+        except Damaged:
+            return True
+        except KeyError:
+            return False
+
+    def stored_size(self, blob: BlobId) -> int:
+        """Return how many bytes are read for a blob: those of its compressed form, if that is of use."""
+        layer = self._layers.get(blob.digest)
+        return blob.size if layer is None or layer.blob != blob else layer.stored.size
+
+    def load(
+        self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
+    ) -> None:
+        """Fill memory with blobs, and check their digests.
+
+        Args:
+            blobs: digest, size and memory of each.
+            progress: called with the bytes of blobs that are complete.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is missing, or has other bytes.
+            RemoteError: the remote cannot be reached, refuses access or misbehaves.
+        """
+        loads = [_Load(BlobId(digest, size), memory[:size]) for digest, size, memory in blobs]
+        for load in loads:
+            layer = self._layers.get(load.blob.digest)
+            if layer is not None and layer.blob == load.blob:
+                load.layer = layer
+        pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
+
+        def read(part: tuple[_Load, int]) -> None:
+            load, begin = part
+            end = min(begin + PART, load.stored.size)
+            memory = load.arriving()[begin:end]
+            self._read(load.stored, begin, memory)
+            if load.has_arrived(begin, end):
+                self._finish(load)
+                pool.report(load.blob.size, load.blob.digest.short)
+
+        pool.run(
+            [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)],
+            read,
+        )
+        if self._cache is not None:
+            self._cache.publish()
+
+    def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
+        """Read parts of blobs into new memory; neighbours are read together.
+
+        A blob of which most is wanted is read completely, hashed and kept. Nothing else is verified.
+
+        Raises as :meth:`load`.
+        """
+        loaded: dict[Digest, list[tuple[int, memoryview]]] = {}
+        parts: list[tuple[BlobRange, memoryview]] = []
+        whole: list[tuple[Digest, int, memoryview]] = []
+        by_blob = sorted(wanted, key=attrgetter("digest", "begin"))
+        for digest, ranges in groupby(by_blob, key=attrgetter("digest")):
+            merged = list(_merged(ranges))
+            size = merged[0].size
+            if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(
+                BlobId(digest, size)
+            ):
+                memory = new_buffer(size)
+                whole.append((digest, size, memory))
+                loaded[digest] = [(0, memory)]
+                continue
+            for one in merged:
+                memory = new_buffer(one.end - one.begin)
+                loaded.setdefault(digest, []).append((one.begin, memory))
+                parts += (
+                    (one._replace(begin=begin), memory[begin - one.begin :][:PART])
+                    for begin in range(one.begin, one.end, PART)
+                )
+        if parts:
+            WorkerPool(min(STREAMS, len(parts)), None, 0).run(
+                parts,
+                lambda part: self._read(
+                    BlobId(part[0].digest, part[0].size), part[0].begin, part[1]
+                ),
+            )
+        if whole:
+            self.load(whole)
+        return LoadedRanges(loaded)
+
+    def _is_usable(self, layer: ColdLayer) -> bool:
+        """Return whether the store has the base of a compressed form, if that is a delta."""
+        if layer.base is None:
+            return True
+        try:
+            return (
+                not self._local.is_cold(layer.base.digest)
+                or self._local.open_cold(*layer.base).base is None
+            ) and self._local.exists(*layer.base)
+        except (BlobDamaged, BlobMissing):
+            return False
+
+    def _read(self, blob: BlobId, begin: int, memory: memoryview) -> None:
+        for piece in self._source.read(*blob, begin, begin + len(memory)):
+            memory[: len(piece)] = piece
+            memory = memory[len(piece) :]
+
+    def _finish(self, load: _Load) -> None:
+        """Check a blob that has arrived, after decoding it, and keep it."""
+        if load.layer is not None and not self._is_decoded(load, load.layer):
+            load.layer = None
+            for begin in range(0, load.blob.size, PART):
+                end = min(begin + PART, load.blob.size)
+                self._read(load.blob, begin, load.memory[begin:end])
+                load.has_arrived(begin, end)
+        load.check()
+        start = self._starts.get(load.blob.digest, b"")
+        if load.memory[: len(start)] != start:
+            raise BlobDamaged(f"the remote sent another header for blob {load.blob.digest} before")
+        if self._cache is not None:
+            self._cache.keep(load.blob.digest, load.memory)
+
+    def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
+        """Decode a blob; return whether that succeeds."""
+        try:
+            decoder = ColdBlobDecoder(load.arriving())
+            load.release()
+            if decoder.size != load.blob.size:
+                return False
+            if layer.base is not None:
+                decoder.give_base(self._local.base(*layer.base))
+            for begin in range(0, decoder.size, PART):
+                decoder.read_into(load.memory[begin : begin + PART], begin)
+        except (ColdDamaged, BlobDamaged, BlobMissing):
+            return False
+        return Digest.of(load.memory) == load.blob.digest
+
+
+class _Load:
+    """A blob that is being read."""
+
+    def __init__(self, blob: BlobId, memory: memoryview) -> None:
+        self.blob = blob
+        self.memory = memory
+        self.layer: ColdLayer | None = None
+        self._compressed: memoryview | None = None
+        self._digester = Digester()
+        self._arrived = 0
+        """Compressed bytes."""
+        self._ends: dict[int, int] = {}
+        """The parts that have arrived and were not hashed yet, by where they begin."""
+        self._is_hashing = False
+        self._lock = threading.Lock()
+
+    @property
+    def stored(self) -> BlobId:
+        """What is read."""
+        return self.blob if self.layer is None else self.layer.stored
+
+    def arriving(self) -> memoryview:
+        """Return the memory that the bytes are read into."""
+        if self.layer is None:
+            return self.memory
+        with self._lock:
+            if self._compressed is None:
+                self._compressed = memoryview(bytearray(self.layer.stored.size))
+            return self._compressed
+
+    def release(self) -> None:
+        """Forget the compressed bytes."""
+        self._compressed = None
+
+    def has_arrived(self, begin: int, end: int) -> bool:
+        """Note that bytes have arrived, and hash those without a gap; return whether these are all."""
+        with self._lock:
+            if self.layer is not None:  # the decoded bytes are hashed
+                self._arrived += end - begin
+                return self._arrived == self.layer.stored.size
+            self._ends[begin] = end
+            if self._is_hashing:
+                return False
+            self._is_hashing = True
+        while True:
+            with self._lock:
+                at = self._digester.size
+                following = self._ends.pop(at, None)
+                if following is None or following == at:
+                    self._is_hashing = False
+                    return at == self.blob.size
+            self._digester.update(self.memory[at:following])
+
+    def check(self) -> None:
+        """Compare the digest of all bytes. Raises BlobDamaged."""
+        if self.layer is None and self._digester.digest() != self.blob.digest:
+            raise BlobDamaged(
+                f"the remote sent bytes with digest {self._digester.digest()} for blob {self.blob.digest}"
+            )
+
+
+class LoadedRanges:
+    """Parts of blobs in memory."""
+
+    def __init__(self, loaded: Mapping[Digest, Sequence[tuple[int, memoryview]]]) -> None:
+        """Take parts of blobs: where each begins, in order, and its bytes."""
+        self._loaded = loaded
+        self._taken: set[tuple[Digest, int]] = set()
+
+    def take(self, digest: Digest, begin: int, end: int) -> memoryview | None:
+        """Return memory that has these bytes at its beginning and is not returned again; None if none does."""
+        for start, memory in self._loaded.get(digest, ()):
+            if start == begin and len(memory) == end - begin and (digest, begin) not in self._taken:
+                self._taken.add((digest, begin))
+                return memory
+        return None
+
+    def find(self, digest: Digest, begin: int, end: int) -> memoryview:
+        """Return bytes of a blob. Raises KeyError if not all of them were read."""
+        parts = self._loaded[digest]
+        start, memory = parts[bisect_right(parts, begin, key=lambda part: part[0]) - 1]
+        if not start <= begin <= end <= start + len(memory):
+            raise KeyError(digest)
+        return memory[begin - start : end - start]
+
+
+def _merged(ranges: Iterable[BlobRange]) -> Iterator[BlobRange]:
+    """Yield sorted ranges of one blob, each together with those that follow after a small gap."""
+    current: BlobRange | None = None
+    for one in ranges:
+        if current is not None and one.begin - current.end <= _GAP:
+            current = current._replace(end=max(current.end, one.end))
+            continue
+        if current is not None:
+            yield current
+        current = one
+    if current is not None:
+        yield current

@@ -1,0 +1,277 @@
+"""Models in registries and object storage, read as from a store: their manifests, headers and small files.
+
+The models are resolved and checked first. The headers of their blobs are read by parallel requests of 64 KiB
+each, and kept in the header index of the local store. Blobs that the local store has are read there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, Protocol
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    Damaged,
+    InvalidHeader,
+    ModelNotFound,
+    StoreError,
+)
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.local import LocalStore
+
+HEADER_REQUEST: Final = 64 * 2**10
+"""Bytes of a blob that are fetched to read its header; larger headers take a second request."""
+_MAX_SMALL_BLOB = 256 * 2**20
+_LENGTH = struct.Struct("<Q")
+_STREAMS: Final = 8
+
+
+class RemoteModelSource(Protocol):
+    """A model elsewhere whose manifest was checked."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that the model has in a store."""
+
+    @property
+    def data(self) -> bytes:
+        """Its bytes."""
+
+    @property
+    def blobs(self) -> Sequence[Descriptor]:
+        """The blobs of the model, each once."""
+
+    def headers(self) -> bytes | None:
+        """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that a blob is there with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
+
+    def read(
+        self, digest: Digest, size: int, begin: int, end: int
+    ) -> Generator[bytes | memoryview, None, None]:
+        """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
+
+        Raises:
+            BlobDamaged, BlobMissing: it is not there with its size.
+            RemoteError: the remote cannot be reached, refuses access or misbehaves.
+        """
+
+
+class RemoteReader:
+    """Models elsewhere by name, and those of a local store. Any number of threads may use it."""
+
+    def __init__(
+        self, sources: Mapping[Reference, RemoteModelSource], local: LocalStore | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            sources: the models elsewhere; their names may be any.
+            local: the store that has other models, and blobs that need not be fetched.
+        """
+        self._sources = sources
+        self._local = local
+        self.starts: dict[Digest, bytes] = {}
+        """The headers that were read, with their prefixes. Nothing shows yet that they are those of the blobs."""
+        self._owners = {
+            blob.digest: (source, blob.size) for source in sources.values() for blob in source.blobs
+        }
+
+    def references(self) -> tuple[Reference, ...]:
+        """Return the names of the models elsewhere."""
+        return tuple(self._sources)
+
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest. Raises ModelNotFound if no model has this name."""
+        source = self._sources.get(Reference.of(reference))
+        if source is not None:
+            return source.data
+        if self._local is not None:
+            return self._local.read_manifest(reference)
+        raise ModelNotFound(f"no model {quote(Reference.of(reference))}")
+
+    def resolve(self, reference: str | Reference) -> Manifest:
+        """Return the manifest of a model. Raises as :meth:`LocalStore.resolve`."""
+        source = self._sources.get(Reference.of(reference))
+        if source is not None:
+            return source.manifest
+        if self._local is not None:
+            return self._local.resolve(reference)
+        return Manifest.from_bytes(self.read_manifest(reference))
+
+    def exists(self, digest: Digest, size: int) -> bool:
+        """Return whether the blob is there, as the other side says.
+
+        Raises:
+            BlobDamaged: it has another size there.
+        """
+        try:
+            self.check_size(digest, size)
+        except BlobMissing:
+            return False
+        return True
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that a blob is there or in the local store, and has ``size`` bytes.
+
+        Raises:
+            BlobMissing: it is not.
+            BlobDamaged: it has another size.
+        """
+        if self._has_local(digest, size):
+            return
+        self._owner(digest, size).check_size(digest, size)
+
+    def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob in order; nothing is hashed. Raises as :meth:`RemoteModelSource.read`."""
+        if self._local is not None and self._has_local(digest, size):
+            yield from self._local.read_pieces(digest, size)
+            return
+        pieces = self._owner(digest, size).read(digest, size, 0, size)
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                yield memoryview(piece)
+
+    def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of a blob from ``offset`` on. Raises as :meth:`read_pieces`."""
+        if self._local is not None and self._has_local(digest, size):
+            self._local.read_into(digest, size, offset, buffer)
+            return
+        source = self._owner(digest, size)
+        end = offset + len(buffer)
+        if end > size:
+            raise BlobDamaged(f"blob {digest} of {size} bytes ends before byte {end}")
+        with contextlib.closing(source.read(digest, size, offset, end)) as pieces:
+            for piece in pieces:
+                buffer[: len(piece)] = piece
+                buffer = buffer[len(piece) :]
+
+    def read_blob(self, digest: Digest, size: int, limit: int = _MAX_SMALL_BLOB) -> bytes:
+        """Return the bytes of a small blob after checking its digest. Raises as :meth:`read_pieces`."""
+        if size > limit:
+            raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
+        data = b"".join(map(bytes, self.read_pieces(digest, size)))
+        if (found := Digest.of(data)) != digest:
+            raise BlobDamaged(f"the remote sent bytes with digest {found} for blob {digest}")
+        return data
+
+    def is_cold(self, digest: Digest) -> bool:
+        """Return whether the blob is here in its cold form only."""
+        return self._local is not None and self._local.is_cold(digest)
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]]
+    ) -> Iterator[Header | Damaged | StoreError]:
+        """Yield for each tensor blob its checked header, or the error that reading it raised.
+
+        Raises:
+            RemoteError: the remote cannot be reached, refuses access or misbehaves.
+        """
+        wanted = list(blobs)
+        remote = [blob for blob in wanted if not self._has_local(*blob)]
+        starts = dict(zip(remote, self._starts(remote), strict=True))
+        for digest, size in wanted:
+            start = starts.get((digest, size))
+            try:
+                if start is None and self._local is not None:
+                    yield from self._local.read_headers([(digest, size)])
+                elif isinstance(start, bytes):
+                    yield parse_header(start[PREFIX_SIZE:], size)
+                elif start is not None:
+                    yield start
+            except InvalidHeader as error:
+                yield BlobDamaged(f"blob {digest}: {error}")
+
+    def _starts(self, blobs: Sequence[tuple[Digest, int]]) -> list[bytes | Damaged]:
+        """Return the bytes of headers, from the local cache if it has them."""
+        text = "".join(f"{digest.hex} {size}\n" for digest, size in blobs)
+        key = Digest.of(b"headers of blobs elsewhere\n" + text.encode())
+        known = unpack_headers(self._local.read_index(key)) if self._local is not None else {}
+        is_cached = all(digest in known for digest, _ in blobs)
+        if not is_cached:
+            for source in {id(found): found for found, _ in self._owners.values()}.values():
+                known |= unpack_headers(source.headers())
+        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers") as threads:
+            starts = list(threads.map(lambda blob: known.get(blob[0]) or self._start(*blob), blobs))
+        found = {
+            digest: start
+            for (digest, _), start in zip(blobs, starts, strict=True)
+            if isinstance(start, bytes)
+        }
+        self.starts |= found
+        if self._local is not None and len(found) == len(starts) and not is_cached:
+            self._local.write_index(key, pack_headers(found))
+        return starts
+
+    def _start(self, digest: Digest, size: int) -> bytes | Damaged:
+        """Return the header of a blob with its prefix, or the error that reading it raised."""
+        try:
+            start = bytearray(min(size, HEADER_REQUEST))
+            self.read_into(digest, size, 0, memoryview(start))
+            end = PREFIX_SIZE + header_size(bytes(start[:PREFIX_SIZE]), size)
+            if end > len(start):
+                rest = bytearray(end - len(start))
+                self.read_into(digest, size, len(start), memoryview(rest))
+                start += rest
+            return bytes(start[:end])
+        except InvalidHeader as error:
+            return BlobDamaged(f"blob {digest}: {error}")
+        except Damaged as error:
+            return error
+
+    def _has_local(self, digest: Digest, size: int) -> bool:
+        """Return whether the local store has a blob; a damaged one is read from the registry."""
+        if self._local is None:
+            return False
+        try:
+            return self._local.exists(digest, size)
+        except Damaged:
+            return digest not in self._owners
+
+    def _owner(self, digest: Digest, size: int) -> RemoteModelSource:
+        source, found = self._owners.get(digest, (None, size))
+        if source is None:
+            raise BlobMissing(f"no model here has the blob {digest}")
+        if found != size:
+            raise BlobDamaged(f"blob {digest} has {found} bytes, expected {size}")
+        return source
+
+
+def pack_headers(starts: Mapping[Digest, bytes]) -> bytes:
+    """Return headers, each with its prefix, as bytes that begin with a checksum."""
+    data = b"".join(
+        part
+        for digest, start in starts.items()
+        for part in (bytes.fromhex(digest.hex), _LENGTH.pack(len(start)), start)
+    )
+    return hashlib.sha256(data).digest() + data
+
+
+def unpack_headers(data: bytes | None) -> dict[Digest, bytes]:
+    """Return the headers that :func:`pack_headers` packed; none if the bytes were altered."""
+    size = hashlib.sha256().digest_size
+    if data is None or hashlib.sha256(data[size:]).digest() != data[:size]:
+        return {}
+    starts: dict[Digest, bytes] = {}
+    at = size
+    while at + size + _LENGTH.size <= len(data):
+        digest = Digest(data[at : at + size].hex())
+        (length,) = _LENGTH.unpack_from(data, at + size)
+        at += size + _LENGTH.size
+        starts[digest] = data[at : at + length]
+        at += length
+    return starts

@@ -1,0 +1,49 @@
+"""Pushes to object storage and pulls from it, against a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import ModelNotFound
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.store import ObjectStore
+from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    frozen.put(store, "team/one:v1", {"shared": 1, "own": 2})
+    return store
+
+
+def test_a_model_travels_through_object_storage(
+    local: LocalStore,
+    object_address: StoreAddress,
+    tmp_path: Path,
+) -> None:
+    pushed = push_objects("team/one:v1", str(object_address), store=local, verify=True)
+    assert str(pushed.remote) == f"{object_address}/team/one:v1"
+    assert pushed.bytes_sent == pushed.bytes_verified > 0
+    again = push_objects("team/one:v1", object_address, store=local)
+    assert again.is_unchanged
+    assert again.bytes_sent == 0
+    pulled = pull_model(f"{object_address}/team/one:v1", store=tmp_path / "other")
+    assert str(pulled.reference) == "team/one:v1"
+    other = LocalStore(tmp_path / "other")
+    assert other.read_manifest("team/one:v1") == local.read_manifest("team/one:v1")
+    for blob in local.resolve("team/one:v1").blobs:
+        assert other.read_blob(*blob.id) == local.read_blob(*blob.id)
+
+
+def test_a_missing_model_says_where_it_was_looked_for(
+    object_address: StoreAddress, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelNotFound, match=r"looked for 'one:v1' in .*, 'team/one:v1' in"):
+        pull_model(f"{object_address}/team/one:v1", store=tmp_path / "other")
+    assert ObjectStore(object_address).references() == []
