@@ -108,11 +108,15 @@ class MissingLibrary(BlobstoreError, ImportError):
 
 
 class RemoteError(BlobstoreError):
-    """A registry cannot be reached, or does not behave as its protocol says."""
+    """A registry or object storage cannot be reached, or does not behave as its protocol says."""
 
 
 class RemoteRefused(RemoteError):
-    """A registry denies access, or refuses what was sent to it."""
+    """A registry or object storage denies access, or refuses what was sent to it."""
+
+
+class Conflict(RemoteError):
+    """Another process has written an object since it was read."""
 
 
 class StoreError(BlobstoreError):
@@ -148,8 +152,10 @@ class SafetensorError(BlobstoreError):
 class InvalidHeader(Damaged, SafetensorError):
     """A safetensors header breaks the format."""
 
-    def __init__(self, message: str = "", *, rule: str = "") -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, rule: str = "", advice: str | Callable[[], str] = ""
+    ) -> None:
+        super().__init__(message, advice=advice)
         self.rule = rule
         """The broken rule, in the words of the reference library."""
 

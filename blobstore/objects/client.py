@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, MissingLibrary, RemoteError, RemoteRefused
+from blobstore.errors import BlobstoreError, Conflict, MissingLibrary, RemoteError, RemoteRefused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,10 +106,6 @@ class ObjectPiece(NamedTuple):
 
     data: memoryview
     size: int
-
-
-class Conflict(BlobstoreError):
-    """Another process has written an object since it was read."""
 
 
 class ObjectClient:

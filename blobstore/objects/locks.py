@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import RemoteError, StoreBusy
-from blobstore.objects.client import Conflict
+from blobstore.errors import Conflict, RemoteError, StoreBusy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -16,6 +16,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
+    Conflict,
     Damaged,
     InvalidHeader,
     InvalidManifest,
@@ -25,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.objects.client import Conflict, ObjectClient, ObjectInfo
+from blobstore.objects.client import ObjectClient, ObjectInfo
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 from blobstore.store.signatures import MAX_SIGNATURE_SIZE, MAX_SIGNATURES
 

@@ -16,6 +16,7 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     BlobstoreError,
+    Conflict,
     ModelNotFound,
     RemoteError,
     RemoteRefused,
@@ -311,7 +312,7 @@ def test_names_in_folders_are_compared_before_they_are_replaced(tmp_path: Path) 
     _, tag = store.read_version(NAME)
     store.place(NAME, b"[1]", tag)
     for old in (tag, None):
-        with pytest.raises(client.Conflict):
+        with pytest.raises(Conflict):
             store.place(NAME, b"[2]", old)
     assert store.read_manifest(NAME) == b"[1]"
 

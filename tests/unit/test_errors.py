@@ -20,7 +20,7 @@ EXIT_CODES = {
     1: (
         "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken ImplausibleGarbage "
         "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused "
-        "InvalidPolicy NotTrusted"
+        "Conflict InvalidPolicy NotTrusted SafetensorError"
     ),
     2: "UsageError InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",

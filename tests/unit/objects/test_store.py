@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, Conflict
 from blobstore.manifests.reference import Reference
-from blobstore.objects.client import Conflict
 from blobstore.objects.store import ObjectStore, blob_key
 from blobstore.store.local import LocalStore
 from tests.support.store_suite import NAMES, ModelReaderSuite
