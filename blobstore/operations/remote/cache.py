@@ -39,9 +39,6 @@ class BlobCache:
         self._needed = needed
         self._limit = limit
         self._is_off = False
-        self._open: contextlib.ExitStack | None = None
-        self._ingest: Ingest | None = None
-        self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="blobstore-cache")
 
     def begin(self) -> None:
@@ -56,44 +53,58 @@ class BlobCache:
         except (BlobstoreError, OSError):
             self._is_off = True
 
+    def batch(self) -> BlobBatch:
+        """Return what the blobs of one load are kept with."""
+        return BlobBatch(self)
+
+    def begin_import(self) -> tuple[Ingest, contextlib.ExitStack] | None:
+        """Begin an import of blobs, and return what ends it; None if nothing is kept any more."""
+        if self._is_off:
+            return None
+        with contextlib.ExitStack() as stack:
+            ingest = stack.enter_context(self._store.ingest())
+            return ingest, stack.pop_all()
+
+    def stop(self) -> None:
+        """Keep nothing more."""
+        self._is_off = True
+
+    def finish(self, ingest: Ingest, ending: contextlib.ExitStack) -> None:
+        """Let the blobs of an import get their names, without waiting for that."""
+
+        def publish() -> None:
+            with contextlib.suppress(BlobstoreError, OSError), ending:
+                ingest.publish()
+
+        self._background.submit(publish)
+
+    def close(self) -> None:
+        """Wait until all blobs have their names."""
+        self._background.shutdown()
+
+
+class BlobBatch:
+    """Keeps the blobs of one load, from any number of threads."""
+
+    def __init__(self, cache: BlobCache) -> None:
+        self._cache = cache
+        self._import: tuple[Ingest, contextlib.ExitStack] | None = None
+        self._lock = threading.Lock()
+
     def keep(self, digest: Digest, data: memoryview) -> None:
         """Write a blob whose digest was computed in this memory."""
         try:
             with self._lock:
-                ingest = self._begun()
-            if ingest is not None:
-                ingest.add_hashed(digest, data)
+                self._import = self._import or self._cache.begin_import()
+            if self._import is not None:
+                self._import[0].add_hashed(digest, data)
         except (BlobstoreError, OSError):
-            self._is_off = True
+            self._cache.stop()
 
     def publish(self) -> None:
-        """Let the blobs that were written get their names, without waiting for that."""
-        with self._lock:
-            ingest, opened = self._ingest, self._open
-            self._ingest = self._open = None
-        if ingest is None or opened is None:
-            return
-
-        def finish() -> None:
-            with contextlib.suppress(BlobstoreError, OSError), opened:
-                ingest.publish()
-
-        self._background.submit(finish)
-
-    def close(self) -> None:
-        """Wait until all blobs have their names."""
-        self.publish()
-        self._background.shutdown()
-
-    def _begun(self) -> Ingest | None:
-        """Return what blobs are added to; None if nothing is kept any more."""
-        if self._is_off:
-            return None
-        if self._ingest is None:
-            with contextlib.ExitStack() as stack:
-                self._ingest = stack.enter_context(self._store.ingest())
-                self._open = stack.pop_all()
-        return self._ingest
+        """Let the blobs get their names, without waiting for that."""
+        if self._import is not None:
+            self._cache.finish(*self._import)
 
 
 def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.remote.cache import BlobCache
+    from blobstore.operations.remote.cache import BlobBatch, BlobCache
     from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.operations.remote.reader import RemoteModelSource
     from blobstore.store.local import LocalStore
@@ -98,6 +98,7 @@ class RemoteLoader:
             if layer is not None and layer.blob == load.blob:
                 load.layer = layer
         pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
+        batch = self._cache.batch() if self._cache is not None else None
 
         def read(part: tuple[_Load, int]) -> None:
             load, begin = part
@@ -105,15 +106,15 @@ class RemoteLoader:
             memory = load.arriving()[begin:end]
             self._read(load.stored, begin, memory)
             if load.has_arrived(begin, end):
-                self._finish(load)
+                self._finish(load, batch)
                 pool.report(load.blob.size, load.blob.digest.short)
 
-        pool.run(
-            [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)],
-            read,
-        )
-        if self._cache is not None:
-            self._cache.publish()
+        parts = [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)]
+        try:
+            pool.run(parts, read)
+        finally:
+            if batch is not None:
+                batch.publish()  # each was verified, even if another failed
 
     def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
         """Read parts of blobs into new memory; neighbours are read together.
@@ -171,7 +172,7 @@ class RemoteLoader:
             memory[: len(piece)] = piece
             memory = memory[len(piece) :]
 
-    def _finish(self, load: _Load) -> None:
+    def _finish(self, load: _Load, batch: BlobBatch | None) -> None:
         """Check a blob that has arrived, after decoding it, and keep it."""
         if load.layer is not None and not self._is_decoded(load, load.layer):
             load.layer = None
@@ -183,8 +184,8 @@ class RemoteLoader:
         start = self._starts.get(load.blob.digest, b"")
         if load.memory[: len(start)] != start:
             raise BlobDamaged(f"the remote sent another header for blob {load.blob.digest} before")
-        if self._cache is not None:
-            self._cache.keep(load.blob.digest, load.memory)
+        if batch is not None:
+            batch.keep(load.blob.digest, load.memory)
 
     def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
         """Decode a blob; return whether that succeeds."""
