@@ -361,6 +361,19 @@ class Model(ModelFiles, Mapping[str, Array]):
         else:
             yield from self._slices.planned(mine, parts, self.__getitem__)
 
+    def read_parts(self, parts: Iterable[tuple[str, Index]]) -> Iterator[Array]:
+        """Yield parts of tensors, by names and indexes of :meth:`get_slice`.
+
+        Parts of blobs that are elsewhere are read with many concurrent requests.
+
+        Raises as :meth:`get_slice` and :meth:`__getitem__`.
+        """
+        items = list(parts)
+        for name, _ in items:
+            self._check_name(name)
+        for _, array in self._slices.parts(items, self.__getitem__):
+            yield array
+
     def state_dict(self) -> dict[str, Array]:
         """Return all tensors. Raises as :meth:`__getitem__`."""
         return self.tensors()

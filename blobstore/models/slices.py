@@ -143,29 +143,36 @@ class SliceReader:
             UsageError: the plan names a companion, which is sliced with its weight.
         """
         choose = self._chooser(plan)
-        dequantized = self._weights.dequantized
-        owners = self._weights.owners()
-        stored = {
-            part: weight
-            for part, weight in (owners | {name: name for name in owners.values()}).items()
-            if weight not in dequantized
-        }
+        stored = self._stored_weights()
+        indexes = (choose(stored.get(name, name)) for name in names)
+        yield from self.parts(list(zip(names, indexes, strict=True)), whole)
 
-        def selections(name: str) -> Mapping[str, Selection] | None:
+    def parts(
+        self, items: Sequence[tuple[str, Index | None]], whole: Callable[[str], Any]
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield parts of tensors, of which those that are elsewhere are read together.
+
+        Args:
+            items: names and indexes; None means all of a tensor.
+            whole: reads all of a tensor.
+
+        Raises:
+            TensorNotFound, UsageError: as :meth:`slice`.
+        """
+        stored = self._stored_weights()
+
+        def selections(name: str, index: Index | None) -> Mapping[str, Selection] | None:
             """Return which parts of stored tensors are read for a tensor; None if it is read whole."""
-            weight = stored.get(name, name)
-            index = choose(weight)
             if index is None:
                 return None
             if name in stored:
-                return {name: self._weights.part(weight, index).selections[name]}
-            if name in dequantized:
+                return {name: self._weights.part(stored[name], index).selections[name]}
+            if name in self._weights.dequantized:
                 return self._weights.part(name, index, widened=True).selections
             return {name: select(self._index.spec(name), index)}
 
-        for batch, loaded in self._read_ahead(names, selections):
-            for name in batch:
-                index = choose(stored.get(name, name))
+        for batch, loaded in self._read_ahead(items, selections):
+            for name, index in batch:
                 if index is None:
                     yield name, whole(name)
                 elif name in stored:
@@ -173,6 +180,15 @@ class SliceReader:
                     yield name, self._read(name, part, loaded)
                 else:
                     yield name, self.slice(name, loaded)[index]
+
+    def _stored_weights(self) -> Mapping[str, str]:
+        """Return the weight that each stored part of a quantized weight belongs to, the weight itself too."""
+        owners = self._weights.owners()
+        return {
+            part: weight
+            for part, weight in (owners | {name: name for name in owners.values()}).items()
+            if weight not in self._weights.dequantized
+        }
 
     def _chooser(self, plan: Plan) -> Callable[[str], Index | None]:
         """Return a plan as a function, after checking its names; see :meth:`planned`."""
@@ -191,23 +207,23 @@ class SliceReader:
 
     def _read_ahead(
         self,
-        names: Sequence[str],
-        selections: Callable[[str], Mapping[str, Selection] | None],
-    ) -> Iterator[tuple[Sequence[str], Ranges | None]]:
+        items: Sequence[tuple[str, Index | None]],
+        selections: Callable[[str, Index | None], Mapping[str, Selection] | None],
+    ) -> Iterator[tuple[Sequence[tuple[str, Index | None]], Ranges | None]]:
         """Yield tensors in batches, after reading the bytes of each that are elsewhere.
 
         A request for each tensor in turn would wait for the network each time.
         """
         remote = self._memory.files.store.remote
         if remote is None:
-            yield names, None
+            yield items, None
             return
-        batch: list[str] = []
+        batch: list[tuple[str, Index | None]] = []
         ranges: list[BlobRange] = []
         slots: set[int] = set()
         size = 0
-        for name in names:
-            parts = selections(name)
+        for name, index in items:
+            parts = selections(name, index)
             for stored in (name,) if parts is None else parts:
                 location = self._index.location(stored)
                 blob = self._index.blobs[location.slot]
@@ -218,7 +234,7 @@ class SliceReader:
                     found = list(part_ranges(blob, location, parts[stored]))
                     size += sum(one.end - one.begin for one in found)
                     ranges += found
-            batch.append(name)
+            batch.append((name, index))
             if size >= _BATCH:
                 self._memory.load(slots)
                 yield batch, remote.read_ranges(ranges)

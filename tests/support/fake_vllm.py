@@ -45,7 +45,9 @@ class FusedModel(torch.nn.Module):
 def install(monkeypatch: pytest.MonkeyPatch, *, ranks: int = 1) -> Any:
     """Make the fake importable; return the config that vLLM would give to loaders."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, enable_expert_parallel=False),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=ranks, world_size=ranks, enable_expert_parallel=False
+        ),
         device_config=SimpleNamespace(device="cpu:0"),
     )
     contents: dict[str, dict[str, Any]] = {

@@ -52,8 +52,8 @@ PROMPTS = [{"prompt_token_ids": list(range(1, 9))}, {"prompt_token_ids": [7, 200
 
 class Answer(NamedTuple):
     tokens: list[list[int]]
-    parameters: dict[str, str]
-    """The digest of each parameter in vLLM's memory."""
+    parameters: list[dict[str, str]]
+    """Of each rank, the digest of each parameter in vLLM's memory."""
 
 
 def saved(kind: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
@@ -100,7 +100,7 @@ def answer(**options: Any) -> Answer:
     llm = LLM(**FAST, **options)
     greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
-    (parameters,) = llm.apply_model(digests)
+    parameters = llm.apply_model(digests)
     return Answer([list(output.outputs[0].token_ids) for output in outputs], parameters)
 
 

@@ -94,6 +94,27 @@ def test_answers_the_same_from_object_storage(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_two_ranks_read_their_parts_from_object_storage(
+    kind: str,
+    store: LocalStore,
+    objects: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # to send them a function
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    source = saved(kind, tmp_path / "source")
+    blobstore.create(source, "m", store=store)
+    push_objects("m", objects.address, store=store)
+    other = LocalStore(tmp_path / "other")
+    with engine_options(f"{objects.address}/m", store=other) as engine:
+        ours = answer(**engine, **ranks)
+    assert ours == answer(model=str(source), **ranks)
+    assert ours.parameters[0] != ours.parameters[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_quantized_models_are_served_dequantized(
     kind: str, store: LocalStore, tmp_path: Path
 ) -> None:

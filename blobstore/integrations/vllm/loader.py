@@ -34,13 +34,14 @@ from blobstore.integrations.source_names import (
     stacked_names,
     why_decoded,
 )
+from blobstore.integrations.vllm.parts import DeferredCopies, part_tensors
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 from blobstore.models.frameworks import ArrayTarget
 from blobstore.safetensors.torch import as_tensor, with_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from blobstore.operations.open import Model
 
@@ -85,12 +86,15 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         """Load the weights of a model. Raises as :meth:`load_model`."""
         with self._stored(model_config) as stored:
             began = time.perf_counter()
-            weights = _weights(stored, is_published=self._is_published)
+            takes_parts = self._takes_parts(stored)
+            tensors = part_tensors(stored) if takes_parts else stored.iter_tensors()
+            weights = _weights(stored, tensors, is_published=self._is_published)
             # Views are best made before the watch begins. Other tensors need memory.
             are_views = self._device == "cpu" and (self._is_published or not stored.quantized)
             offered = Offered(list(weights) if are_views else weights)
             watch = Watch(dict(model.named_parameters()), offered)
-            with watch:
+            copies = DeferredCopies(stored) if takes_parts else contextlib.nullcontext()
+            with copies, watch:
                 loaded = _load(model, offered, stored)
             missing = _missing(model, watch, loaded.names, offered.names)
             unused = _unexpected(offered, model, model_config, stored)
@@ -126,6 +130,12 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
         with replace(self._settings, verify="none").open() as stored:
             return device if stored.quantized else "cpu"
 
+    def _takes_parts(self, stored: Model) -> bool:
+        """Return whether this process reads only what it copies, of a model elsewhere."""
+        is_one_of_many = get_current_vllm_config().parallel_config.world_size > 1
+        is_elsewhere = stored.store.remote is not None
+        return is_one_of_many and is_elsewhere and self._device == "cpu" and not self._is_published
+
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:
         """Give the model. The outermost block opens it and closes it."""
@@ -157,7 +167,9 @@ class _Loaded(NamedTuple):
     """The error that vLLM raised after the last tensor."""
 
 
-def _weights(stored: Model, *, is_published: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    stored: Model, tensors: Iterable[tuple[str, torch.Tensor]], *, is_published: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model under their names in its source."""
     stacks = stacked_names(stored)
     transposed = gpt_oss_experts(stored, stored.config)
@@ -165,7 +177,7 @@ def _weights(stored: Model, *, is_published: bool) -> Iterator[tuple[str, torch.
     published = PublishedTensors({}, {})
     if is_published:
         published = PublishedTensors.of(stored, quant_settings(stored, stored.config))
-    for name, tensor in stored.iter_tensors():
+    for name, tensor in tensors:
         if name.startswith(others):
             continue
         if name in stacks:

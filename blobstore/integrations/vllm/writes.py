@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from blobstore.integrations.vllm.parts import PartTensor
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
@@ -29,7 +31,7 @@ class Offered:
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._tensors = iter(tensors)
-        self._pending: dict[int, str] = {}
+        self._pending: dict[int | str, str] = {}
         self._dropped: list[str] = []
         self._is_made = True
         """False while the next tensor is computed: reads for that do not count."""
@@ -50,16 +52,16 @@ class Offered:
             self._is_made = True
         self.names.append(name)
         if tensor.numel():
-            address = tensor.data_ptr()
-            if address in self._pending:  # that tensor was freed, and its memory reused
-                self._dropped.append(self._pending[address])
-            self._pending[address] = name
+            key = _identity(tensor)
+            if key in self._pending:  # that tensor was freed, and its memory reused
+                self._dropped.append(self._pending[key])
+            self._pending[key] = name
         return self.last
 
     def saw(self, tensor: torch.Tensor) -> None:
         """Record that a tensor was read, or a view that begins at the same address."""
         if self._is_made:
-            self._pending.pop(tensor.data_ptr(), None)
+            self._pending.pop(_identity(tensor), None)
 
     @property
     def is_unseen(self) -> bool:
@@ -121,6 +123,11 @@ class Watch(TorchDispatchMode):
         parts = self._parts[tensor.untyped_storage().data_ptr()]
         count = sum(numel for (address, _, _), numel in parts.items() if begin <= address < end)
         return min(count, tensor.numel())
+
+
+def _identity(tensor: torch.Tensor) -> int | str:
+    """Return what a tensor and the views that begin with it have in common."""
+    return tensor.part.name if isinstance(tensor, PartTensor) else tensor.data_ptr()
 
 
 @cache
