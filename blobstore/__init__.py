@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
+    from blobstore.operations.page.write import Page
+    from blobstore.operations.page.write import write_page as page
     from blobstore.operations.remote.reading import ReadPlan
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
@@ -111,6 +113,7 @@ _HOMES = {
     "ModelDescription": ("blobstore.operations.maintenance.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.maintenance.info", "ModelInfo"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
+    "Page": ("blobstore.operations.page.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push_objects", "Pushed"),
@@ -148,6 +151,7 @@ _HOMES = {
     "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
+    "page": ("blobstore.operations.page.write", "write_page"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "push": ("blobstore.operations.transfer.push", "push_model"),
     "read_file": ("blobstore.operations.maintenance.cat", "read_file"),
@@ -190,6 +194,7 @@ __all__ = [
     "ModelInfo",
     "Named",
     "Packed",
+    "Page",
     "Pulled",
     "Pushed",
     "ReadPlan",
@@ -226,6 +231,7 @@ __all__ = [
     "open_archive",
     "open_checkpoint",
     "pack",
+    "page",
     "pull",
     "push",
     "read_file",

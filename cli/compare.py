@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -96,8 +94,9 @@ def command(
     """
     from blobstore.core.files import write_file
     from blobstore.operations.compare.compare import compare_models
+    from blobstore.operations.page.write import free_target
 
-    target = None if html is None else _free_target(html)
+    target = None if html is None else free_target(html)
     begin = time.monotonic()
     with (
         options.model(store, name) as model,
@@ -131,27 +130,6 @@ def command(
     render.show("\n".join(_as_text(compared, rows)))
     if target is not None:
         render.show_note(f"wrote {target}")
-
-
-def _free_target(file: str) -> Path:
-    """Return the real path of a file that can be written or replaced.
-
-    Raises:
-        BlobstoreError: the path is not that of a regular file, or has no parent folder.
-    """
-    try:
-        target = Path(os.path.realpath(file))
-        is_other = not file or (os.path.lexists(target) and not target.is_file())
-        has_folder = target.parent.is_dir()
-    except (OSError, ValueError) as error:
-        raise BlobstoreError(f"cannot access {quote(file)}: {error}") from error
-    if is_other:
-        raise BlobstoreError(f"{quote(file)} is not a regular file; choose a new file for the page")
-    if not has_folder:
-        raise BlobstoreError(
-            f"cannot write {quote(file)}: there is no folder {quote(target.parent)}"
-        )
-    return target
 
 
 def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
-    *("rm", "cp", "tag", "mv", "history", "restore", "du", "diff", "gc", "repair"),
+    *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "completion"),
 )
 _ALIASES = {"ls": "list"}
@@ -52,6 +52,7 @@ _SYNONYMS = {
     "copy": "cp",
     "rename": "mv",
     "stats": "du",
+    **dict.fromkeys(("html", "ui", "picture"), "page"),
     "scan": "inspect",
     "mount": "link",
 }

@@ -42,6 +42,7 @@ open(reference, *, store, framework, device, verify, dequantize, read, prefetch,
 open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
+page(target, references, *, store)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, cold, dry_run, plain_http, progress)
 push(reference, remote, *, store, shape, max_layers, mount_from, sign_key, passphrase, cold, level, base, verify, dry_run, plain_http, streams, limit_rate, progress)
 read_file(reference, name, *, store)
@@ -59,7 +60,7 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Pulled Pushed ReadPlan Reference
+ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Page Pulled Pushed ReadPlan Reference
 RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
 """
 

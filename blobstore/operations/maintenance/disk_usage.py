@@ -181,10 +181,35 @@ def measure_usage(
     store = LocalStore.of(store)
     asked = Reference.all_of(references)
     read_entries(store, asked)  # fails if one of them does not exist
+    return usage_of(read_disk(store), asked)
+
+
+class StoreDisk(NamedTuple):
+    """The manifests of a store and the files of its blobs, as they were at one time."""
+
+    store: LocalStore
+    entries: Mapping[Reference, CatalogEntry]
+    uses: Mapping[Digest, int]
+    """How many names need each blob."""
+    blobs: DiskBlobs
+
+
+def read_disk(store: LocalStore) -> StoreDisk:
+    """Read all manifests and the sizes of all blobs.
+
+    Raises:
+        StoreError: the store is not a folder or cannot be read.
+    """
     entries = {entry.reference: entry for entry in read_catalog(store)}
-    chosen = [entries[name] for name in asked or entries if name in entries]
     uses = Counter(digest for entry in entries.values() for digest in entry.blobs)
     blobs = _measure_blobs(store, _expected_sizes(entries.values()))
+    return StoreDisk(store, entries, uses, blobs)
+
+
+def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
+    """Return the disk usage of some models, or all, of a store that was read."""
+    store, entries, uses, blobs = disk
+    chosen = [entries[name] for name in references or entries if name in entries]
     together = Counter(digest for entry in chosen for digest in entry.blobs)
     names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
@@ -219,7 +244,7 @@ def measure_usage(
     )
 
 
-class _Blobs(NamedTuple):
+class DiskBlobs(NamedTuple):
     """What is in the folders of blobs."""
 
     sizes: Mapping[Digest, int]
@@ -249,7 +274,7 @@ def _expected_sizes(entries: Iterable[CatalogEntry]) -> dict[Digest, int | None]
     return sizes
 
 
-def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> _Blobs:
+def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> DiskBlobs:
     hot: dict[Digest, int] = {}
     foreign: list[int] = []
     for entry, status in _files(store.folder("blobs")):
@@ -280,11 +305,11 @@ def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> 
                 elif base is None or base in sizes:
                     intact[digest] = size
                 saved += size - cold[digest]
-    return _Blobs(sizes, cold, saved, bases, intact, foreign)
+    return DiskBlobs(sizes, cold, saved, bases, intact, foreign)
 
 
 def _faults(
-    store: LocalStore, found: _Blobs, blobs: Mapping[Digest, int]
+    store: LocalStore, found: DiskBlobs, blobs: Mapping[Digest, int]
 ) -> Iterator[BlobstoreError]:
     for digest, size in blobs.items():
         is_cold = digest in found.cold

@@ -47,6 +47,7 @@ ARGUMENTS = {
     "history": ("again",),
     "restore": ("again",),
     "du": ("dense",),
+    "page": ("dense", "@page.html"),
     "diff": ("dense", "tuned"),
     "gc": ("--older-than=0s",),
     "repair": ("dense", "--from", "@dense"),

@@ -1,0 +1,101 @@
+"""The operation ``page``: writes a page that shows a store and its models as pictures."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import quote
+from blobstore.core.files import write_file
+from blobstore.errors import BlobstoreError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.disk_usage import read_disk
+from blobstore.operations.page.shell import render_page
+from blobstore.operations.page.store_view import store_view
+from blobstore.operations.page.text import shown
+from blobstore.store.catalog import read_entries
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from blobstore.manifests.reference import Names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """The result of :func:`write_page`."""
+
+    path: Path
+    size: int
+    """Bytes of the file."""
+    models: int
+    """Models of the store."""
+
+
+def write_page(
+    target: str | os.PathLike[str],
+    references: Names = (),
+    *,
+    store: LocalStore | str | os.PathLike[str] | None = None,
+) -> Page:
+    """Write a self-contained HTML page about a store. An existing file is replaced.
+
+    Args:
+        target: the file.
+        references: the models whose tensors are shown; by default all, up to a limit.
+        store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: a model in ``references`` does not exist.
+        StoreError: the store is not a folder or cannot be read.
+        BlobstoreError: ``target`` is no regular file, or cannot be written.
+    """
+    path = free_target(target)
+    store = LocalStore.of(store)
+    data = page_data(store, Reference.all_of(references))
+    content = render_page(_title(data), data).encode()
+    try:
+        write_file(path, [content])
+    except OSError as error:
+        raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
+    return Page(path=path, size=len(content), models=data["store"]["totals"]["models"])
+
+
+def page_data(store: LocalStore, references: Sequence[Reference] = ()) -> dict[str, Any]:
+    """Return what the page shows: JSON values, by the names of the views."""
+    read_entries(store, references)  # fails if one of them does not exist
+    disk = read_disk(store)
+    return {
+        "written": int(time.time()),
+        "root": shown(store.root.name or store.root),
+        "store": store_view(disk),
+    }
+
+
+def _title(data: dict[str, Any]) -> str:
+    return f"{data['root']} \u2013 blobstore"
+
+
+def free_target(file: str | os.PathLike[str]) -> Path:
+    """Return the real path of a file that can be written or replaced.
+
+    Raises:
+        BlobstoreError: the path is not that of a regular file, or has no parent folder.
+    """
+    try:
+        target = Path(os.path.realpath(file))
+        is_other = not os.fspath(file) or (os.path.lexists(target) and not target.is_file())
+        has_folder = target.parent.is_dir()
+    except (OSError, ValueError) as error:
+        raise BlobstoreError(f"cannot access {quote(file)}: {error}") from error
+    if is_other:
+        raise BlobstoreError(f"{quote(file)} is not a regular file; choose a new file for the page")
+    if not has_folder:
+        raise BlobstoreError(
+            f"cannot write {quote(file)}: there is no folder {quote(target.parent)}"
+        )
+    return target
