@@ -89,7 +89,7 @@ def read_part(
     ``loaded`` has the ranges of :func:`part_ranges` already, if the blob is not here.
 
     Returns:
-        New memory, and the spec of the part.
+        Memory that nothing else uses, which may be read-only, and the spec of the part.
 
     Raises:
         BlobMissing, BlobDamaged: the blob is missing or damaged.

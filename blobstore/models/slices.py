@@ -38,7 +38,7 @@ Plan = Mapping[str, "Index"] | Callable[[str], "Index | None"]
 """Which part to take of each tensor, by name; None or no entry means all of it."""
 
 
-_BATCH = 256 << 20
+_BATCH = 512 << 20
 """Bytes of tensors that are read from elsewhere at once."""
 
 
@@ -259,4 +259,8 @@ class SliceReader:
             buffer, spec = read_part(files.store, self._index.blobs[slot], location, part, loaded)
         except Damaged as error:
             raise locate_damage(files, error) from None
-        return target.convert(buffer if target.is_writable else buffer.toreadonly(), 0, spec)
+        if not target.is_writable:
+            buffer = buffer.toreadonly()
+        elif buffer.readonly:
+            buffer = memoryview(bytearray(buffer))
+        return target.convert(buffer, 0, spec)

@@ -25,7 +25,7 @@ class Ranges(Protocol):
     """Ranges of blobs in memory."""
 
     def take(self, digest: Digest, begin: int, end: int) -> memoryview | None:
-        """Return memory that has these bytes at its beginning and is not returned again; None if none does."""
+        """Return memory that has just these bytes and is not returned again; None if none does."""
         ...
 
     def find(self, digest: Digest, begin: int, end: int) -> memoryview:
@@ -56,5 +56,5 @@ class RemoteBlobs(Protocol):
         ...
 
     def read_ranges(self, wanted: Iterable[BlobRange]) -> Ranges:
-        """Read parts of blobs. Raises as :meth:`load`."""
+        """Read parts of blobs into memory that may be read-only. Raises as :meth:`load`."""
         ...

@@ -75,13 +75,14 @@ from concurrent.futures import ThreadPoolExecutor
 import obstore
 from obstore.store import S3Store
 received = 0
-threads, parts, endpoint, bucket, prefix = *map(int, sys.argv[2:4]), *sys.argv[4:]
+threads, part, parts, endpoint, bucket, prefix = *map(int, sys.argv[2:5]), *sys.argv[5:]
 def load():
     store = S3Store(bucket, prefix=prefix, endpoint=endpoint, client_options={"allow_http": True})
     objects = [(one["size"], one["path"]) for batch in obstore.list(store, "blobs") for one in batch]
     def read(item):
         size, path = item
-        data = obstore.get_range(store, path, start=0, end=max(size // parts, 1))
+        start, end = size * part // parts, size * (part + 1) // parts
+        data = obstore.get_range(store, path, start=start, end=max(end, start + 1))
         assert parts > 1 or path.endswith(hashlib.sha256(data).hexdigest())
         return data
     with ThreadPoolExecutor(threads) as pool:
@@ -101,11 +102,11 @@ def counted(read):
         return found
     return run
 ObjectClient.get, ObjectClient.read = counted(ObjectClient.get), counted(ObjectClient.read)
-address, root, cache, cut = sys.argv[2:]
+address, root, cache, cut, rank = sys.argv[2:]
 def part(name):
     return _CUTS[cut](int(name.split(".")[1]))
 def quarter(count):
-    return slice(count // 4, count // 2)
+    return slice(count * int(rank) // 4, count * (int(rank) + 1) // 4)
 _CUTS = {
     "rows": lambda _: (quarter(rows),),
     "Llama": lambda number: (quarter(rows),) if number % 10 < 7 else (slice(None), quarter(columns)),
@@ -169,15 +170,16 @@ class Bench:
         *,
         cache: str = "none",
         cut: str = "",
+        rank: int = 0,
         root: Path | None = None,
     ) -> Case:
         """Return a case that opens a model, with an empty local store unless ``root`` is one."""
-        return self.case(name, _OURS, address, root or self.folder / "empty", cache, cut)
+        return self.case(name, _OURS, address, root or self.folder / "empty", cache, cut, rank)
 
-    def bare(self, name: str, prefix: str, threads: int, parts: int = 1) -> Case:
-        """Return a case that reads all blobs below a prefix, or the first of equal parts of each."""
+    def bare(self, name: str, prefix: str, threads: int, part: int = 0, parts: int = 1) -> Case:
+        """Return a case that reads all blobs below a prefix, or one of equal parts of each."""
         place = (self.server.endpoint, self.server.bucket, prefix)
-        return self.case(f"{name}, {threads} threads", _BARE, threads, parts, *place)
+        return self.case(f"{name}, {threads} threads", _BARE, threads, part, parts, *place)
 
     def compare(self, cases: list[Case], rounds: int, limits: int = 1) -> None:
         """Run cases in rounds; print medians, and ratios to the fastest of the first ``limits`` cases."""
@@ -339,12 +341,18 @@ def compare_all(bench: Bench, rounds: int, address: str, file: str, peers: Path 
 
 
 def compare_parts(bench: Bench, rounds: int, address: str) -> None:
-    """Print the table of one rank of four."""
+    """Print the table of the ranks of four."""
     cases = [
         bench.ours("all tensors", address),
-        bench.ours("a quarter of the rows of each", address, cut="rows"),
-        bench.bare("bare requests, a quarter of each", "all", 16, 4),
-        bench.ours("three of ten by columns, as in Llama", address, cut="Llama"),
+        *(
+            bench.ours(f"rank {rank}: its rows", address, cut="rows", rank=rank)
+            for rank in range(4)
+        ),
+        *(
+            bench.bare(f"bare requests, rows of rank {rank}", "all", 16, rank, 4)
+            for rank in range(4)
+        ),
+        bench.ours("rank 1: three of ten by columns, as in Llama", address, cut="Llama", rank=1),
     ]
     bench.compare(cases, rounds)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from functools import partial
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Final
 
 from blobstore.compression.decoder import ColdBlobDecoder
@@ -117,43 +118,61 @@ class RemoteLoader:
                 batch.publish()  # each was verified, even if another failed
 
     def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
-        """Read parts of blobs into new memory; neighbours are read together.
+        """Read parts of blobs into new memory, which may be read-only; neighbours are read together.
 
         A blob of which most is wanted is read completely, hashed and kept. Nothing else is verified.
 
         Raises as :meth:`load`.
         """
         loaded: dict[Digest, list[tuple[int, memoryview]]] = {}
-        parts: list[tuple[BlobRange, memoryview]] = []
+        small: list[BlobRange] = []
+        parts: list[tuple[BlobId, int, memoryview]] = []
         whole: list[tuple[Digest, int, memoryview]] = []
         by_blob = sorted(wanted, key=attrgetter("digest", "begin"))
         for digest, ranges in groupby(by_blob, key=attrgetter("digest")):
             merged = list(_merged(ranges))
-            size = merged[0].size
-            if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(
-                BlobId(digest, size)
-            ):
-                memory = new_buffer(size)
-                whole.append((digest, size, memory))
-                loaded[digest] = [(0, memory)]
+            blob = BlobId(digest, merged[0].size)
+            found = loaded.setdefault(digest, [])
+            if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(blob):
+                memory = new_buffer(blob.size)
+                whole.append((*blob, memory))
+                found.append((0, memory))
                 continue
             for one in merged:
+                if one.end - one.begin <= PART:
+                    small.append(one)
+                    continue
                 memory = new_buffer(one.end - one.begin)
-                loaded.setdefault(digest, []).append((one.begin, memory))
+                found.append((one.begin, memory))
                 parts += (
-                    (one._replace(begin=begin), memory[begin - one.begin :][:PART])
+                    (blob, begin, memory[begin - one.begin :][:PART])
                     for begin in range(one.begin, one.end, PART)
                 )
-        if parts:
-            WorkerPool(min(STREAMS, len(parts)), None, 0).run(
-                parts,
-                lambda part: self._read(
-                    BlobId(part[0].digest, part[0].size), part[0].begin, part[1]
-                ),
-            )
+        self._read_all(small, loaded, parts)
         if whole:
             self.load(whole)
-        return LoadedRanges(loaded)
+        return LoadedRanges(
+            {digest: sorted(found, key=itemgetter(0)) for digest, found in loaded.items()}
+        )
+
+    def _read_all(
+        self,
+        small: Iterable[BlobRange],
+        loaded: Mapping[Digest, list[tuple[int, memoryview]]],
+        parts: Iterable[tuple[BlobId, int, memoryview]],
+    ) -> None:
+        """Read small ranges, which are added to ``loaded``, and parts of others into their memory."""
+
+        def take(one: BlobRange) -> None:
+            pieces = list(self._source.read(one.digest, one.size, one.begin, one.end))
+            # The memory of a response is that of nobody else, so that it need not be copied.
+            data = memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            loaded[one.digest].append((one.begin, data))
+
+        jobs = [partial(take, one) for one in small]
+        jobs += [partial(self._read, *part) for part in parts]
+        if jobs:
+            WorkerPool(min(STREAMS, len(jobs)), None, 0).run(jobs, lambda job: job())
 
     def _is_usable(self, layer: ColdLayer) -> bool:
         """Return whether the store has the base of a compressed form, if that is a delta."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import blobstore
+from blobstore.core.digest import Digest
 from blobstore.integrations.vllm.parts import DeferredCopies, PartTensor, part_tensors
+from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.open import Model
-from blobstore.operations.remote.loading import RemoteLoader
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 
@@ -70,13 +71,15 @@ def test_a_part_has_the_values_of_the_tensor(
 def test_copies_are_read_together_and_nothing_else_is(model: Model) -> None:
     target = torch.empty(2 * 16, COLUMNS, dtype=torch.bfloat16)
     asked: list[int] = []
-    read = RemoteLoader._read
+    read = ObjectSource.read
 
-    def count(loader: RemoteLoader, blob: object, begin: int, memory: memoryview) -> None:
-        asked.append(len(memory))
-        read(loader, blob, begin, memory)  # type: ignore[arg-type]
+    def count(
+        source: ObjectSource, digest: Digest, size: int, begin: int, end: int
+    ) -> Iterator[memoryview]:
+        asked.append(end - begin)
+        return read(source, digest, size, begin, end)
 
-    with patch.object(RemoteLoader, "_read", count):
+    with patch.object(ObjectSource, "read", count):
         with DeferredCopies(model):
             for number, (_, one) in enumerate(part_tensors(model)):
                 target[16 * number :][:16].copy_(one.narrow(0, 100, 16))
