@@ -59,9 +59,13 @@ class _ModelName(_ParamType):
 
     name = "name"
 
-    def __init__(self, *, or_path: bool = False, or_address: bool = False) -> None:
+    def __init__(
+        self, *, or_path: bool = False, or_address: bool = False, elsewhere: str = "pull it first"
+    ) -> None:
         self._or_path = or_path
         self._or_address = or_address
+        self._elsewhere = elsewhere
+        """What to do about a model that is not in the store."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text unchanged, after checking its grammar."""
@@ -72,6 +76,12 @@ class _ModelName(_ParamType):
 
         if is_address(value) and self._or_address:
             check_address(value)
+        elif is_address(value) and not self._or_path:
+            raise UsageError(
+                f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
+                "store",
+                advice=self._elsewhere,
+            )
         elif not (self._or_path or is_pattern(value)):
             Reference.parse(value)
         return value
@@ -153,6 +163,7 @@ class _QuantType(_ParamType):
 FILE, FOLDER = _Path("file"), _Path("dir")
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
 MODEL_OR_ADDRESS = _ModelName(or_address=True)
+MODEL_TO_VERIFY = _ModelName(elsewhere="put --remote before it")
 NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
 

