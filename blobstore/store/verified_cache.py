@@ -56,6 +56,14 @@ class VerifiedBlobs:
             return False
         return known == _version(self._store.blob_path(digest)) and known.size == size
 
+    @property
+    def saved_at(self) -> float:
+        """When blobs were last found intact, in seconds since the epoch; 0 if they never were."""
+        try:
+            return self._path.stat().st_mtime if self._known else 0.0
+        except OSError:
+            return 0.0
+
     @contextlib.contextmanager
     def noting(self, digest: Digest) -> Iterator[None]:
         """Record whether the blob is intact: whether the block, which reads it, raises Damaged."""

@@ -23,7 +23,14 @@ import tiny_models
 import blobstore
 from blobstore.safetensors.numpy import load_file, save_file
 
-VIEWS = ("store", "sharing", "family", "model", "health")
+VIEWS = {
+    "store": "store",
+    "sharing": "sharing",
+    "family": "family",
+    "model": "model/all-minilm:int4",
+    "health": "health",
+}
+"""The pictures, and the addresses in the page that they show."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 TUNED = {"support": (4, 5), "legal": (3, 4, 5), "search": (0, 1, 2, 3, 4, 5)}
@@ -93,6 +100,7 @@ def make_store(folder: Path) -> Path:
     blobstore.create(write_experts(folder / "experts"), "experts-16x", store=store)
     blobstore.create(write_checkpoint(folder / "vision.pt"), "vision-encoder", store=store)
     blobstore.freeze(["minilm-search", "minilm-legal"], store=store)
+    blobstore.verify(store=store)
     return store
 
 
@@ -111,9 +119,9 @@ def photograph(page: Path, view: str, target: Path) -> None:
 def main(folder: Path) -> None:
     """Make the store, the page and the pictures."""
     store = make_store(folder)
-    page = blobstore.page(folder / "page.html", store=store)
-    for view in VIEWS:
-        photograph(page.path, view, folder / f"{view}.png")
+    page = blobstore.page(folder / "page.html", store=store, measure=True)
+    for name, view in VIEWS.items():
+        photograph(page.path, view, folder / f"{name}.png")
     print(json.dumps({"page": str(page.path), "bytes": page.size, "models": page.models}))
 
 

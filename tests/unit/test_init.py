@@ -42,7 +42,7 @@ open(reference, *, store, framework, device, verify, dequantize, read, prefetch,
 open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
-page(target, references, *, store)
+page(target, references, *, store, measure, jobs, progress)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, cold, dry_run, plain_http, progress)
 push(reference, remote, *, store, shape, max_layers, mount_from, sign_key, passphrase, cold, level, base, verify, dry_run, plain_http, streams, limit_rate, progress)
 read_file(reference, name, *, store)

@@ -227,7 +227,7 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
     stats = ErrorStats(pair.group_size)
     if not pair.is_shared:
         total, elements, done, reported = _bytes_to_read(pair), math.prod(pair.ours.shape), 0, 0
-        sides = _blocks(store, pair.ours), _blocks(store, pair.base)
+        sides = tensor_blocks(store, pair.ours), tensor_blocks(store, pair.base)
         for (row, column, values), (_, _, base_values) in zip(*sides, strict=True):
             stats.add(row, column, values, base_values)
             done += values.size
@@ -252,7 +252,7 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
     )
 
 
-def _blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int, Array]]:
+def tensor_blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int, Array]]:
     """Yield a tensor in blocks: first row, first column and values.
 
     Tensors of the same shape have the same blocks, whether they are quantized or not.

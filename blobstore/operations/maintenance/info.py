@@ -91,7 +91,7 @@ def model_info(
         types=_types(description),
         source=source,
         license=stated_license(texts),
-        bases=tuple(dict.fromkeys(_bases(texts))),
+        bases=tuple(dict.fromkeys(stated_bases(texts))),
         blobs=len(entry.blobs),
         disk_size=usage.together.size,
         unique_size=usage.together_unique.size,
@@ -108,7 +108,8 @@ def _types(description: ModelDescription) -> tuple[tuple[str, int, int], ...]:
     return tuple((name, counts[name], size) for name, size in sizes.most_common())
 
 
-def _bases(texts: dict[str, str]) -> Iterator[str]:
+def stated_bases(texts: dict[str, str]) -> Iterator[str]:
+    """Yield the models that the model card or a config names as the base."""
     yield from card_field(texts, "base_model")
     for name in ("config.json", "adapter_config.json"):
         try:

@@ -4,6 +4,7 @@
   const DATA = JSON.parse(document.getElementById("data").textContent);
   const VIEWS = {};
   let query = "";
+  let listening = new AbortController();
 
   // Elements
 
@@ -233,14 +234,16 @@
       this.draw();
     }
   }
-  function fitted(context, text, width) {
+  // The start of a text that fits a width, or its end.
+  function fitted(context, text, width, fromEnd = false) {
     if (context.measureText(text).width <= width) return text;
+    const part = length => fromEnd ? "\u2026" + text.slice(text.length - length) : text.slice(0, length) + "\u2026";
     let low = 0, high = text.length;
     while (low < high) {
       const middle = low + high + 1 >> 1;
-      if (context.measureText(text.slice(0, middle) + "\u2026").width <= width) low = middle; else high = middle - 1;
+      if (context.measureText(part(middle)).width <= width) low = middle; else high = middle - 1;
     }
-    return low > 1 ? text.slice(0, low) + "\u2026" : "";
+    return low > 1 ? part(low) : "";
   }
 
   // Parts of views
@@ -353,7 +356,7 @@
             const box = place(at, made);
             if (box.x + box.w < left || box.x > left + w || box.y + box.h < top || box.y > top + h) return;
             const gap = Math.min(2, box.w / 4, box.h / 4);
-            found.push({ x: box.x, y: box.y, w: box.w - gap, h: box.h - gap, fill: fills[cell[0]], text: name(cell),
+            found.push({ x: box.x, y: box.y, w: box.w - gap, h: box.h - gap, fill: fills[cell[0]], text: short(name(cell)),
               sub: bytes(cell[2]), bold: cell[1] >= 0, item: at, faded: !matches(cell), hatched: cell[0] === "garbage" });
           });
           return found;
@@ -366,8 +369,8 @@
             ["blobs", number(model.blobs)], ["ID", model.id || "\u2013"], ["written", date(model.modified)],
             model.error && ["error", model.error], model.faults.length && ["faults", model.faults.join("; ")],
           ]) : listed([["on disk", bytes(cell[2])], [cell[0] === "other" ? "files" : "blobs", number(cell[3])], ["what", KINDS[cell[0]]]]));
-          if (cell[6]) panel.append(el("p", {}, plural(cell[6], "model")), el("ul", {}, ...cell[5].map(i => el("li", {}, modelLink(models[i].name))), cell[6] > cell[5].length ? el("li", {}, `and ${cell[6] - cell[5].length} more`) : null));
-          if (model) panel.append(el("p", {}, modelLink(model.name)));
+          if (cell[6]) panel.append(el("p", {}, plural(cell[6], "model")), el("ul", {}, ...cell[5].map(i => el("li", {}, DATA.model[models[i].name] ? modelLink(models[i].name) : models[i].name)), cell[6] > cell[5].length ? el("li", {}, `and ${cell[6] - cell[5].length} more`) : null));
+          if (model && DATA.model[model.name]) panel.append(el("p", {}, modelLink(model.name)));
         },
       });
       const key = () => {
@@ -388,6 +391,399 @@
     },
   };
 
+  // A grid of cells with heads that stay in sight
+
+  function grid(options) {
+    // label, rows, columns, rowHead(r), columnHead(c), cell(r, c) -> {fill, text, parts, faded} or null, describe(r, c),
+    // open(r, c), wide and high (the usual size of a cell), headWidth, headHeight
+    const { rows, columns } = options;
+    const head = { w: 0, h: options.headHeight };
+    const size = made => {
+      const free = (made.viewWidth || 600) - head.w;
+      const w = Math.max(options.least || 12, Math.min(options.wide, free / columns)) * made.zoom;
+      return { w, h: Math.max(options.leastHigh || 12, options.square ? Math.min(options.high, Math.max(free / columns, options.least)) : options.high) * made.zoom };
+    };
+    const place = (at, made) => {
+      const { w, h } = size(made);
+      return { x: head.w + at % columns * w, y: head.h + Math.floor(at / columns) * h, w, h };
+    };
+    const filled = [];
+    for (let row = 0; row < rows && rows * columns <= 50000; row++)
+      for (let column = 0; column < columns; column++) if (options.cell(row, column)) filled.push(row * columns + column);
+    const made = plot({
+      label: options.label, head, least: .25, place,
+      height: width => Math.min(head.h + rows * size({ viewWidth: width, zoom: made.zoom }).h, Math.max(360, Math.min(innerHeight * .72, 720))),
+      area(width, height, zoom) {
+        head.w = Math.min(options.headWidth, width * .36);
+        const { w, h } = size({ viewWidth: width, zoom });
+        return [Math.max(head.w + columns * w, 1), head.h + rows * h];
+      },
+      order: () => filled,
+      columns: () => options.isFull ? columns : 1,
+      describe: at => options.describe(Math.floor(at / columns), at % columns),
+      open: at => options.open(Math.floor(at / columns), at % columns),
+      cells(left, top, width, height, plot) {
+        const { w, h } = size(plot), found = [];
+        const first = [Math.max(0, Math.floor(left / w)), Math.max(0, Math.floor(top / h))];
+        const last = [Math.min(columns, Math.ceil((left + width - head.w) / w)), Math.min(rows, Math.ceil((top + height - head.h) / h))];
+        const gap = w > 8 && h > 8 ? 2 : w > 4 ? 1 : 0;
+        for (let row = first[1]; row < last[1]; row++)
+          for (let column = first[0]; column < last[0]; column++) {
+            const cell = options.cell(row, column);
+            if (!cell) continue;
+            const box = { x: head.w + column * w, y: head.h + row * h, w: w - gap, h: h - gap, item: row * columns + column, faded: cell.faded, centre: true, size: 11 };
+            found.push({ ...box, fill: cell.fill, text: cell.text });
+            if (cell.parts) {
+              const sum = cell.parts.reduce((sum, [, part]) => sum + part, 0);
+              let x = box.x;
+              for (const [fill, part] of cell.parts) {
+                found.push({ x, y: box.y, w: box.w * part / sum, h: box.h, fill, faded: cell.faded });
+                x += box.w * part / sum;
+              }
+              const widest = cell.parts.reduce((most, part) => part[1] > most[1] ? part : most);
+              found.push({ ...box, item: undefined, text: cell.over, ink: ink(widest[0]) });
+            }
+          }
+        return found;
+      },
+      frame(context, left, top, plot) {
+        const { w, h } = size(plot), text = colour("text"), dim = colour("dim"), back = colour("card");
+        context.globalAlpha = 1;
+        context.fillStyle = back;
+        context.fillRect(0, 0, plot.viewWidth, head.h);
+        context.fillRect(0, 0, head.w, plot.viewHeight);
+        context.font = "400 12px system-ui, sans-serif";
+        context.textBaseline = "middle";
+        context.save();
+        context.beginPath();
+        context.rect(0, head.h, head.w, plot.viewHeight);
+        context.clip();
+        const step = Math.max(1, Math.ceil(13 / h));
+        for (let row = Math.floor(top / h); row < rows && row * h < top + plot.viewHeight; row++) {
+          if (row % step) continue;
+          const label = options.rowHead(row);
+          context.textAlign = "right";
+          context.fillStyle = isFound(String(label)) || !query ? text : dim;
+          context.fillText(fitted(context, String(label), head.w - 14, true), head.w - 9, head.h + (row + .5) * h - top - 1);
+        }
+        context.restore();
+        context.save();
+        context.beginPath();
+        context.rect(head.w, 0, plot.viewWidth, head.h);
+        context.clip();
+        context.fillStyle = dim;
+        const skip = Math.max(1, Math.ceil(13 / w));
+        for (let column = Math.max(0, Math.floor(left / w)); column < columns && column * w < left + plot.viewWidth; column++) {
+          if (column % skip) continue;
+          const x = head.w + (column + .5) * w - left - 1, label = String(options.columnHead(column));
+          if (options.flat) {
+            context.textAlign = "center";
+            context.fillText(fitted(context, label, w - 4), x, head.h / 2);
+          } else {
+            context.save();
+            context.translate(x, head.h - 7);
+            context.rotate(-Math.PI / 2);
+            context.textAlign = "left";
+            context.fillText(fitted(context, label, head.h - 14, true), 0, 0);
+            context.restore();
+          }
+        }
+        context.restore();
+      },
+    });
+    return made;
+  }
+  const short = name => name.replace(/:latest$/, "");
+  const panelled = () => el("div", { class: "panel", hidden: true, "aria-live": "polite" });
+
+  // What models share
+
+  VIEWS.sharing = {
+    title: "Sharing",
+    show(section) {
+      const { models, shared, families, left_out } = DATA.sharing, count = models.length;
+      section.append(...heading("Which bytes do models have in common?", "Each cell is what two models share, as a part of the smaller one. Models that share blobs stand together."));
+      if (!count) return section.append(el("p", { class: "empty" }, "The store is empty: there is nothing to share."));
+      const table = shared.map((runs, row) => {
+        const values = new Float64Array(count - row);
+        for (let at = 0, next = 0; at < runs.length; at += 2) { values.fill(runs[at + 1], next, next + runs[at]); next += runs[at]; }
+        return values;
+      });
+      const of = (a, b) => a <= b ? table[a][b - a] : table[b][a - b];
+      const part = (a, b) => of(a, b) / Math.max(1, Math.min(of(a, a), of(b, b)));
+      const panel = panelled();
+      const matrix = grid({
+        label: "Matrix of the bytes that models share. The table below has the same numbers.",
+        rows: count, columns: count, headWidth: 190, headHeight: count > 40 ? 90 : 120, wide: 110, high: 34, least: 11, isFull: true, square: count > 24,
+        rowHead: row => short(models[row]), columnHead: column => short(models[column]),
+        cell(row, column) {
+          const found = isFound(models[row]) || isFound(models[column]);
+          if (row === column) return { fill: colour("other"), text: bytes(of(row, row)), faded: !found };
+          const value = part(row, column);
+          return { fill: value ? ramp(.08 + .92 * value) : colour("none"), text: value ? bytes(of(row, column)) : "", faded: !found };
+        },
+        describe: (row, column) => row === column ? `${models[row]}\n${bytes(of(row, row))} on disk` :
+          `${models[row]} and ${models[column]}\n${bytes(of(row, column))} in common: ${share(of(row, column), of(row, row))} of the first, ${share(of(row, column), of(column, column))} of the second`,
+        open(row, column) {
+          panel.hidden = false;
+          panel.replaceChildren(el("h3", {}, row === column ? models[row] : `${models[row]} and ${models[column]}`), listed([
+            [models[row], bytes(of(row, row))], row !== column && [models[column], bytes(of(column, column))],
+            row !== column && ["in common", `${bytes(of(row, column))}, ${share(of(row, column), of(row, row))} of the first, ${share(of(row, column), of(column, column))} of the second`]]));
+        },
+      });
+      section.append(el("div", { class: "tools" }, el("h3", {}, "Models by models"), matrix.buttons), matrix.box, ramped("0 %", "100 %", "in common"), hint(), panel,
+        behind("Bytes that two models share", ["Model", "With", "#In common", "#Of the first", "#Of the second"], () => {
+          const found = [];
+          for (let a = 0; a < count; a++) for (let b = a + 1; b < count; b++)
+            if (of(a, b) && (isFound(models[a]) || isFound(models[b]))) found.push([models[a], models[b], bytes(of(a, b)), share(of(a, b), of(a, a)), share(of(a, b), of(b, b))]);
+          return found;
+        }));
+      if (left_out) section.append(el("p", { class: "hint" }, `${plural(left_out, "model")} without readable blobs, or smaller ones beyond the first ${count}, are left out.`));
+      if (!families.length) return;
+      const holder = el("div"), detail = panelled();
+      const show = at => {
+        const family = families[at], kinds = ["shared", "cold", "unique"];
+        const texts = ["shared in the family", "stored as differences", "its own"];
+        detail.hidden = true;
+        const layers = grid({
+          label: "Layers of a family of models. The table below has the same numbers.",
+          rows: family.models.length, columns: family.columns.length, headWidth: 190, headHeight: 34, flat: true, wide: 130, high: 30, least: 26, isFull: true,
+          rowHead: row => short(family.models[row]), columnHead: column => family.columns[column],
+          cell(row, column) {
+            const cell = family.cells[row][column];
+            if (!cell) return null;
+            const sum = cell[0] + cell[1] + cell[2];
+            return { parts: cell.map((part, kind) => [colour(kinds[kind]), part]).filter(([, part]) => part), over: cell[1] + cell[2] > .01 * sum ? bytes(cell[1] + cell[2]) : "", faded: !isFound(family.models[row]) };
+          },
+          describe: (row, column) => [`${family.models[row]}, ${family.stacks[column]} ${family.columns[column]}`, ...(family.cells[row][column] || []).map((part, kind) => `${bytes(part)} ${texts[kind]}`)].join("\n"),
+          open(row, column) {
+            detail.hidden = false;
+            detail.replaceChildren(el("h3", {}, `${family.models[row]}, ${family.stacks[column]} ${family.columns[column]}`), listed((family.cells[row][column] || []).map((part, kind) => [texts[kind], bytes(part)])), el("p", {}, DATA.model[family.models[row]] ? modelLink(family.models[row]) : ""));
+          },
+        });
+        holder.replaceChildren(layers.box, legend(kinds.map((kind, at) => [kind, texts[at]])), detail,
+          behind("Bytes of each layer", ["Model", "Layers", "#Layer", "#Shared", "#As differences", "#Own"], () => family.models.flatMap((name, row) => family.cells[row].map((cell, column) => cell && [name, family.stacks[column], family.columns[column], ...cell.map(bytes)]).filter(Boolean))));
+        redraw();
+      };
+      const select = el("select", { "aria-label": "Family", onchange: () => show(select.selectedIndex) }, ...families.map(family => el("option", {}, `${short(family.models[0])} and ${plural(family.models.length - 1, "other")}`)));
+      section.append(el("h3", {}, "A family by layers"), el("p", { class: "lead" }, "What training or quantization left alone is shared. The numbers are bytes that a layer takes beyond that."), el("div", { class: "tools" }, select), holder);
+      show(0);
+    },
+  };
+
+  // Which model descends from which
+
+  const SVG = "http://www.w3.org/2000/svg";
+  function svg(tag, attributes, ...children) {
+    const made = document.createElementNS(SVG, tag);
+    for (const [key, value] of Object.entries(attributes)) if (key.startsWith("on")) made.addEventListener(key.slice(2), value); else made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  }
+  VIEWS.family = {
+    title: "Family",
+    show(section) {
+      const { nodes, rows, alone } = DATA.family;
+      section.append(...heading("Which model descends from which?", "From base models to fine-tunes and quantizations, as their sources, model cards and compressed blobs say. The number on an edge is what the model adds on disk to its base."));
+      if (!nodes.length) return section.append(el("p", { class: "empty" }, "No model of the store names another as its base, or was quantized from it."));
+      const panel = panelled(), W = 250, H = 50, DX = 400, DY = 66;
+      const depth = Math.max(...nodes.map(node => node.depth));
+      const width = depth * DX + W + 4, height = rows * DY;
+      const picture = svg("svg", { class: "tree", viewBox: `-2 -2 ${width} ${height}`, width, height, role: "group", "aria-label": "Trees of models. The table below has the same facts." });
+      const added = node => node.relation ? node.delta + node.own : 0;
+      const text = node => [node.relation, `${bytes(node.shared)} shared`, node.delta ? `${bytes(node.delta)} as differences` : "", `${bytes(node.own)} its own`].filter(Boolean).join(", ");
+      for (const node of nodes) {
+        const x = node.depth * DX, y = node.row * DY;
+        if (node.above >= 0) {
+          const above = nodes[node.above], ax = above.depth * DX + W, ay = above.row * DY + H / 2;
+          const thick = above.outside ? 1 : 1 + 3 * Math.sqrt(added(node) / Math.max(1, node.size));
+          picture.append(svg("path", { d: `M${ax} ${ay} C${ax + 45} ${ay} ${ax + 15} ${y + H / 2} ${ax + 60} ${y + H / 2} H${x}`, "stroke-width": thick.toFixed(1) }));
+          picture.append(svg("text", { class: "dim", x: x - 8, y: y + H / 2 - 6, "text-anchor": "end" }, above.outside ? "" : `+${bytes(added(node))}`));
+        }
+        const open = () => {
+          panel.hidden = false;
+          panel.replaceChildren(el("h3", {}, node.name), node.outside ? el("p", {}, "The store has no model of this name; others name it as their base.") : listed([
+            ["on disk", bytes(node.size)], node.relation && ["relation", `${node.relation} ${nodes[node.above].name}`], node.relation && ["evidence", node.evidence],
+            node.relation && ["shared with it", bytes(node.shared)], node.relation && ["stored as differences", bytes(node.delta)], node.relation && ["its own", bytes(node.own)]]),
+            el("p", {}, DATA.model[node.name] ? modelLink(node.name) : ""));
+        };
+        const label = `${node.name}: ${node.outside ? "not in the store" : [bytes(node.size), node.relation ? text(node) : "base"].join(", ")}`;
+        const group = svg("g", { class: node.outside ? "outside" : "", tabindex: 0, role: "button", "aria-label": label, transform: `translate(${x} ${y})`, onclick: open,
+          onkeydown: event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } } },
+          svg("rect", { width: W, height: H, rx: 7 }),
+          svg("text", { x: 12, y: 20 }, short(node.name).length > 34 ? short(node.name).slice(0, 33) + "\u2026" : short(node.name)),
+          svg("text", { class: "dim", x: 12, y: 37 }, node.outside ? "not in the store" : `${bytes(node.size)}${node.relation ? ", " + node.relation.split(" ")[0] : ""}`));
+        if (node.relation && node.size && !nodes[node.above].outside) {
+          let at = 150;
+          for (const [kind, part] of [["shared", node.shared], ["cold", node.delta], ["unique", node.own]]) {
+            const w = 88 * part / node.size;
+            const bar = svg("rect", { x: at, y: 31, width: w.toFixed(1), height: 7 });
+            bar.style.fill = `var(--${kind})`;
+            bar.style.stroke = "none";
+            group.append(bar);
+            at += w;
+          }
+        }
+        group.dataset.name = node.name;
+        picture.append(group);
+      }
+      const fade = () => picture.querySelectorAll("g").forEach(group => group.classList.toggle("faded", !isFound(group.dataset.name)));
+      document.addEventListener("searched", fade, { signal: listening.signal });
+      fade();
+      let zoom = 1;
+      const scale = factor => { zoom = Math.max(.3, Math.min(3, zoom * factor)); picture.setAttribute("width", width * zoom); picture.setAttribute("height", height * zoom); };
+      if (innerWidth < 620) scale(.72);
+      const button = (name, sign, factor) => el("button", { type: "button", "aria-label": name, onclick: () => scale(factor) }, sign);
+      section.append(el("div", { class: "tools" }, el("span", { class: "group push" }, button("Zoom out", "\u2212", .8), button("Zoom in", "+", 1.25))),
+        el("div", { class: "wide", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
+      if (alone) section.append(el("p", { class: "hint" }, `${plural(alone, "model")} without relatives: not shown.`));
+      section.append(behind("Models and their bases", ["Model", "Relation", "Base", "#On disk", "#Shared", "#As differences", "#Own", "Evidence"],
+        () => nodes.filter(node => isFound(node.name)).map(node => [node.name, node.relation || (node.outside ? "not in the store" : "base"), node.above >= 0 ? nodes[node.above].name : "", bytes(node.size), ...(node.relation ? [bytes(node.shared), bytes(node.delta), bytes(node.own), node.evidence] : ["", "", "", ""])])));
+    },
+  };
+
+  // A model
+
+  function bars(histogram, label, name) {
+    const [low, high, counts] = histogram, top = Math.max(...counts), W = 480, H = 96;
+    const picture = svg("svg", { viewBox: `0 0 ${W} ${H + 18}`, role: "img", "aria-label": `${label}: from ${digits(low)} to ${digits(high)}` });
+    counts.forEach((count, at) => {
+      const h = count ? Math.max(1, H * count / top) : 0, w = W / counts.length;
+      const bar = svg("rect", { x: (at * w + .5).toFixed(1), y: (H - h).toFixed(1), width: (w - 1).toFixed(1), height: h.toFixed(1) }, svg("title", {}, `${digits(low + (high - low) * at / counts.length)} to ${digits(low + (high - low) * (at + 1) / counts.length)}: ${number(count)}`));
+      bar.style.fill = `var(--${name})`;
+      picture.append(bar);
+    });
+    for (const [x, anchor, value] of [[0, "start", low], [W, "end", high]]) {
+      const mark = svg("text", { x, y: H + 14, "text-anchor": anchor, "font-size": 11 }, digits(value));
+      mark.style.fill = "var(--dim)";
+      picture.append(mark);
+    }
+    return [el("h3", {}, label), picture];
+  }
+  let colouring = "type";
+  VIEWS.model = {
+    title: "Model",
+    show(section, wanted) {
+      const names = Object.keys(DATA.model), chosen = DATA.model[wanted] ? wanted : names[0];
+      section.append(...heading("What is a model made of?", "Each cell is a tensor of a layer, or the same tensor of all experts. A click shows it."));
+      if (!chosen) return section.append(el("p", { class: "empty" }, "The page describes no single model. Name models: \u201cblobstore page NAME OUT.html\u201d."));
+      const select = el("select", { "aria-label": "Model", onchange: () => { location.hash = "model/" + encodeURIComponent(select.value); } }, ...names.map(name => el("option", { value: name, selected: name === chosen }, name)));
+      const model = DATA.model[chosen];
+      if (model.error) return section.append(el("div", { class: "tools" }, select), el("p", { class: "alarm" }, model.error));
+      const { rows, stacks, columns, cells, types, tensors, measured } = model;
+      const every = DATA.store.models, panel = panelled(), keys = el("div");
+      const isMeasured = Object.keys(measured).length > 0;
+      const errors = Object.values(measured).map(item => item.relative_error).filter(value => value > 0);
+      const modes = [["type", "Type"], ["bits", "Bits per weight"], ["bytes", "Bytes"], ["sharing", "Sharing"], ...(errors.length ? [["error", "Error or change"]] : [])];
+      if (!modes.some(([mode]) => mode === colouring)) colouring = "type";
+      const bits = tensors.map(tensor => tensor[4]).filter(value => value !== null);
+      const sizes = cells.map(([, , first, count]) => tensors.slice(first, first + count).reduce((sum, tensor) => sum + tensor[3], 0));
+      const most = values => values.reduce((most, value) => Math.max(most, value), 0), least = values => values.reduce((least, value) => Math.min(least, value), Infinity);
+      const scales = {
+        bits: [0, Math.max(most(bits), 1)], bytes: [Math.log(Math.max(1, least(sizes))), Math.log(Math.max(2, most(sizes)))],
+        error: errors.length ? [Math.log(least(errors)), Math.log(most(errors))] : [0, 1],
+      };
+      const within = (mode, value) => { const [low, high] = scales[mode]; return high > low ? (value - low) / (high - low) : 1; };
+      const worst = (first, count) => {
+        let found = null;
+        for (let at = first; at < first + count; at++) if (measured[at] && measured[at].relative_error !== undefined) found = Math.max(found || 0, measured[at].relative_error);
+        return found;
+      };
+      const others = tensor => model.owners[tensor[6]].filter(at => at !== model.place);
+      const painted = at => {
+        const [, , first, count] = cells[at], tensor = tensors[first], plain = colour("none");
+        if (colouring === "type") return { fill: colour("c" + tensor[1] % 8), text: types[tensor[1]] };
+        if (colouring === "bits") return { fill: tensor[4] === null ? plain : ramp(within("bits", tensor[4])), text: digits(tensor[4]) };
+        if (colouring === "bytes") return { fill: ramp(within("bytes", Math.log(Math.max(1, sizes[at])))), text: bytes(sizes[at]) };
+        if (colouring === "sharing") { const found = others(tensor).length; return { fill: colour(found ? "shared" : "unique"), text: found ? `${found > 50 ? "50+" : found}` : "" }; }
+        const value = worst(first, count);
+        return value === null ? { fill: plain, text: "" } : value ? { fill: ramp(within("error", Math.log(value))), text: digits(value) } : { fill: colour("same"), text: "=" };
+      };
+      const by = new Map(cells.map(([row, column], at) => [row * Math.max(1, columns.length) + column, at]));
+      const width = Math.max(1, columns.length);
+      const isShown = at => { const [, , first, count] = cells[at]; if (!query) return true; for (let i = first; i < first + count; i++) if (isFound(tensors[i][0])) return true; return false; };
+      const describe = at => {
+        const [, , first, count] = cells[at], tensor = tensors[first], value = worst(first, count);
+        return [tensor[0] + (count > 1 ? ` and ${plural(count - 1, "other")}` : ""), `${types[tensor[1]]}, [${tensor[2].join(", ")}], ${bytes(sizes[at])}, ${digits(tensor[4])} bits per weight`, value === null ? "" : value ? `relative error or change ${digits(value)}` : "equal to its base"].filter(Boolean).join("\n");
+      };
+      const opened = index => {
+        const tensor = tensors[index], found = measured[index] || {}, also = others(tensor);
+        return [el("h3", {}, tensor[0]), listed([["type", types[tensor[1]]], ["shape", `[${tensor[2].join(", ")}]`], ["size", bytes(tensor[3])], ["bits per weight", digits(tensor[4])], ["blob", el("code", {}, tensor[5])],
+          found.relative_error !== undefined && [`error against ${model.base}`, found.relative_error ? `${digits(found.relative_error)}, SNR ${digits(found.snr_db)} dB` : "equal"],
+          ["also in", also.length ? el("span", {}, ...also.slice(0, 12).flatMap((place, i) => [i ? ", " : "", DATA.model[every[place].name] ? modelLink(every[place].name) : every[place].name]), also.length > 12 ? ` and ${also.length - 12} more` : "") : "no other model"]]),
+          ...(found.values ? bars(found.values, "Values", "c0") : []), ...(found.errors ? bars(found.errors, "Differences to the base", "own") : [])];
+      };
+      const map = grid({
+        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: 210, headHeight: columns.length ? 160 : 8,
+        wide: 92, high: 24, least: 22,
+        rowHead: row => stacks[row] ? (width > 1 && stacks[row] === stacks[row - 1] ? rows[row] : `${stacks[row]} ${rows[row]}`) : rows[row], columnHead: column => columns[column] ? columns[column].replace(/\.weight$/, "") : "",
+        cell(row, column) { const at = by.get(row * width + column); return at === undefined ? null : { ...painted(at), faded: !isShown(at) }; },
+        describe: (row, column) => describe(by.get(row * width + column)),
+        open(row, column) {
+          const [, , first, count] = cells[by.get(row * width + column)];
+          panel.hidden = false;
+          const body = el("div", {}, ...opened(first));
+          panel.replaceChildren(body);
+          if (count > 1) {
+            const pick = el("select", { "aria-label": "Tensor", onchange: () => body.replaceChildren(...opened(first + pick.selectedIndex)) }, ...tensors.slice(first, first + Math.min(count, 2000)).map(tensor => el("option", {}, tensor[0])));
+            panel.prepend(el("div", { class: "tools" }, pick));
+          }
+        },
+      });
+      const key = () => {
+        if (colouring === "type") keys.replaceChildren(legend(types.map((type, at) => ["c" + at % 8, type])));
+        else if (colouring === "bits") keys.replaceChildren(ramped("0", digits(scales.bits[1]), "bits per weight"));
+        else if (colouring === "bytes") keys.replaceChildren(ramped(bytes(Math.round(Math.exp(scales.bytes[0]))), bytes(Math.round(Math.exp(scales.bytes[1]))), "bytes, logarithmic"));
+        else if (colouring === "sharing") keys.replaceChildren(legend([["shared", "in other models too; the number of them"], ["unique", "in no other model"]]));
+        else keys.replaceChildren(ramped(digits(Math.exp(scales.error[0])), digits(Math.exp(scales.error[1])), `norm of the difference to ${model.base}, divided by the norm of the base, logarithmic`));
+      };
+      key();
+      section.append(el("div", { class: "tools" }, select, choice(modes, colouring, value => { colouring = value; key(); map.draw(); }, "Colours"), map.buttons),
+        facts([["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : [])]));
+      if (!tensors.length) return section.append(el("p", { class: "empty" }, "The model has no tensors that can be read."));
+      section.append(map.box, keys, hint(), panel);
+      if (!isMeasured) section.append(el("p", { class: "hint" }, "\u201cblobstore page --measure\u201d adds histograms of the values and errors against the base."));
+      for (const fault of model.faults) section.append(el("p", { class: "alarm" }, fault));
+      section.append(behind(`Tensors of ${chosen}`, ["Tensor", "Type", "Shape", "#Size", "#Bits", "Blob", "#Error or change", "#Other models"],
+        () => tensors.map((tensor, at) => [tensor[0], types[tensor[1]], `[${tensor[2].join(", ")}]`, bytes(tensor[3]), digits(tensor[4]), tensor[5], measured[at] ? digits(measured[at].relative_error) : "", number(others(tensor).length)]).filter(row => isFound(row[0]))));
+    },
+  };
+
+  // Health
+
+  VIEWS.health = {
+    title: "Health",
+    show(section) {
+      const { models, gc, blobs, verified, last_verified, quarantine, now } = DATA.health;
+      const damaged = models.filter(model => model.error || model.faults.length);
+      const age = seconds => { const days = (now - seconds) / 86400; return days < 1 ? "today" : days < 2 ? "yesterday" : `${Math.floor(days)} days ago`; };
+      section.append(...heading("Is everything intact?", "Sizes and manifests are checked whenever the page is written. \u201cblobstore verify\u201d hashes the blobs; a blob counts as verified until its file changes."));
+      section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], ["gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
+      for (const model of damaged.slice(0, 50)) section.append(el("p", { class: "alarm" }, `${model.name}: ${model.error || model.faults[0]}`));
+      if (!models.length) section.append(el("p", { class: "empty" }, "The store is empty."));
+      const body = el("tbody"), rest = el("p", { class: "hint" });
+      const fill = () => {
+        const found = models.filter(model => isFound(model.name)).sort((a, b) => (b.error || b.faults.length ? 1 : 0) - (a.error || a.faults.length ? 1 : 0) || a.modified - b.modified);
+        body.replaceChildren(...found.slice(0, 300).map(model => el("tr", {}, el("th", { scope: "row", title: model.name }, model.name), el("td", {}, model.modified ? age(model.modified) : "unknown"),
+          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs ? 100 * model.verified / model.blobs : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs)}`), el("td", { class: "n" }, number(model.cold)),
+          el("td", { class: model.error || model.faults.length ? "alarm" : "" }, model.error ? "unreadable" : model.faults.length ? plural(model.faults.length, "fault") : "ok"))));
+        rest.textContent = found.length > 300 ? `and ${number(found.length - 300)} more; search for a name to see them` : "";
+      };
+      if (models.length) {
+        fill();
+        document.addEventListener("searched", fill, { signal: listening.signal });
+        section.append(el("div", { class: "wide", tabindex: 0 }, el("table", {}, el("caption", {}, "Models, damaged ones first, then the oldest"), el("thead", {}, el("tr", {}, ...["Model", "Written", "Verified", "#Blobs", "#Compressed", "State"].map(head => el("th", { scope: "col", class: head.startsWith("#") ? "n" : "" }, head.replace("#", ""))))), body)), rest);
+      }
+      section.append(el("h3", {}, "What gc would remove"));
+      if (gc.error) return section.append(el("p", { class: "alarm" }, gc.error));
+      section.append(el("p", { class: "lead" }, gc.files ? `${plural(gc.files, "file")}, ${bytes(gc.size)}.` : "Nothing."));
+      if (gc.refusal) section.append(el("p", { class: "alarm" }, gc.refusal));
+      const kept = Object.entries(gc.kept);
+      if (kept.length) section.append(el("p", { class: "lead" }, "It keeps, although no model needs them: " + kept.map(([reason, size]) => `${bytes(size)} (${reason === "young" ? "written in the last hour" : reason})`).join(", ") + "."));
+      if (gc.largest.length) section.append(behind("The largest files that gc would remove", ["File", "#Size"], () => gc.largest.map(([path, size]) => [path, bytes(size)])));
+    },
+  };
+
   // The frame
 
   const names = Object.keys(VIEWS).filter(name => DATA[name]);
@@ -395,6 +791,8 @@
   const search = el("input", { type: "search", placeholder: "Search names", "aria-label": "Search names of models and tensors" });
   const main = el("main");
   function route() {
+    listening.abort();
+    listening = new AbortController();
     const [name, ...rest] = location.hash.slice(1).split("/");
     const view = names.includes(name) ? name : names[0];
     tabs.querySelectorAll("a").forEach((tab, at) => names[at] === view ? tab.setAttribute("aria-current", "page") : tab.removeAttribute("aria-current"));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -10,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.disk_usage import read_disk
+from blobstore.operations.page.family_view import family_view
+from blobstore.operations.page.health_view import health_view
+from blobstore.operations.page.measure import measure_model
+from blobstore.operations.page.model_view import chosen_models, model_views
+from blobstore.operations.page.parents import find_parents
+from blobstore.operations.page.sharing_view import sharing_view
 from blobstore.operations.page.shell import render_page
 from blobstore.operations.page.store_view import store_view
 from blobstore.operations.page.text import shown
@@ -22,7 +29,9 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Names
+    from blobstore.operations.page.measure import Measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +50,9 @@ def write_page(
     references: Names = (),
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
+    measure: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
 ) -> Page:
     """Write a self-contained HTML page about a store. An existing file is replaced.
 
@@ -48,6 +60,9 @@ def write_page(
         target: the file.
         references: the models whose tensors are shown; by default all, up to a limit.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        measure: read the weights of these models, for histograms and errors against their bases.
+        jobs: number of threads that read them; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
 
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
@@ -56,7 +71,9 @@ def write_page(
     """
     path = free_target(target)
     store = LocalStore.of(store)
-    data = page_data(store, Reference.all_of(references))
+    data = page_data(
+        store, Reference.all_of(references), measure=measure, jobs=jobs, progress=progress
+    )
     content = render_page(_title(data), data).encode()
     try:
         write_file(path, [content])
@@ -65,14 +82,34 @@ def write_page(
     return Page(path=path, size=len(content), models=data["store"]["totals"]["models"])
 
 
-def page_data(store: LocalStore, references: Sequence[Reference] = ()) -> dict[str, Any]:
+def page_data(
+    store: LocalStore,
+    references: Sequence[Reference] = (),
+    *,
+    measure: bool = False,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """Return what the page shows: JSON values, by the names of the views."""
     read_entries(store, references)  # fails if one of them does not exist
     disk = read_disk(store)
+    parents = find_parents(disk)
+    chosen = chosen_models(disk, references)
+    measured: dict[Reference, dict[str, Measurement]] = {}
+    for name in chosen if measure else ():
+        base = parents[name].reference if name in parents else None
+        with contextlib.suppress(
+            Damaged, NotFound, UnsupportedDType
+        ):  # the views name what is damaged
+            measured[name] = measure_model(store, name, base, jobs=jobs, progress=progress)
     return {
         "written": int(time.time()),
         "root": shown(store.root.name or store.root),
         "store": store_view(disk),
+        "sharing": sharing_view(disk),
+        "family": family_view(disk, parents),
+        "model": model_views(disk, chosen, parents, measured),
+        "health": health_view(disk),
     }
 
 

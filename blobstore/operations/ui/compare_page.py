@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import MAX_SHOWN, escape
+from blobstore.operations.ui.tensor_names import tensor_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.compare import Comparison, TensorError
     from blobstore.operations.compare.metrics import WorstGroup
 
-_NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
-_EXPERTS = "experts"
 _WORST = 50
 _MAX_OTHERS = 500
 _MAX_NAMES = 100
@@ -193,7 +191,7 @@ def _cells_of(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Ce
     maps: dict[str, _Map] = defaultdict(dict)
     others: dict[str, _Cell] = {}
     for tensor in tensors:
-        stem, layer, rest = _parsed(tensor.name)
+        stem, layer, rest = tensor_place(tensor.name)
         if layer is None:
             cell = others.setdefault(rest, _Cell(rest, []))
         else:
@@ -210,19 +208,6 @@ def _cells_of(tensors: Iterable[TensorError]) -> tuple[dict[str, _Map], list[_Ce
         elif kept:
             found[stem] = kept
     return found, [cell for cell in loose if not cell.is_equal]
-
-
-def _parsed(name: str) -> tuple[str, int | None, str]:
-    """Return the text before the layer number, the number, and the rest without expert numbers."""
-    parts = name.split(".")
-    folded = [
-        "*" if last == _EXPERTS and _NUMBER.fullmatch(part) else part
-        for last, part in zip(["", *parts], parts, strict=False)
-    ]
-    for index, part in enumerate(folded):
-        if _NUMBER.fullmatch(part):
-            return ".".join(parts[:index]), int(part), ".".join(folded[index + 1 :])
-    return "", None, ".".join(folded)
 
 
 # Colours

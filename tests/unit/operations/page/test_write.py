@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.manifests.reference import Reference
+from blobstore.operations.compare.compare import compare_models
+from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.disk_usage import measure_usage
-from blobstore.operations.page.write import write_page
+from blobstore.operations.page.write import page_data, write_page
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put
-from tests.support.models import add_blobs
+from tests.support.models import add_blobs, write_folder
 
 
 def opened(browser: Browser, store: LocalStore, folder: Path, view: str = "store") -> Browser:
@@ -111,7 +116,7 @@ def test_dark_mode_changes_the_picture(browser: Browser, store: LocalStore, tmp_
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
 
 
-@pytest.mark.parametrize("view", ["store"])
+@pytest.mark.parametrize("view", ["store", "sharing", "health"])
 def test_an_empty_store_says_so(
     view: str, browser: Browser, store: LocalStore, tmp_path: Path
 ) -> None:
@@ -197,3 +202,173 @@ def test_what_cannot_be_written_is_an_error(
 
     with pytest.raises(BlobstoreError, match="regular file|no folder"):
         write_page(target, store=store)
+
+
+def family(store: LocalStore, folder: Path) -> LocalStore:
+    """A model, its quantized version and a fine-tune."""
+    tensors = {
+        f"model.layers.{number}.{name}.weight": np.random.default_rng(number).standard_normal(
+            (64, 64), np.float32
+        )
+        for number in range(3)
+        for name in ("q_proj", "v_proj")
+    }
+    config = b'{"architectures": ["TinyForCausalLM"], "model_type": "tiny"}'
+    origin = write_folder(folder / "tiny", tensors, files={"config.json": config})
+    create(origin, "tiny", store=store)
+    create(origin, "tiny:int8", quantize="int8", store=store)
+    name = "model.layers.2.q_proj.weight"
+    tuned = tensors | {name: tensors[name] + np.float32(1e-3)}
+    card = b"---\nbase_model: someone/tiny\n---\n"
+    made = write_folder(folder / "tuned", tuned, files={"config.json": config, "README.md": card})
+    create(made, "tuned", store=store)
+    return store
+
+
+VIEWS = ("store", "sharing", "family", "model", "health")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("window", [(1180, 900), (390, 844)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_view_draws_and_fits_its_window(
+    view: str,
+    window: tuple[int, int],
+    dark: bool,
+    browser: Browser,
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    browser.resize(*window, dark=dark)
+
+    opened(browser, family(store, tmp_path), tmp_path, view)
+
+    assert browser.run("document.querySelector('nav [aria-current]').textContent").lower() == view
+    assert browser.run("document.documentElement.scrollWidth") <= window[0]
+    assert browser.run("document.querySelector('main').innerText.length") > 100
+    tables = browser.run("document.querySelectorAll('details, table').length")
+    assert tables >= 1, "no table behind the picture"
+    assert browser.complaints == []
+
+
+def test_the_matrix_has_the_bytes_that_models_share(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, "sharing")
+
+    browser.run("document.querySelector('details').open = true")
+    browser.settle()
+    rows = browser.run(
+        "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+
+    blobs = {
+        name: {blob.digest: blob.size for blob in store.resolve(name).blobs}
+        for name in ("tiny:latest", "tuned:latest", "tiny:int8")
+    }
+    for one, other, size, *_ in rows:
+        common = sum(size for digest, size in blobs[one].items() if digest in blobs[other])
+        assert size in (f"{float(f'{common / 1e3:.3g}'):g} kB", f"{common} B")
+    assert len(rows) == 3
+
+
+def test_a_family_is_a_tree_that_a_keyboard_opens(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, "family")
+
+    names = browser.run("[...document.querySelectorAll('.tree g')].map(g => g.dataset.name)")
+    browser.run("document.querySelectorAll('.tree g')[1].focus()")
+    browser.press("Enter")
+
+    assert names == ["tiny:latest", "tiny:int8", "tuned:latest"]
+    assert "quantized from tiny:latest" in browser.run("document.querySelector('.panel').innerText")
+
+
+def test_a_click_shows_a_tensor_with_its_error_and_histograms(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    family(store, tmp_path)
+    page = write_page(tmp_path / "page.html", store=store, measure=True).path
+    expected = {
+        tensor.name: tensor for tensor in compare_models("tiny:int8", "tiny", store=store).tensors
+    }
+
+    browser.open(f"{page.as_uri()}#model/tiny%3Aint8")
+    browser.run(
+        "[...document.querySelectorAll('button')].find(b => b.textContent === 'Error or change').click()"
+    )
+    browser.run("document.querySelector('canvas').focus()")
+    browser.press("ArrowRight")
+    browser.press("Enter")
+
+    panel = browser.run("document.querySelector('.panel').innerText")
+    name = "model.layers.0.q_proj.weight"
+    assert name in panel
+    assert f"{expected[name].relative_error:.3g}" in panel
+    assert "int8 g64" in panel
+    assert browser.run("document.querySelectorAll('.panel svg').length") == 2
+    assert browser.complaints == []
+
+
+def test_a_model_that_cannot_be_read_says_why(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    family(store, tmp_path)
+    layer = store.resolve("tuned").layers[0]
+    Path(store.blob_path(layer.digest)).unlink()
+
+    opened(browser, store, tmp_path, "model/tuned%3Alatest")
+    assert "missing" in browser.run("document.querySelector('main').innerText")
+    browser.run("location.hash = 'health'")
+    browser.wait("document.querySelector('#view-health') !== null")
+
+    # Both models that have the file need it.
+    assert "damaged models\n2\n" in browser.run("document.querySelector('.facts').innerText")
+    assert "fault" in browser.run("document.querySelector('table').innerText")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_hostile_names_are_text_in_every_view(
+    view: str, browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    attack = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+    tensors: dict[str, Any] = {
+        f"model.layers.0.{attack}": np.ones((4, 4), np.float32),
+        attack: np.ones(3),
+    }
+    card = f'---\nbase_model: "<svg/onload=alert(3)>"\n---\n{attack}'.encode()
+    config = json.dumps({"architectures": [attack], "model_type": attack, "_name_or_path": attack})
+    files = {"README.md": card, "config.json": config.encode()}
+    create(write_folder(tmp_path / "bad", tensors, files=files), "bad", store=store)
+
+    opened(browser, store, tmp_path, view)
+    browser.run("document.querySelectorAll('details').forEach(table => { table.open = true; })")
+    browser.run("document.querySelectorAll('.tree g, canvas').forEach(item => item.focus())")
+    for key in ("ArrowRight", "Enter"):
+        browser.press(key)
+
+    assert browser.complaints == []
+    assert browser.run("document.querySelectorAll('img, main script, svg[onload]').length") == 0
+
+
+def test_a_hash_that_someone_made_up_shows_a_view(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(
+        browser, family(store, tmp_path), tmp_path, "model/%3Cimg%20src=x%20onerror=alert(1)%3E%"
+    )
+
+    assert browser.run("document.querySelector('select').value") == "tiny:int8"
+    browser.run("location.hash = '__proto__/x'")
+    browser.settle()
+    assert browser.complaints == []
+
+
+def test_only_named_models_are_described(store: LocalStore, tmp_path: Path) -> None:
+    family(store, tmp_path)
+
+    data = page_data(store, [Reference.parse("tuned")])
+
+    assert list(data["model"]) == ["tuned:latest"]
+    assert len(data["store"]["models"]) == 3
