@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blobstore.errors import SafetensorError
-    from blobstore.safetensors.handle import TensorMeta, safe_open
+    from blobstore.safetensors.handle import TensorMeta, prefetch, safe_open
+    from blobstore.safetensors.prefetch_loader import PrefetchLoader
     from blobstore.safetensors.serialization import (
         TensorSpec,
         deserialize,
@@ -24,24 +25,28 @@ if TYPE_CHECKING:
 
 # Where each public name is defined.
 _HOMES = {
+    "PrefetchLoader": "blobstore.safetensors.prefetch_loader",
     "SafeSlice": "blobstore.safetensors.slices",
     "SafetensorsWriter": "blobstore.safetensors.writer",
     "SafetensorError": "blobstore.errors",
     "TensorMeta": "blobstore.safetensors.handle",
     "TensorSpec": "blobstore.safetensors.serialization",
     "deserialize": "blobstore.safetensors.serialization",
+    "prefetch": "blobstore.safetensors.handle",
     "safe_open": "blobstore.safetensors.handle",
     "serialize": "blobstore.safetensors.serialization",
     "serialize_file": "blobstore.safetensors.serialization",
 }
 
 __all__ = [
+    "PrefetchLoader",
     "SafeSlice",
     "SafetensorError",
     "SafetensorsWriter",
     "TensorMeta",
     "TensorSpec",
     "deserialize",
+    "prefetch",
     "safe_open",
     "serialize",
     "serialize_file",

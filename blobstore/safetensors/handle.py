@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import escape
 from blobstore.errors import SafetensorError
 from blobstore.safetensors.arguments import FRAMEWORK_NAMES, parse_device, parse_framework, require
+from blobstore.safetensors.plans import groups, part, whole
+from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
 from blobstore.safetensors.reader import framework_errors, open_reader
 from blobstore.safetensors.slices import SafeSlice
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Self
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.safetensors.header import TensorEntry
+    from blobstore.safetensors.plans import FileGroup
     from blobstore.safetensors.reader import Reader
     from blobstore.safetensors.slices import Selection
+
+    Plan = Mapping[str, Any]
 
 
 class TensorMeta(NamedTuple):
@@ -33,6 +38,8 @@ class TensorMeta(NamedTuple):
 
 class Framework(Protocol):
     """Turns bytes of files into tensors: :mod:`blobstore.safetensors.numpy`, ``torch`` and ``mlx``."""
+
+    __name__: str
 
     def read_tensor(self, reader: Reader, begin: int, spec: TensorSpec, device: str) -> Any:
         """Return the tensor that begins at byte ``begin`` of the file."""
@@ -62,19 +69,42 @@ class _Tensors:
             raise SafetensorError(f"File does not contain tensor {escape(name, 200)}")
         return entry
 
-    def read(self, entry: TensorEntry) -> Any:
+    def read(self, entry: TensorEntry, reader: Reader | None = None) -> Any:
+        """Return a tensor, from another reader of its bytes if one is given."""
         begin = self.table.data_start + entry.begin
         with framework_errors():
-            return self._framework.read_tensor(self._reader, begin, entry.spec, self._device)
+            return self._framework.read_tensor(
+                reader or self._reader, begin, entry.spec, self._device
+            )
 
     def read_all(self) -> dict[str, Any]:
         with framework_errors():
             return self._framework.read_all(self._reader, self._device)
 
-    def read_slice(self, spec: TensorSpec, selection: Selection) -> Any:
+    def read_slice(
+        self, spec: TensorSpec, selection: Selection, reader: Reader | None = None
+    ) -> Any:
+        """Return a part of a tensor, from another reader of its bytes if one is given."""
         begin = self.table.data_start + self.entry(spec.name).begin
         with framework_errors():
-            return self._framework.read_slice(self._reader, begin, spec, selection, self._device)
+            return self._framework.read_slice(
+                reader or self._reader, begin, spec, selection, self._device
+            )
+
+    def groups(self, plan: Plan, device: str | int | None) -> Iterator[FileGroup]:
+        """Yield the tensors of a plan that the file has, in groups that are read together."""
+        tensors, start = self, self.table.data_start
+        if device is not None:
+            tensors = _Tensors(self._reader, self._framework, _place(self._framework, device))
+        wanted = []
+        for name, index in plan.items():
+            if (entry := self.table.entry(name)) is None:
+                continue
+            if index is None:
+                wanted.append(whole(entry, start, partial(tensors.read, entry)))
+            else:
+                wanted.append(part(entry, start, index, partial(tensors.read_slice, entry.spec)))
+        return groups(self._reader, wanted)
 
 
 class safe_open:  # noqa: N801 - the name that users know
@@ -84,7 +114,8 @@ class safe_open:  # noqa: N801 - the name that users know
     and the file does not change. Tensors read with ``backend="pread"`` have memory of their own.
 
     Args:
-        filename: the file.
+        filename: the path of a file; or a buffer with its bytes, a binary file object that can seek, or an
+            ``http`` or ``https`` URL of a server that supports range requests.
         framework: ``numpy`` or ``np``; ``torch``, ``pytorch`` or ``pt``; ``mlx``.
         device: the device of the tensors, for torch.
         backend: ``mmap`` or ``pread``.
@@ -96,19 +127,17 @@ class safe_open:  # noqa: N801 - the name that users know
 
     def __init__(
         self,
-        filename: str | os.PathLike[str],
+        filename: Any,
         framework: str,
         device: str | int | None = "cpu",
         *,
         backend: str = "mmap",
     ) -> None:
-        module, place = parse_framework(framework), parse_device(device)
-        if place != "cpu" and module != "torch":
-            raise SafetensorError(
-                f"Device {place} is not supported for framework {FRAMEWORK_NAMES[module]}"
-            )
+        module = parse_framework(framework)
         adapter: Any = import_module(f"blobstore.safetensors.{module}")
-        self._open: _Tensors | None = _Tensors(open_reader(filename, backend), adapter, place)
+        place = _place(adapter, device)
+        reader = open_reader(filename, backend, is_writable=module == "torch")
+        self._open: _Tensors | None = _Tensors(reader, adapter, place)
 
     @property
     def _tensors(self) -> _Tensors:
@@ -152,6 +181,19 @@ class safe_open:  # noqa: N801 - the name that users know
         tensors = self._tensors
         return SafeSlice(tensors, tensors.entry(name).spec)
 
+    def prefetch(
+        self,
+        plan: Plan | None = None,
+        *,
+        device: str | int | None = None,
+        threads: int = THREADS,
+        bytes_in_flight: int = IN_FLIGHT,
+    ) -> PrefetchLoader:
+        """Start to load tensors in the background; see :func:`prefetch`."""
+        return prefetch(
+            [self], plan, device=device, threads=threads, bytes_in_flight=bytes_in_flight
+        )
+
     def close(self) -> None:
         """Close the file. Tensors and slices that were taken from it stay valid."""
         self._open = None
@@ -173,3 +215,46 @@ class safe_open:  # noqa: N801 - the name that users know
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def prefetch(
+    files: Iterable[safe_open],
+    plan: Plan | None = None,
+    *,
+    device: str | int | None = None,
+    threads: int = THREADS,
+    bytes_in_flight: int = IN_FLIGHT,
+) -> PrefetchLoader:
+    """Start to load tensors of open files in the background.
+
+    Args:
+        files: the files; no two may have a tensor of one name that is loaded.
+        plan: None to load all tensors. Otherwise for each name the index of a part, as for
+            :meth:`safe_open.get_slice`, or None for the whole tensor.
+        device: the device, if it is not that of the files.
+        threads: how many threads read.
+        bytes_in_flight: bytes that are loaded, or being loaded, and were not taken yet.
+
+    Raises:
+        SafetensorError: no file has a tensor of the plan, two files have it, an index is not valid, or
+            another argument.
+    """
+    opened = [file._tensors for file in files]  # noqa: SLF001 - of this module
+    if plan is None:
+        plan = dict.fromkeys(name for tensors in opened for name in tensors.table.names)
+    for name in plan:
+        require(name, str, "plan")
+        if not any(name in tensors.table.names for tensors in opened):
+            raise SafetensorError(f"File does not contain tensor {escape(name, 200)}")
+    found = [group for tensors in opened for group in tensors.groups(plan, device)]
+    return PrefetchLoader(found, threads=threads, bytes_in_flight=bytes_in_flight)
+
+
+def _place(framework: Framework, device: str | int | None) -> str:
+    """Return the device for a framework. Raises SafetensorError if it has none but the processor."""
+    place, module = parse_device(device), framework.__name__.rpartition(".")[2]
+    if place != "cpu" and module != "torch":
+        raise SafetensorError(
+            f"Device {place} is not supported for framework {FRAMEWORK_NAMES[module]}"
+        )
+    return place

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core import strict_json
-from blobstore.core.files import read_exactly
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import InvalidHeader
@@ -31,7 +29,7 @@ from blobstore.safetensors.header import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Kind = tuple[DType, tuple[int, ...]]
 """Type and shape of a tensor."""
@@ -71,23 +69,26 @@ class Table(NamedTuple):
         return zip(self.names, self.kinds, (start + begin for begin in self.begins), strict=False)
 
 
-def read_table(descriptor: int, size: int) -> Table:
-    """Read and check the header of an open file of ``size`` bytes.
+def read_table(read: Callable[[int, int], bytes], size: int) -> Table:
+    """Read and check the header of a file of ``size`` bytes.
+
+    Args:
+        read: returns the bytes of the file from one offset to before another.
+        size: the bytes of the file.
 
     Raises:
         InvalidHeader: the file violates the format.
         OSError: the file cannot be read.
     """
-    start = os.pread(descriptor, _FIRST_READ, 0)
-    if len(start) < PREFIX_SIZE:  # a read may be short
-        start += read_exactly(descriptor, PREFIX_SIZE - len(start), len(start))
-    length = header_size(start, size)
-    text = start[PREFIX_SIZE : PREFIX_SIZE + length]
-    if len(text) < length:
-        text += read_exactly(descriptor, length - len(text), PREFIX_SIZE + len(text))
-    if len(text) != length:
-        raise InvalidHeader(f"header of {length} bytes ends after {len(text)}: the file has shrunk")
-    return parse_table(text, size)
+    start = read(0, min(_FIRST_READ, size))
+    end = PREFIX_SIZE + header_size(start, size)
+    if end > len(start):
+        start += read(len(start), end)
+    if end > len(start):
+        raise InvalidHeader(
+            f"header of {end - PREFIX_SIZE} bytes ends after {len(start) - PREFIX_SIZE}: the file has shrunk"
+        )
+    return parse_table(start[PREFIX_SIZE:end], size)
 
 
 @gc_paused()

@@ -6,7 +6,6 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from blobstore.core.escape import escape, quote
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
+    import numpy as np
     from typing_extensions import Buffer
 
     from blobstore.safetensors.reader import Reader
@@ -185,10 +185,7 @@ def load(data: Buffer) -> dict[str, torch.Tensor]:
     """
     from blobstore.safetensors.reader import open_memory
 
-    memory = memoryview(data)
-    if memory.readonly:
-        memory = np.frombuffer(memory, np.uint8).copy().data
-    return read_all(open_memory(memory), "cpu")
+    return read_all(open_memory(data, is_writable=True), "cpu")
 
 
 def load_file(
@@ -210,7 +207,7 @@ def load_file(
     from blobstore.safetensors.reader import open_reader
 
     place = parse_device(device)
-    return read_all(open_reader(filename, backend), place)
+    return read_all(open_reader(filename, backend, is_writable=True), place)
 
 
 @gc_paused()

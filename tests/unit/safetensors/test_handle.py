@@ -199,7 +199,7 @@ def test_other_backends_are_refused(path: Path, backend: Any) -> None:
     assert str(ours) == str(theirs)
 
 
-@pytest.mark.parametrize("filename", [b"/tmp/a", 3, None])
+@pytest.mark.parametrize("filename", [3, None, ["a"]])
 def test_a_filename_is_text_or_a_path(filename: Any) -> None:
     with pytest.raises(TypeError):
         safe_open(filename, "np")
