@@ -10,25 +10,41 @@ import click
 from blobstore.cli import options, render
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.store.local import LocalStore
 
 
 @click.command("page", short_help="Write a web page with pictures of the store and its models.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
-@click.argument("file", metavar="OUT.html", type=options.FILE)
+@click.argument("words", metavar="[NAME]... OUT.html", nargs=-1, type=options.MODEL_OR_PATH)
 @options.store_option
 @click.option(
     "--measure",
     is_flag=True,
     help="Read the weights too: histograms of values, and errors against the bases. Kept as a cache.",
 )
+@click.option(
+    "--serve",
+    is_flag=True,
+    help="Serve the page on this machine instead, and follow the store. Needs 'tensor-blobstore[page]'.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8765,
+    show_default=True,
+    help="The port of --serve; 0 for any free one.",
+)
 @options.jobs_option
 @options.json_option
+@click.pass_context
 def command(
-    names: tuple[str, ...],
-    file: str,
+    ctx: click.Context,
+    words: tuple[str, ...],
     store: LocalStore,
     measure: bool,
+    serve: bool,
+    port: int,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -36,7 +52,18 @@ def command(
 
     Without NAME, the page has the tensors of all models that fit in it. It is one file that needs
     no network. An existing file is replaced.
+
+    With --serve, all words are names of models. The page follows the store until Ctrl-C, and
+    measures models on request.
     """
+    if serve:
+        if measure or as_json:
+            raise click.UsageError("--serve measures on request, and prints no JSON", ctx)
+        _serve(store, words, port)
+        return
+    if not words:
+        raise click.UsageError("missing argument 'OUT.html'", ctx)
+    *names, file = words
     from blobstore.operations.page.write import write_page
 
     begin = time.monotonic()
@@ -48,3 +75,15 @@ def command(
         return
     models = render.count_of(page.models, "model")
     render.show(f"wrote {page.path}: {models}, {render.human_bytes(page.size)}")
+
+
+def _serve(store: LocalStore, names: Sequence[str], port: int) -> None:
+    from blobstore.operations.page.serve import serve_page
+
+    with options.models(store, names) as chosen:
+        serve_page(
+            store,
+            chosen,
+            port=port,
+            on_ready=lambda address: render.show(f"serving {address}; stop with Ctrl-C"),
+        )

@@ -16,6 +16,8 @@ _PACKAGES = {
     "transformers": "'tensor-blobstore[torch]' transformers",
     "mlx_lm": "'tensor-blobstore[mlx]' mlx-lm",
     "vllm": "vllm",
+    "starlette": "'tensor-blobstore[page]'",
+    "uvicorn": "'tensor-blobstore[page]'",
     "cryptography": "'tensor-blobstore[sign]'",
 }
 """What to install for a library."""

@@ -39,6 +39,7 @@ class Browser:
         self._session = found["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol and return its result."""

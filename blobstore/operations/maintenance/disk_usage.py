@@ -7,6 +7,7 @@ are opened that the index of cold blobs does not list, or that no manifest refer
 from __future__ import annotations
 
 import contextlib
+import itertools
 import stat
 from collections import Counter
 from dataclasses import dataclass
@@ -189,6 +190,9 @@ class StoreDisk(NamedTuple):
 
     store: LocalStore
     entries: Mapping[Reference, CatalogEntry]
+    needs: Mapping[Reference, Mapping[Digest, int]]
+    """The blobs of each manifest with their sizes in it; none if it cannot be read. Equal digests are one
+    object, which makes look-ups fast."""
     uses: Mapping[Digest, int]
     """How many names need each blob."""
     blobs: DiskBlobs
@@ -201,29 +205,35 @@ def read_disk(store: LocalStore) -> StoreDisk:
         StoreError: the store is not a folder or cannot be read.
     """
     entries = {entry.reference: entry for entry in read_catalog(store)}
-    uses = Counter(digest for entry in entries.values() for digest in entry.blobs)
-    blobs = _measure_blobs(store, _expected_sizes(entries.values()))
-    return StoreDisk(store, entries, uses, blobs)
+    same: dict[Digest, Digest] = {}
+    needs = {
+        name: {same.setdefault(digest, digest): size for digest, size in entry.blobs.items()}
+        for name, entry in entries.items()
+    }
+    uses = Counter(itertools.chain.from_iterable(needs.values()))
+    blobs = _measure_blobs(store, _expected_sizes(needs.values()), same)
+    return StoreDisk(store, entries, needs, uses, blobs)
 
 
 def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsage:
     """Return the disk usage of some models, or all, of a store that was read."""
-    store, entries, uses, blobs = disk
+    store, entries, needs, uses, blobs = disk
     chosen = [entries[name] for name in references or entries if name in entries]
-    together = Counter(digest for entry in chosen for digest in entry.blobs)
+    together = Counter(itertools.chain.from_iterable(needs[entry.reference] for entry in chosen))
     names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
     return StoreUsage(
         models=tuple(
             ModelUsage(
                 reference=entry.reference,
-                blobs=len(entry.blobs),
-                size=blobs.space(entry.blobs).size,
-                unique=blobs.space(it for it in entry.blobs if uses[it] == 1).size,
-                faults=tuple(_faults(store, blobs, entry.blobs)),
+                blobs=len(needed),
+                size=blobs.space(needed).size,
+                unique=blobs.space(it for it in needed if uses[it] == 1).size,
+                faults=tuple(_faults(store, blobs, needed)),
                 error=entry.error,
             )
             for entry in chosen
+            for needed in [needs[entry.reference]]
         ),
         together=blobs.space(together),
         together_unique=blobs.space(it for it, count in together.items() if count == uses[it]),
@@ -264,17 +274,19 @@ class DiskBlobs(NamedTuple):
         return _total(self.sizes[digest] for digest in digests if digest in self.sizes)
 
 
-def _expected_sizes(entries: Iterable[CatalogEntry]) -> dict[Digest, int | None]:
+def _expected_sizes(needs: Iterable[Mapping[Digest, int]]) -> dict[Digest, int | None]:
     """Return the sizes of the referenced blobs in the manifests; None if these disagree."""
     sizes: dict[Digest, int | None] = {}
-    for entry in entries:
-        for digest, size in entry.blobs.items():
+    for needed in needs:
+        for digest, size in needed.items():
             if sizes.setdefault(digest, size) != size:
                 sizes[digest] = None
     return sizes
 
 
-def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> DiskBlobs:
+def _measure_blobs(
+    store: LocalStore, expected: Mapping[Digest, int | None], same: Mapping[Digest, Digest]
+) -> DiskBlobs:
     hot: dict[Digest, int] = {}
     foreign: list[int] = []
     for entry, status in _files(store.folder("blobs")):
@@ -282,7 +294,7 @@ def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> 
         if digest is None or not stat.S_ISREG(status.st_mode):
             foreign.append(status.st_size)
         else:
-            hot[digest] = status.st_size
+            hot[same.get(digest, digest)] = status.st_size
     cold_files = store.cold_files()
     cold = {digest: found.st_size for digest, found in cold_files.items()}
     for entry, status in _files(store.folder("bases")):

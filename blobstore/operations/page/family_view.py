@@ -36,8 +36,8 @@ def family_view(disk: StoreDisk, parents: Mapping[Reference, Parent]) -> dict[st
             if isinstance(name, str):
                 node |= {"outside": True}
             else:
-                entry, parent = disk.entries[name], parents.get(name)
-                node["size"] = sum(disk.blobs.sizes.get(digest, 0) for digest in entry.blobs)
+                parent = parents.get(name)
+                node["size"] = sum(disk.blobs.sizes.get(digest, 0) for digest in disk.needs[name])
                 if parent is not None:
                     node |= {
                         "relation": parent.relation,

@@ -7,35 +7,32 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
-from blobstore.operations.maintenance.disk_usage import usage_of
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.page.text import shown
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
-    from blobstore.operations.maintenance.disk_usage import StoreDisk
+    from blobstore.operations.maintenance.disk_usage import StoreDisk, StoreUsage
 
 _MAX_LISTED = 100
+_NO_GARBAGE: dict[str, Any] = {"size": 0, "files": 0, "refusal": "", "kept": {}, "largest": []}
 
 
-def health_view(disk: StoreDisk) -> dict[str, Any]:
+def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
     """Return the state of each model, damage that is known without reading, and what gc would remove."""
     verified = VerifiedBlobs(disk.store)
-    usage = usage_of(disk)
-    sizes = {
-        digest: size for entry in disk.entries.values() for digest, size in entry.blobs.items()
-    }
+    sizes = {digest: size for needed in disk.needs.values() for digest, size in needed.items()}
     intact = {digest for digest, size in sizes.items() if verified.has(digest, size)}
     models = []
     for model in usage.models:
-        entry = disk.entries[model.reference]
+        needed = disk.needs[model.reference]
         models.append(
             {
                 "name": shown(model.reference),
-                "modified": int(entry.modified),
+                "modified": int(disk.entries[model.reference].modified),
                 "blobs": model.blobs,
-                "verified": sum(digest in intact for digest in entry.blobs),
-                "cold": sum(digest in disk.blobs.cold for digest in entry.blobs),
+                "verified": sum(digest in intact for digest in needed),
+                "cold": sum(digest in disk.blobs.cold for digest in needed),
                 "faults": [shown(fault) for fault in model.faults[:_MAX_LISTED]],
                 "error": model.error and shown(model.error),
             }
@@ -47,8 +44,14 @@ def health_view(disk: StoreDisk) -> dict[str, Any]:
         "verified": len(intact),
         "quarantine": usage.quarantine.files,
         "now": int(time.time()),
-        "gc": _garbage(disk),
+        "gc": _garbage(disk) if _has_garbage(usage) else _NO_GARBAGE,
     }
+
+
+def _has_garbage(usage: StoreUsage) -> bool:
+    """Return whether gc may have more to remove than caches; gc reads all manifests once more."""
+    spaces = (usage.unreferenced, usage.bases, usage.temporary, usage.partial)
+    return bool(usage.unreadable) or any(space.files for space in spaces)
 
 
 def _garbage(disk: StoreDisk) -> dict[str, Any]:

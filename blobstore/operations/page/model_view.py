@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.operations.page.measure import Measurement
     from blobstore.operations.page.parents import Parent
 
-MAX_TENSORS = 20_000
+MAX_TENSORS = 5_000
 """Tensors of all models of a page, unless the models are named."""
 _MAX_OWNERS = 50
 """Other models of a tensor that are listed."""
@@ -51,8 +51,8 @@ def model_views(
     """Return the view of each model by its name. Models that cannot be read have an error."""
     places = {name: place for place, name in enumerate(disk.entries)}
     owners: dict[Digest, list[int]] = defaultdict(list)
-    for name, entry in disk.entries.items():
-        for digest in entry.blobs:
+    for name, needed in disk.needs.items():
+        for digest in needed:
             owners[digest].append(places[name])
     found: dict[str, Any] = {}
     for reference in references:
@@ -67,6 +67,7 @@ def model_views(
             "parameters": described.parameters,
             "size": described.size,
             "place": places[reference],
+            "id": (ident := disk.entries[reference].digest) and ident.short,
             "base": None if parent is None else shown(parent.name),
             "faults": [shown(blob.fault) for blob in described.faults[:10]],
             **grid(described.tensors, owners, measured.get(reference, {})),

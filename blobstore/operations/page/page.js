@@ -1,7 +1,7 @@
 "use strict";
 // Draws what Python has computed. Texts become text nodes or are painted; nothing is parsed as markup.
 (() => {
-  const DATA = JSON.parse(document.getElementById("data").textContent);
+  let DATA = JSON.parse(document.getElementById("data").textContent);
   const VIEWS = {};
   let query = "";
   let listening = new AbortController();
@@ -30,7 +30,7 @@
     return `${count} B`;
   }
   const number = count => count === null ? "\u2013" : count.toLocaleString("en");
-  const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+  const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
   const digits = value => value === null || value === undefined ? "\u2013" : String(+value.toPrecision(3));
   const share = (part, whole) => whole ? `${(100 * part / whole).toFixed(1)} %` : "\u2013";
   const date = seconds => seconds ? new Date(seconds * 1e3).toISOString().slice(0, 16).replace("T", " ") : "unknown";
@@ -692,7 +692,7 @@
       const others = tensor => model.owners[tensor[6]].filter(at => at !== model.place);
       const painted = at => {
         const [, , first, count] = cells[at], tensor = tensors[first], plain = colour("none");
-        if (colouring === "type") return { fill: colour("c" + tensor[1] % 8), text: types[tensor[1]] };
+        if (colouring === "type") return { fill: colour("c" + tensor[1] % 8), text: types[tensor[1]] + (count > 1 ? ` \u00d7${count}` : "") };
         if (colouring === "bits") return { fill: tensor[4] === null ? plain : ramp(within("bits", tensor[4])), text: digits(tensor[4]) };
         if (colouring === "bytes") return { fill: ramp(within("bytes", Math.log(Math.max(1, sizes[at])))), text: bytes(sizes[at]) };
         if (colouring === "sharing") { const found = others(tensor).length; return { fill: colour(found ? "shared" : "unique"), text: found ? `${found > 50 ? "50+" : found}` : "" }; }
@@ -742,7 +742,15 @@
         facts([["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : [])]));
       if (!tensors.length) return section.append(el("p", { class: "empty" }, "The model has no tensors that can be read."));
       section.append(map.box, keys, hint(), panel);
-      if (!isMeasured) section.append(el("p", { class: "hint" }, "\u201cblobstore page --measure\u201d adds histograms of the values and errors against the base."));
+      if (!isMeasured && DATA.live) {
+        const button = el("button", { type: "button", onclick: async () => {
+          button.disabled = true;
+          button.textContent = "Reading the weights\u2026";
+          const found = await (await fetch("measure?model=" + encodeURIComponent(chosen), { method: "POST", headers: { "x-blobstore": "1" } })).json().catch(() => ({ error: "the server has ended" }));
+          if (found.error) button.textContent = found.error; else { DATA.model[chosen] = found; route(); }
+        } }, "Measure values and errors");
+        section.append(el("p", {}, button));
+      } else if (!isMeasured) section.append(el("p", { class: "hint" }, "\u201cblobstore page --measure\u201d adds histograms of the values and errors against the base."));
       for (const fault of model.faults) section.append(el("p", { class: "alarm" }, fault));
       section.append(behind(`Tensors of ${chosen}`, ["Tensor", "Type", "Shape", "#Size", "#Bits", "Blob", "#Error or change", "#Other models"],
         () => tensors.map((tensor, at) => [tensor[0], types[tensor[1]], `[${tensor[2].join(", ")}]`, bytes(tensor[3]), digits(tensor[4]), tensor[5], measured[at] ? digits(measured[at].relative_error) : "", number(others(tensor).length)]).filter(row => isFound(row[0]))));
@@ -817,8 +825,38 @@
   addEventListener("beforeprint", redraw);
   addEventListener("afterprint", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  // A page that comes from "blobstore page --serve" follows the store.
+  const live = el("p", { class: "live", role: "status", hidden: !DATA.live }), asOf = el("p");
+  function tell() {
+    asOf.textContent = `blobstore, as of ${date(DATA.written)} UTC`;
+    if (!DATA.live) return;
+    const { work, unfinished } = DATA.live;
+    live.textContent = work.length ? `${plural(work.length, "process")} at work: ${work.map(item => `${item.process} uses ${plural(item.blobs, "blob")}`).join(", ")}${unfinished ? `, ${bytes(unfinished)} unfinished` : ""}` : "live, no work running";
+  }
+  async function follow() {
+    try {
+      const found = await (await fetch("state")).json();
+      if (!found.error) {
+        if (found.stamp !== DATA.live.stamp) {
+          const fresh = await (await fetch("data")).json();
+          if (!fresh.error) {
+            for (const [name, model] of Object.entries(DATA.model)) if (fresh.model[name] && Object.keys(model.measured || {}).length && model.id === fresh.model[name].id) fresh.model[name] = { ...fresh.model[name], measured: model.measured };
+            DATA = fresh;
+            const top = scrollY;
+            route();
+            scrollTo(0, top);
+          }
+        }
+        DATA.live = found;
+        tell();
+      }
+    } catch { live.textContent = "the server has ended"; }
+    setTimeout(follow, 2000);
+  }
   document.body.append(
-    el("header", {}, el("h1", {}, DATA.root), el("p", {}, `blobstore, as of ${date(DATA.written)} UTC`)),
+    el("header", {}, el("h1", {}, DATA.root), asOf, live),
     el("div", { class: "bar" }, tabs, search), main, tip, said);
+  tell();
   route();
+  if (DATA.live) setTimeout(follow, 2000);
 })();

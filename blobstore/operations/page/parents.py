@@ -75,28 +75,30 @@ class _Relatives:
     """How many bytes each pair of models has in common."""
 
     def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
-        self._disk, self._entries = disk, entries
+        self._disk = disk
         cold = disk.store.cold_files()
         self._bases = disk.store.cold_index.known(cold)
         self._holders: dict[Digest, list[Reference]] = defaultdict(list)
-        for name, entry in entries.items():
-            for digest in entry.blobs:
+        bases = set(self._bases.values())
+        for name in entries if bases else ():
+            for digest in bases.intersection(disk.needs[name]):
                 self._holders[digest].append(name)
 
     def base_models(self, name: Reference) -> list[Reference]:
         """Return the models that hold bases of a model's blobs; the one with the most bytes first."""
         found: Counter[Reference] = Counter()
-        for digest in self._entries[name].blobs:
-            for holder in self._holders.get(self._bases.get(digest, digest), ()):
-                if holder != name and digest in self._bases:
+        for digest in self._disk.needs[name] if self._bases else ():
+            base = self._bases.get(digest)
+            for holder in self._holders.get(base, ()) if base is not None else ():
+                if holder != name:
                     found[holder] += self._disk.blobs.sizes.get(digest, 0)
         return [holder for holder, _ in found.most_common()]
 
     def between(self, name: Reference, parent: Reference | None) -> tuple[int, int, int]:
         """Return the bytes that a model shares with another, those of its deltas, and the rest."""
-        theirs = self._entries[parent].blobs if parent is not None else {}
+        theirs: Mapping[Digest, int] = self._disk.needs[parent] if parent is not None else {}
         shared = delta = own = 0
-        for digest in self._entries[name].blobs:
+        for digest in self._disk.needs[name]:
             size = self._disk.blobs.sizes.get(digest, 0)
             if digest in theirs:
                 shared += size
@@ -108,10 +110,10 @@ class _Relatives:
 
     def nearest(self, name: Reference, others: Sequence[Reference]) -> list[Reference]:
         """Return models in the order of the bytes that they have in common with one, most first."""
-        ours = self._entries[name].blobs
+        ours = self._disk.needs[name]
 
         def common(other: Reference) -> int:
-            theirs = self._entries[other].blobs
+            theirs = self._disk.needs[other]
             return sum(size for digest, size in ours.items() if digest in theirs)
 
         return sorted(others, key=lambda other: (-common(other), str(other)))

@@ -34,8 +34,8 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
     import numpy as np
 
     sizes = {
-        name: sum(disk.blobs.sizes.get(digest, 0) for digest in entry.blobs)
-        for name, entry in disk.entries.items()
+        name: sum(disk.blobs.sizes.get(digest, 0) for digest in needed)
+        for name, needed in disk.needs.items()
     }
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
     kept = {name for name in largest if sizes[name]}
@@ -43,7 +43,7 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
     places = {name: place for place, name in enumerate(names)}
     owners: dict[Digest, list[int]] = defaultdict(list)
     for name in names:
-        for digest in disk.entries[name].blobs:
+        for digest in disk.needs[name]:
             owners[digest].append(places[name])
     sets: Counter[tuple[int, ...]] = Counter()
     for digest, models in owners.items():
@@ -51,6 +51,13 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
     shared = np.zeros((len(names), len(names)), np.int64)
     for group, size in sets.items():
         shared[np.ix_(group, group)] += size
+    bases = disk.store.cold_index.known(
+        {
+            digest: status
+            for digest, status in disk.store.cold_files().items()
+            if digest in disk.uses
+        }
+    )
     families = _families(sets, [sizes[name] for name in names])
     order = [place for family in families for place in family]
     shared = shared[np.ix_(order, order)]
@@ -59,7 +66,7 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
         "left_out": len(disk.entries) - len(names),
         "shared": [_runs(shared[row, row:].tolist()) for row in range(len(order))],
         "families": [
-            family_by_layers(disk, [names[place] for place in family[:_MAX_FAMILY]])
+            family_by_layers(disk, bases, [names[place] for place in family[:_MAX_FAMILY]])
             for family in [family for family in families if len(family) > 1][:_MAX_FAMILIES]
         ],
     }
@@ -91,19 +98,14 @@ def _families(sets: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> list
     return sorted(found.values(), key=lambda family: -sum(sizes[place] for place in family))
 
 
-def family_by_layers(disk: StoreDisk, family: Sequence[Reference]) -> dict[str, Any]:
+def family_by_layers(
+    disk: StoreDisk, bases: Mapping[Digest, Digest], family: Sequence[Reference]
+) -> dict[str, Any]:
     """Return the bytes of each model of a family by layer: shared, stored as deltas, and its own.
 
     Blobs are shared if another model of the family has them. Sizes are those on disk.
     """
-    bases = disk.store.cold_index.known(
-        {
-            digest: status
-            for digest, status in disk.store.cold_files().items()
-            if digest in disk.uses
-        }
-    )
-    uses = Counter(digest for name in family for digest in disk.entries[name].blobs)
+    uses = Counter(digest for name in family for digest in disk.needs[name])
     cells: list[dict[tuple[str, int], list[int]]] = []
     for name in family:
         manifest = disk.entries[name].manifest

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.operations.maintenance.disk_usage import Space, usage_of
 from blobstore.operations.page.text import shown
 from blobstore.operations.page.treemap import Rectangle, nested
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from blobstore.core.digest import Digest
-    from blobstore.operations.maintenance.disk_usage import StoreDisk, StoreUsage
+    from blobstore.operations.maintenance.disk_usage import Space, StoreDisk, StoreUsage
 
 _MAX_SETS = 200
 """Sets of models with shared blobs that have a cell each; the smaller ones have one together."""
@@ -53,14 +52,13 @@ class Cell(NamedTuple):
     """The models that share the blobs."""
 
 
-def store_view(disk: StoreDisk) -> dict[str, Any]:
+def store_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
     """Return the totals of the store, its models, and the cells and layouts of its treemap."""
-    usage = usage_of(disk)
     places = {model.reference: place for place, model in enumerate(usage.models)}
     owners: dict[Digest, list[int]] = defaultdict(list)
-    for entry in disk.entries.values():
-        for digest in entry.blobs:
-            owners[digest].append(places[entry.reference])
+    for name, needed in disk.needs.items():
+        for digest in needed:
+            owners[digest].append(places[name])
     freed = _freed_groups(disk, usage, owners)
     size = _size_groups(disk, owners, len(usage.models))
     return {

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
+from blobstore.core.gc_pause import gc_paused
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance.disk_usage import read_disk
+from blobstore.operations.maintenance.disk_usage import read_disk, usage_of
 from blobstore.operations.page.family_view import family_view
 from blobstore.operations.page.health_view import health_view
 from blobstore.operations.page.measure import measure_model
@@ -92,7 +93,19 @@ def page_data(
 ) -> dict[str, Any]:
     """Return what the page shows: JSON values, by the names of the views."""
     read_entries(store, references)  # fails if one of them does not exist
+    with gc_paused():
+        return _page_data(store, references, measure, jobs, progress)
+
+
+def _page_data(
+    store: LocalStore,
+    references: Sequence[Reference],
+    measure: bool,
+    jobs: int | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
     disk = read_disk(store)
+    usage = usage_of(disk)
     parents = find_parents(disk)
     chosen = chosen_models(disk, references)
     measured: dict[Reference, dict[str, Measurement]] = {}
@@ -105,11 +118,11 @@ def page_data(
     return {
         "written": int(time.time()),
         "root": shown(store.root.name or store.root),
-        "store": store_view(disk),
+        "store": store_view(disk, usage),
         "sharing": sharing_view(disk),
         "family": family_view(disk, parents),
         "model": model_views(disk, chosen, parents, measured),
-        "health": health_view(disk),
+        "health": health_view(disk, usage),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
@@ -20,6 +21,7 @@ class TensorPlace(NamedTuple):
     """The rest, in which ``*`` stands for the number of an expert."""
 
 
+@lru_cache(1 << 15)  # the models of a store have the same names
 def tensor_place(name: str) -> TensorPlace:
     """Return where a tensor belongs, by the first number in its name that is not an expert's."""
     parts = name.split(".")

@@ -75,7 +75,7 @@ def test_a_keyboard_alone_moves_opens_and_zooms(
 
     browser.run("document.querySelector('canvas').focus()")
     browser.press("ArrowRight")
-    said = browser.run("document.querySelector('[role=status]').textContent")
+    said = browser.run("document.querySelector('.seen').textContent")
     browser.press("Enter")
     browser.press("+")
 
