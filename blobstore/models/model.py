@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
@@ -112,7 +113,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         return f"<Model {self.reference}: {len(self)} tensors{closed}>"
 
     def _repr_html_(self) -> str:
-        """Return a small table, which notebooks show."""
+        """Return a table and a picture of the tensors, which notebooks show."""
         from html import escape as escape_html
 
         rows = {"model": str(self.reference)}
@@ -129,7 +130,9 @@ class Model(ModelFiles, Mapping[str, Array]):
             for name, text in rows.items()
             if text
         )
-        return f"<table>{cells}</table>"
+        # By its name, because this package knows nothing of the operation that draws it.
+        notebook = import_module("blobstore.operations.page.notebook")
+        return f"<table>{cells}</table>{notebook.model_picture(self._index)}"
 
     def __reduce__(self) -> Any:
         # A worker process opens the same manifest again, and shares the page cache.

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,13 @@ class LocalStore(BlobReader):
 
     def __repr__(self) -> str:
         return f"LocalStore({quote(self.root)})"
+
+    def _repr_html_(self) -> str:
+        """Return a picture of the store, which notebooks show."""
+        # By its name, because this package knows nothing of the operation that draws it.
+        notebook = import_module("blobstore.operations.page.notebook")
+        picture: str = notebook.store_picture(self)
+        return picture
 
     @property
     def lock_timeout(self) -> float:

