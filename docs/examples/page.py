@@ -25,9 +25,9 @@ from blobstore.safetensors.numpy import load_file, save_file
 
 VIEWS = {
     "store": ("store", 960),
-    "sharing": ("sharing", 1130),
+    "sharing": ("sharing", 1240),
     "family": ("family", 880),
-    "model": ("model/all-minilm:int4", 890),
+    "model": ("model/all-minilm:int4/error", 890),
     "health": ("health", 700),
 }
 """The pictures: the addresses in the page that they show, and their heights in pixels."""

@@ -120,7 +120,7 @@ def _box(box: Iterable[float], fill: str, name: str, below: str, title: str = ""
     ink = "#fff" if fill in _DARK else "#15191d"
     fits = int((width - 8) / 7)
     texts = ""
-    if height >= 14 and fits > 2:  # noqa: PLR2004 - a line, and room for some letters
+    if height >= 14 and fits > 2:  # noqa: PLR2004 - a line with some letters
         base = y + min(16, height / 2 + 4)
         texts = f'<text x="{x + 4:.1f}" y="{base:.1f}" fill="{ink}">{_text(name[:fits])}</text>'
         if below and height > 36:  # noqa: PLR2004 - two lines

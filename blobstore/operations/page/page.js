@@ -660,10 +660,15 @@
     }
     return [el("h3", {}, label), picture];
   }
+  const COLOURINGS = ["type", "bits", "bytes", "sharing", "error"];
   let colouring = "type";
   VIEWS.model = {
     title: "Model",
-    show(section, wanted) {
+    show(section, address) {
+      // The address is the name of a model, and what colours mean if it ends with that.
+      const end = address.slice(address.lastIndexOf("/") + 1), isEnd = address.includes("/") && COLOURINGS.includes(end);
+      if (isEnd) colouring = end;
+      const wanted = isEnd ? address.slice(0, address.lastIndexOf("/")) : address;
       const names = Object.keys(DATA.model), chosen = DATA.model[wanted] ? wanted : names[0];
       section.append(...heading("What is a model made of?", "Each cell is a tensor of a layer, or the same tensor of all experts. A click shows it."));
       if (!chosen) return section.append(el("p", { class: "empty" }, "The page describes no single model. Name models: \u201cblobstore page NAME OUT.html\u201d."));

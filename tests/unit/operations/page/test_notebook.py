@@ -72,7 +72,7 @@ def test_hostile_names_are_text(store: LocalStore, tmp_path: Path, browser: Brow
     assert browser.complaints == []
 
 
-def test_an_empty_store_and_one_that_is_no_folder_are_shown(tmp_path: Path) -> None:
+def test_an_empty_store_and_a_file_are_shown(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     assert "0 models" in store_picture(LocalStore(tmp_path / "nothing"))
