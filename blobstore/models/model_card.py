@@ -25,6 +25,8 @@ _LICENSE_FILES = ("license", "licence", "use_policy")
 def small_texts(store: LocalStore, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and contents of the files that may name a license or a base."""
     for layer in manifest.layers:
+        if layer.media_type == media_types.TENSOR:  # most are
+            continue
         name = "license" if layer.media_type == media_types.LICENSE else layer.name
         is_config = name in ("README.md", "config.json", "adapter_config.json")
         if layer.size <= _MAX_CARD and (is_config or name.lower().startswith(_LICENSE_FILES)):

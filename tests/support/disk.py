@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from blobstore.core.digest import Digest
 from blobstore.operations.maintenance.disk_usage import StoreDisk, StoreUsage, read_disk, usage_of
 from blobstore.store.local import LocalStore
 
@@ -10,3 +13,15 @@ def measured(store: LocalStore) -> tuple[StoreDisk, StoreUsage]:
     """Read a store, and measure it."""
     disk = read_disk(store)
     return disk, usage_of(disk)
+
+
+def owned(store: LocalStore) -> tuple[StoreDisk, StoreUsage, Mapping[Digest, list[int]]]:
+    """Read a store, measure it, and list the owners of its blobs."""
+    disk, usage = measured(store)
+    return disk, usage, disk.owners()
+
+
+def shared_by(store: LocalStore) -> tuple[StoreDisk, Mapping[Digest, list[int]]]:
+    """Read a store, and list the owners of its blobs."""
+    disk = read_disk(store)
+    return disk, disk.owners()

@@ -197,6 +197,14 @@ class StoreDisk(NamedTuple):
     """How many names need each blob."""
     blobs: DiskBlobs
 
+    def owners(self) -> dict[Digest, list[int]]:
+        """Return the positions in :attr:`entries` of the names that need each blob."""
+        found: dict[Digest, list[int]] = {digest: [] for digest in self.uses}
+        for place, needed in enumerate(self.needs.values()):
+            for digest in needed:
+                found[digest].append(place)
+        return found
+
 
 def read_disk(store: LocalStore) -> StoreDisk:
     """Read all manifests and the sizes of all blobs.

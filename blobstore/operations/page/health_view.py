@@ -19,9 +19,13 @@ _NO_GARBAGE: dict[str, Any] = {"size": 0, "files": 0, "refusal": "", "kept": {},
 
 
 def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
-    """Return the state of each model, damage that is known without reading, and what gc would remove."""
+    """Return the state of each model, damage that is known without reading, and what gc would remove.
+
+    No cache says that compressed blobs were verified: they are counted apart.
+    """
     verified = VerifiedBlobs(disk.store)
     sizes = {digest: size for needed in disk.needs.values() for digest, size in needed.items()}
+    frozen = disk.store.frozen()
     intact = {digest for digest, size in sizes.items() if verified.has(digest, size)}
     models = []
     for model in usage.models:
@@ -32,7 +36,7 @@ def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
                 "modified": int(disk.entries[model.reference].modified),
                 "blobs": model.blobs,
                 "verified": sum(digest in intact for digest in needed),
-                "cold": sum(digest in disk.blobs.cold for digest in needed),
+                "cold": sum(digest in frozen for digest in needed),
                 "faults": [shown(fault) for fault in model.faults[:_MAX_LISTED]],
                 "error": model.error and shown(model.error),
             }
@@ -40,7 +44,8 @@ def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
     return {
         "models": models,
         "last_verified": int(verified.saved_at),
-        "blobs": len(sizes),
+        "blobs": len(sizes.keys() - frozen),
+        "cold": len(sizes.keys() & frozen),
         "verified": len(intact),
         "quarantine": usage.quarantine.files,
         "now": int(time.time()),

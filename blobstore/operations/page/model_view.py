@@ -47,13 +47,10 @@ def model_views(
     references: Iterable[Reference],
     parents: Mapping[Reference, Parent],
     measured: Mapping[Reference, Mapping[str, Measurement]],
+    owners: Mapping[Digest, Sequence[int]],
 ) -> dict[str, Any]:
     """Return the view of each model by its name. Models that cannot be read have an error."""
     places = {name: place for place, name in enumerate(disk.entries)}
-    owners: dict[Digest, list[int]] = defaultdict(list)
-    for name, needed in disk.needs.items():
-        for digest in needed:
-            owners[digest].append(places[name])
     found: dict[str, Any] = {}
     for reference in references:
         try:

@@ -40,7 +40,7 @@ def store_picture(store: LocalStore) -> str:
     """Return a treemap of what a removal frees as HTML, or the error of reading the store."""
     try:
         disk = read_disk(store)
-        view = store_view(disk, usage_of(disk))
+        view = store_view(disk, usage_of(disk), disk.owners())
     except BlobstoreError as error:
         return f"<p>{_text(error)}</p>"
     totals, picture, models = view["totals"], view["freed"], view["models"]

@@ -767,18 +767,18 @@
   VIEWS.health = {
     title: "Health",
     show(section) {
-      const { models, gc, blobs, verified, last_verified, quarantine, now } = DATA.health;
+      const { models, gc, blobs, cold, verified, last_verified, quarantine, now } = DATA.health;
       const damaged = models.filter(model => model.error || model.faults.length);
       const age = seconds => { const days = (now - seconds) / 86400; return days < 1 ? "today" : days < 2 ? "yesterday" : `${Math.floor(days)} days ago`; };
-      section.append(...heading("Is everything intact?", "Sizes and manifests are checked whenever the page is written. \u201cblobstore verify\u201d hashes the blobs; a blob counts as verified until its file changes."));
-      section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], ["gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
+      section.append(...heading("Is everything intact?", "Sizes and manifests are checked whenever the page is written. \u201cblobstore verify\u201d hashes the blobs; a blob counts as verified until its file changes. Compressed blobs have checksums of their own, which every reader checks; they are not counted."));
+      section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ...(cold ? [["compressed", plural(cold, "blob")]] : []), ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], ["gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
       for (const model of damaged.slice(0, 50)) section.append(el("p", { class: "alarm" }, `${model.name}: ${model.error || model.faults[0]}`));
       if (!models.length) section.append(el("p", { class: "empty" }, "The store is empty."));
       const body = el("tbody"), rest = el("p", { class: "hint" });
       const fill = () => {
         const found = models.filter(model => isFound(model.name)).sort((a, b) => (b.error || b.faults.length ? 1 : 0) - (a.error || a.faults.length ? 1 : 0) || a.modified - b.modified);
         body.replaceChildren(...found.slice(0, 300).map(model => el("tr", {}, el("th", { scope: "row", title: model.name }, model.name), el("td", {}, model.modified ? age(model.modified) : "unknown"),
-          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs ? 100 * model.verified / model.blobs : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs)}`), el("td", { class: "n" }, number(model.cold)),
+          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs > model.cold ? 100 * model.verified / (model.blobs - model.cold) : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs - model.cold)}`), el("td", { class: "n" }, number(model.cold)),
           el("td", { class: model.error || model.faults.length ? "alarm" : "" }, model.error ? "unreadable" : model.faults.length ? plural(model.faults.length, "fault") : "ok"))));
         rest.textContent = found.length > 300 ? `and ${number(found.length - 300)} more; search for a name to see them` : "";
       };

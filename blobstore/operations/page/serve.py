@@ -139,7 +139,7 @@ def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlet
         base = parents[found].reference if found in parents else None
         with measuring:  # one at a time: each reads whole models on all processors
             measured = {found: measure_model(store, found, base)}
-        return JSONResponse(model_views(disk, [found], parents, measured)[name])
+        return JSONResponse(model_views(disk, [found], parents, measured, disk.owners())[name])
 
     return Starlette(
         routes=[

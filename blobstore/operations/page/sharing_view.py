@@ -11,6 +11,7 @@ from blobstore.operations.ui.tensor_names import tensor_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
@@ -25,7 +26,7 @@ _LEAST_SHARE = 0.01
 """The share of the smaller model that two models of a family have in common."""
 
 
-def sharing_view(disk: StoreDisk) -> dict[str, Any]:
+def sharing_view(disk: StoreDisk, owners: Mapping[Digest, Sequence[int]]) -> dict[str, Any]:
     """Return the models in the order of their families, the bytes that each two share, and the families.
 
     Row ``i`` of ``shared`` has the bytes that model ``i`` shares with ``i``, ``i + 1`` and so on, as
@@ -40,14 +41,15 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
     kept = {name for name in largest if sizes[name]}
     names = [name for name in disk.entries if name in kept]
-    places = {name: place for place, name in enumerate(names)}
-    owners: dict[Digest, list[int]] = defaultdict(list)
-    for name in names:
-        for digest in disk.needs[name]:
-            owners[digest].append(places[name])
+    places = {place: new for new, place in enumerate(_places(disk, kept))}
     sets: Counter[tuple[int, ...]] = Counter()
     for digest, models in owners.items():
         sets[tuple(models)] += disk.blobs.sizes.get(digest, 0)
+    if len(places) < len(disk.entries):
+        every, sets = sets, Counter()
+        for group, size in every.items():
+            sets[tuple(places[place] for place in group if place in places)] += size
+        del sets[()]
     shared = np.zeros((len(names), len(names)), np.int64)
     for group, size in sets.items():
         shared[np.ix_(group, group)] += size
@@ -70,6 +72,11 @@ def sharing_view(disk: StoreDisk) -> dict[str, Any]:
             for family in [family for family in families if len(family) > 1][:_MAX_FAMILIES]
         ],
     }
+
+
+def _places(disk: StoreDisk, kept: AbstractSet[Reference]) -> list[int]:
+    """Return the positions of some models in the store."""
+    return [place for place, name in enumerate(disk.entries) if name in kept]
 
 
 def _runs(values: Sequence[int]) -> list[int]:

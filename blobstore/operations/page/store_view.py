@@ -52,13 +52,10 @@ class Cell(NamedTuple):
     """The models that share the blobs."""
 
 
-def store_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
+def store_view(
+    disk: StoreDisk, usage: StoreUsage, owners: Mapping[Digest, Sequence[int]]
+) -> dict[str, Any]:
     """Return the totals of the store, its models, and the cells and layouts of its treemap."""
-    places = {model.reference: place for place, model in enumerate(usage.models)}
-    owners: dict[Digest, list[int]] = defaultdict(list)
-    for name, needed in disk.needs.items():
-        for digest in needed:
-            owners[digest].append(places[name])
     freed = _freed_groups(disk, usage, owners)
     size = _size_groups(disk, owners, len(usage.models))
     return {
@@ -138,13 +135,14 @@ def _size_groups(
 ) -> list[list[Cell]]:
     """Return the cells of each model, with all of its blobs."""
     found: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(count)]
+    cold = disk.blobs.cold
     for digest, models in owners.items():
         size = disk.blobs.sizes.get(digest)
         if size is None:
             continue
-        kind = "cold" if digest in disk.blobs.cold else "unique"
+        kind = "shared" if len(models) > 1 else "cold" if digest in cold else "unique"
         for model in models:
-            found[model][kind if len(models) == 1 else "shared"].append(size)
+            found[model][kind].append(size)
     return [
         [Cell(kind, model, sum(sizes), len(sizes), "") for kind, sizes in kinds.items()]
         for model, kinds in enumerate(found)

@@ -106,6 +106,7 @@ def _page_data(
 ) -> dict[str, Any]:
     disk = read_disk(store)
     usage = usage_of(disk)
+    owners = disk.owners()
     parents = find_parents(disk)
     chosen = chosen_models(disk, references)
     measured: dict[Reference, dict[str, Measurement]] = {}
@@ -118,10 +119,10 @@ def _page_data(
     return {
         "written": int(time.time()),
         "root": shown(store.root.name or store.root),
-        "store": store_view(disk, usage),
-        "sharing": sharing_view(disk),
+        "store": store_view(disk, usage, owners),
+        "sharing": sharing_view(disk, owners),
         "family": family_view(disk, parents),
-        "model": model_views(disk, chosen, parents, measured),
+        "model": model_views(disk, chosen, parents, measured, owners),
         "health": health_view(disk, usage),
     }
 

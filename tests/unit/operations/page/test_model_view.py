@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,19 @@ from blobstore.operations.page.model_view import chosen_models, model_views
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, moe_tensors, write_folder
 
+
+def views(store: LocalStore, references: list[Reference]) -> dict[str, Any]:
+    disk = read_disk(store)
+    return model_views(disk, references, {}, {}, disk.owners())
+
+
 MOE = Reference.parse("moe")
 
 
 def test_every_tensor_is_in_one_cell_with_what_show_says(store: LocalStore, tmp_path: Path) -> None:
     create(write_folder(tmp_path / "moe", moe_tensors(), shards=2), "moe", store=store)
 
-    view = model_views(read_disk(store), [MOE], {}, {})["moe:latest"]
+    view = views(store, [MOE])["moe:latest"]
 
     described = {tensor.name: tensor for tensor in describe_model("moe", store=store).tensors}
     covered = sorted(
@@ -39,7 +46,7 @@ def test_layers_are_rows_in_order_and_tensors_outside_come_first(
     tensors = {name: np.full(2, place, np.float32) for place, name in enumerate(names)}
     create(write_folder(tmp_path / "model", tensors), "model", store=store)
 
-    view = model_views(read_disk(store), [Reference.parse("model")], {}, {})["model:latest"]
+    view = views(store, [Reference.parse("model")])["model:latest"]
 
     assert view["rows"] == ["head", 2, 10]
     assert view["stacks"] == ["", "m", "m"]
@@ -51,7 +58,7 @@ def test_a_tensor_lists_the_other_models_that_have_it(store: LocalStore, tmp_pat
     create(write_folder(tmp_path / "one", {"s": shared, "o": own}), "one", store=store)
     create(write_folder(tmp_path / "two", {"s": shared}), "two", store=store)
 
-    view = model_views(read_disk(store), [Reference.parse("one")], {}, {})["one:latest"]
+    view = views(store, [Reference.parse("one")])["one:latest"]
 
     owners = {tensor[0]: view["owners"][tensor[6]] for tensor in view["tensors"]}
     assert owners == {"s": (0, 1), "o": (0,)}
@@ -76,4 +83,6 @@ def test_a_damaged_manifest_is_an_error_of_its_model(store: LocalStore) -> None:
     disk = read_disk(store)
     store.manifest_path("one").write_text("{")
 
-    assert "error" in model_views(disk, [Reference.parse("one")], {}, {})["one:latest"]
+    assert (
+        "error" in model_views(disk, [Reference.parse("one")], {}, {}, disk.owners())["one:latest"]
+    )

@@ -10,6 +10,7 @@ from blobstore.operations.maintenance.disk_usage import read_disk
 from blobstore.operations.page import sharing_view as module
 from blobstore.operations.page.sharing_view import sharing_view
 from blobstore.store.local import LocalStore
+from tests.support.disk import shared_by
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs
 
@@ -32,7 +33,7 @@ def test_a_cell_is_the_bytes_that_two_models_share(store: LocalStore) -> None:
     put(store, "two", {"a": 1, "c": 3})
     put(store, "three", {"d": 4})
 
-    found = matrix(sharing_view(read_disk(store)))
+    found = matrix(sharing_view(*shared_by(store)))
 
     blobs = {
         name: {b.digest: b.size for b in store.resolve(name).blobs}
@@ -47,7 +48,7 @@ def test_relatives_stand_together_and_a_config_makes_no_family(store: LocalStore
     for name, seed in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
         put(store, name, {"w": seed, f"own-{name}": ord(name)})
 
-    view = sharing_view(read_disk(store))
+    view = sharing_view(*shared_by(store))
 
     assert {tuple(sorted(family["models"])) for family in view["families"]} == {
         ("a:latest", "c:latest"),
@@ -71,7 +72,7 @@ def test_layers_of_a_family_are_shared_differences_or_own(store: LocalStore) -> 
     freeze_models(["ft"], base="base", store=store)
 
     disk = read_disk(store)
-    (family,) = sharing_view(disk)["families"]
+    (family,) = sharing_view(disk, disk.owners())["families"]
 
     assert family["columns"] == [0, 1, 2]
     row = family["cells"][family["models"].index("ft:latest")]
@@ -89,14 +90,14 @@ def test_only_the_largest_models_are_in_the_matrix(
     for size in (1, 1000, 2000):
         add_blobs(store, f"m{size}", {"x": b"%d" % size * size})
 
-    view = sharing_view(read_disk(store))
+    view = sharing_view(*shared_by(store))
 
     assert sorted(view["models"]) == ["m1000:latest", "m2000:latest"]
     assert view["left_out"] == 1
 
 
 def test_an_empty_store_shares_nothing(store: LocalStore) -> None:
-    assert sharing_view(read_disk(store)) == {
+    assert sharing_view(*shared_by(store)) == {
         "models": [],
         "left_out": 0,
         "shared": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.disk_usage import measure_usage
+from blobstore.operations.maintenance.show import TensorDescription
+from blobstore.operations.page.model_view import grid
+from blobstore.operations.page.shell import render_page
 from blobstore.operations.page.write import page_data, write_page
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put
+from tests.support.many_models import write_models
 from tests.support.models import add_blobs, write_folder
 
 
@@ -294,9 +300,9 @@ def test_a_click_shows_a_tensor_with_its_error_and_histograms(
         tensor.name: tensor for tensor in compare_models("tiny:int8", "tiny", store=store).tensors
     }
 
-    browser.open(f"{page.as_uri()}#model/tiny%3Aint8")
-    browser.run(
-        "[...document.querySelectorAll('button')].find(b => b.textContent === 'Error or change').click()"
+    browser.open(f"{page.as_uri()}#model/tiny%3Aint8/error")
+    assert "Error or change" in browser.run(
+        "[...document.querySelectorAll('[aria-pressed=true]')].map(b => b.textContent).join()"
     )
     browser.run("document.querySelector('canvas').focus()")
     browser.press("ArrowRight")
@@ -372,3 +378,59 @@ def test_only_named_models_are_described(store: LocalStore, tmp_path: Path) -> N
 
     assert list(data["model"]) == ["tuned:latest"]
     assert len(data["store"]["models"]) == 3
+
+
+def test_a_page_of_a_thousand_models_draws_only_what_is_in_sight(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    write_models(store, 1000, 10)
+
+    page = write_page(tmp_path / "page.html", store=store)
+
+    text = page.path.read_text()
+    data = re.search('<script type="application/json" id="data">(.*)</script>\n<script>', text)
+    assert data is not None
+    assert page.models == 1000
+    assert len(text) - len(data[1]) < 100_000
+    for view in VIEWS:
+        browser.open("about:blank")
+        browser.open(f"{page.path.as_uri()}#{view}")
+        drawn = browser.run(
+            "+(document.querySelector('canvas') || {dataset: {drawn: 0}}).dataset.drawn"
+        )
+        assert drawn < 10_000
+        assert browser.complaints == []
+    browser.open(f"{page.path.as_uri()}#sharing")
+    browser.run("document.querySelector('.plot').scrollTo(1e6, 1e6)")
+    browser.settle()
+    assert browser.run("+document.querySelector('canvas').dataset.drawn") > 100
+
+
+def test_a_model_of_20000_tensors_scrolls_through_what_is_in_sight(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    digest = Digest.of(b"")
+    tensors = [
+        TensorDescription(
+            f"model.layers.{layer}.part{part}.weight", "BF16", "BF16", (4, 4), 32, "x", digest,
+            False, None, 0,
+        )
+        for layer in range(200)
+        for part in range(100)
+    ]  # fmt: skip
+    data = page_data(two_models(store))
+    model = data["model"]["one:latest"] | grid(tensors, {}, {})
+    page = tmp_path / "page.html"
+    page.write_text(render_page("large", data | {"model": {"one:latest": model}}))
+
+    browser.open(f"{page.as_uri()}#model")
+    first = browser.run("document.querySelector('canvas').toDataURL()")
+    browser.run("document.querySelector('.plot').scrollTo(900, 3000)")
+    browser.settle()
+
+    assert browser.run("document.querySelector('canvas').toDataURL()") != first
+    assert 100 < browser.run("+document.querySelector('canvas').dataset.drawn") < 3000
+    assert browser.run("document.querySelector('canvas').width") < 1200
+    browser.run("document.querySelector('details').open = true")
+    browser.wait("document.querySelectorAll('tbody tr').length === 500")
+    assert browser.complaints == []
