@@ -181,6 +181,15 @@ class ModelMemory:
             except Damaged as error:
                 raise locate_damage(self.files, error) from None
 
+    def bring(self, slots: Collection[int], slot: int, begin: int, end: int) -> None:
+        """Load the blobs at ``slots``, and bring bytes of one of them into memory. Raises as :meth:`load`."""
+        region = self.load(slots)
+        try:
+            region.populate(slot, begin, end)
+        except OSError as error:
+            digest, _ = self._blobs[slot]
+            raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
+
     def map_hot(self) -> bool:
         """Map all blobs that are not cold. Returns whether all blobs are in memory then.
 

@@ -24,8 +24,10 @@ from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
 from blobstore.models.index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory, reserve
+from blobstore.models.prefetch import groups
 from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.slices import Array, SliceReader
+from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
@@ -376,6 +378,32 @@ class Model(ModelFiles, Mapping[str, Array]):
             self._check_name(name)
         for _, array in self._slices.parts(items, self.__getitem__):
             yield array
+
+    def prefetch(
+        self,
+        plan: Mapping[str, Index | None] | None = None,
+        *,
+        threads: int = THREADS,
+        bytes_in_flight: int = IN_FLIGHT,
+    ) -> PrefetchLoader:
+        """Start to load tensors in the background. Iterate over the result, or take tensors from it by name.
+
+        Args:
+            plan: for each name the index of a part, as for :meth:`get_slice`, or None for all of the
+                tensor. Without a plan, all tensors are loaded.
+            threads: how many threads load.
+            bytes_in_flight: bytes that are loaded, or being loaded, and were not taken yet.
+
+        Raises:
+            TensorNotFound: the model has no tensor of the plan.
+            UsageError: an index does not select a part.
+            SafetensorError: ``threads`` or ``bytes_in_flight`` is below 1.
+        """
+        items = list((dict.fromkeys(self) if plan is None else plan).items())
+        for name, _ in items:
+            self._check_name(name)
+        found = groups(self._index, self._memory, self._slices, items, self.__getitem__)
+        return PrefetchLoader(found, threads=threads, bytes_in_flight=bytes_in_flight)
 
     def state_dict(self) -> dict[str, Array]:
         """Return all tensors. Raises as :meth:`__getitem__`."""

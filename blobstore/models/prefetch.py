@@ -1,0 +1,108 @@
+"""Tensors of a model that are brought into memory in the background: which blobs, and which bytes of them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core.slicing import select
+from blobstore.models.parts import part_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from blobstore.core.slicing import Index
+    from blobstore.models.index import TensorIndex
+    from blobstore.models.memory import ModelMemory
+    from blobstore.models.slices import SliceReader
+
+    Item = tuple[str, Index | None]
+
+_REQUEST: Final = 4 << 20
+"""Bytes per request."""
+_GROUP: Final = 64 << 20
+"""Bytes of blobs that are read together, if they are elsewhere."""
+
+
+class BlobGroup:
+    """Tensors of neighbouring blobs; see :class:`~blobstore.safetensors.prefetch_loader.Group`.
+
+    Args:
+        index: the tensors of the model.
+        memory: its blobs.
+        slices: reads parts of tensors.
+        sizes: the bytes of each tensor, or of its part.
+        items: names and indexes; None means all of a tensor.
+        whole: returns all of a tensor.
+    """
+
+    def __init__(
+        self,
+        index: TensorIndex,
+        memory: ModelMemory,
+        slices: SliceReader,
+        sizes: Mapping[str, int],
+        items: Sequence[Item],
+        whole: Callable[[str], Any],
+    ) -> None:
+        self.sizes = {name: sizes[name] for name, _ in items}
+        self._index = index
+        self._memory = memory
+        self._slices = slices
+        self._items = items
+        self._whole = whole
+
+    def begin(self) -> list[Callable[[], object]]:
+        """Return the requests."""
+        ranges: list[tuple[int, int, int]] = []
+        for name, index in self._items:
+            location = self._index.location(name)
+            slot = location.slot
+            if index is None:
+                ranges.append((slot, 0, self._index.blobs[slot][1]))
+            elif self._slices.slice(name).spec != location.spec:
+                continue  # its parts are dequantized from those of several tensors
+            elif not self._memory.reads_parts(slot):
+                found = part_ranges(self._index.blobs[slot], location, select(location.spec, index))
+                ranges += ((slot, one.begin, one.end) for one in found)
+        slots = frozenset(slot for slot, _, _ in ranges)
+        return [
+            partial(self._memory.bring, slots, slot, start, min(start + _REQUEST, end))
+            for slot, begin, end in dict.fromkeys(ranges)
+            for start in range(begin, end, _REQUEST)
+        ]
+
+    def build(self) -> Iterator[tuple[str, Any]]:
+        """Return the tensors."""
+        return self._slices.parts(self._items, self._whole)
+
+
+def groups(
+    index: TensorIndex,
+    memory: ModelMemory,
+    slices: SliceReader,
+    items: Sequence[Item],
+    whole: Callable[[str], Any],
+) -> Iterator[BlobGroup]:
+    """Yield tensors in the order of their blobs, small neighbours together. Raises as :class:`BlobGroup`."""
+    sizes = {name: _size(slices, name, part) for name, part in items}
+    ordered = sorted(items, key=lambda item: index.slot(item[0]))
+    current: list[Item] = []
+    nbytes = 0
+    for item in ordered:
+        if current and nbytes >= _GROUP:
+            yield BlobGroup(index, memory, slices, sizes, current, whole)
+            current, nbytes = [], 0
+        current.append(item)
+        nbytes += sizes[item[0]]
+    if current:
+        yield BlobGroup(index, memory, slices, sizes, current, whole)
+
+
+def _size(slices: SliceReader, name: str, index: Index | None) -> int:
+    """Return the bytes of a tensor or of a part of it."""
+    spec = slices.slice(name).spec
+    if index is None:
+        return spec.nbytes
+    return math.prod(select(spec, index).shape) * spec.dtype.bits // 8
