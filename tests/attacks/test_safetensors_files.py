@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import safetensors
 import blobstore
 from blobstore.errors import DamagedSource, InvalidHeader, ModelNotFound
 from blobstore.manifests.reference import Reference
+from blobstore.safetensors import SafetensorError, safe_open
 from tests.support.safetensors_file import SafetensorsFile
 
 FOLDER = Path(__file__).parents[1] / "data" / "hostile" / "safetensors"
@@ -87,3 +90,30 @@ def test_is_at_least_as_strict_as_the_reference_library(case: dict[str, Any]) ->
             assert set(file) == theirs
     except InvalidHeader:
         assert case["spec"] == "reject"
+
+
+OPENED: dict[str, Callable[[Path], Any]] = {
+    "mmap": lambda path: safe_open(path, "np"),
+    "pread": lambda path: safe_open(path, "np", backend="pread"),
+    "buffer": lambda path: safe_open(path.read_bytes(), "np"),
+    "file object": lambda path: safe_open(io.BytesIO(path.read_bytes()), "np"),
+}
+
+
+@pytest.mark.parametrize("way", OPENED)
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_library_gives_the_same_verdict_in_whatever_way_a_file_is_opened(
+    case: dict[str, Any], way: str
+) -> None:
+    try:
+        with OPENED[way](FOLDER / case["file"]) as file:
+            found = {key: file.get_tensor_meta(key) for key in file}
+            assert case["spec"] != "reject"
+            assert (file.metadata() or {}) == (case["metadata"] or {})
+    except SafetensorError as error:
+        assert case["spec"] != "accept"
+        assert str(error).isprintable()
+        assert len(str(error)) < 1000
+        return
+    for key, (dtype, shape, begin, end) in (case["tensors"] or {}).items():
+        assert found[key] == (dtype, shape, (begin, end))
