@@ -1,8 +1,9 @@
 """The safetensors format: a library with the interface of the reference's, and what the store reads blobs with.
 
-``header`` converts between bytes and checked values, ``serialization`` writes files, and ``handle`` opens them.
-``writer`` writes tensors one by one. ``numpy``, ``torch`` and ``mlx`` save and load, and turn bytes into tensors. The package needs numpy alone:
-it imports ``core`` and ``errors``, knows no stores or manifests, and loads a framework when it is used.
+``header`` converts between bytes and checked values, ``serialization`` writes files, and ``handle`` opens
+them. ``writer`` writes tensors one by one, and ``edit`` changes files. ``numpy``, ``torch`` and ``mlx`` save
+and load, and turn bytes into tensors. The package needs numpy alone: it imports ``core`` and ``errors``,
+knows no stores or manifests, and loads a framework when it is used.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blobstore.errors import SafetensorError
+    from blobstore.safetensors.edit import edit_file
     from blobstore.safetensors.handle import TensorMeta, prefetch, safe_open
     from blobstore.safetensors.prefetch_loader import PrefetchLoader
     from blobstore.safetensors.serialization import (
@@ -32,6 +34,7 @@ _HOMES = {
     "TensorMeta": "blobstore.safetensors.handle",
     "TensorSpec": "blobstore.safetensors.serialization",
     "deserialize": "blobstore.safetensors.serialization",
+    "edit_file": "blobstore.safetensors.edit",
     "prefetch": "blobstore.safetensors.handle",
     "safe_open": "blobstore.safetensors.handle",
     "serialize": "blobstore.safetensors.serialization",
@@ -46,6 +49,7 @@ __all__ = [
     "TensorMeta",
     "TensorSpec",
     "deserialize",
+    "edit_file",
     "prefetch",
     "safe_open",
     "serialize",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import escape
 from blobstore.errors import SafetensorError
-from blobstore.safetensors.reader import open_reader
+from blobstore.safetensors.reader import digest, open_reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,16 +53,8 @@ def describe(reader: Reader, *, has_digests: bool) -> Iterator[dict[str, Any]]:
         begin, end = table.begins[row], table.begins[row + 1]
         facts = {"name": name, "dtype": dtype.value, "shape": shape, "data_offsets": [begin, end]}
         if has_digests:
-            facts["sha256"] = _digest(reader, table.data_start + begin, table.data_start + end)
+            facts["sha256"] = digest(reader, table.data_start + begin, table.data_start + end)
         yield facts
-
-
-def _digest(reader: Reader, begin: int, end: int) -> str:
-    digest = hashlib.sha256()
-    for start in range(begin, end, 1 << 24):
-        memory, _ = reader.span(start, min(end, start + (1 << 24)))
-        digest.update(memory)
-    return digest.hexdigest()
 
 
 def _as_json(metadata: dict[str, str] | None, tensors: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from blobstore.errors import SafetensorError
 from blobstore.safetensors.arguments import FRAMEWORK_NAMES, parse_device, parse_framework, require
 from blobstore.safetensors.plans import groups, part, whole
 from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
-from blobstore.safetensors.reader import framework_errors, open_reader
+from blobstore.safetensors.reader import digest, framework_errors, open_reader
 from blobstore.safetensors.slices import SafeSlice
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ class _Tensors:
             return self._framework.read_tensor(
                 reader or self._reader, begin, entry.spec, self._device
             )
+
+    def sha256(self, name: str) -> str:
+        entry, start = self.entry(name), self.table.data_start
+        return digest(self._reader, start + entry.begin, start + entry.end)
 
     def read_all(self) -> dict[str, Any]:
         with framework_errors():
@@ -175,6 +179,15 @@ class safe_open:  # noqa: N801 - the name that users know
         """Return type, shape and place of a tensor, without reading it."""
         spec, begin, end = self._tensors.entry(name)
         return TensorMeta(spec.dtype.value, list(spec.shape), (begin, end))
+
+    def sha256(self, name: str) -> str:
+        """Return the digest of a tensor's bytes in the file, as hexadecimal digits.
+
+        Raises:
+            SafetensorError: there is no such tensor.
+            OSError: the file cannot be read.
+        """
+        return self._tensors.sha256(name)
 
     def get_slice(self, name: str) -> SafeSlice:
         """Return a tensor of which slices can be read."""

@@ -33,7 +33,7 @@ SUB_BYTE_RULE = (
     "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, "
     "this is invalid."
 )
-_ALIGNMENT = 8
+HEADER_ALIGNMENT = 8
 _DTYPES = {code.encode(): dtype for code, dtype in DTYPES.items()}
 _MAX_U64 = 2**64 - 1
 _INVALID_JSON = "invalid JSON in header"
@@ -212,11 +212,15 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | Non
     return _padded(strictjson.dumps({key: top[key] for key in sorted(top)}))
 
 
-def encode_file_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
+def encode_file_header(
+    specs: Iterable[TensorSpec],
+    metadata: Mapping[str, str] | None,
+    alignment: int = HEADER_ALIGNMENT,
+) -> bytes:
     """Return the 8-byte prefix and the JSON that the reference library writes, with sorted metadata.
 
     The tensors are listed in the order given, after the metadata, and no character is escaped that
-    JSON allows.
+    JSON allows. The data begin at a multiple of ``alignment``.
 
     Raises:
         InvalidHeader: as in :func:`encode_header`.
@@ -237,12 +241,12 @@ def encode_file_header(specs: Iterable[TensorSpec], metadata: Mapping[str, str] 
             f'"data_offsets":[{offset},{end}]}}'
         )
         offset = end
-    return _padded("{" + ",".join(entries) + "}")
+    return _padded("{" + ",".join(entries) + "}", alignment)
 
 
-def _padded(json_text: str) -> bytes:
+def _padded(json_text: str, alignment: int = HEADER_ALIGNMENT) -> bytes:
     text = json_text.encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(PREFIX_SIZE + len(text)) % alignment)
     if len(text) > MAX_HEADER_SIZE:
         raise InvalidHeader(
             f"header of {len(text)} bytes is over the limit of {MAX_HEADER_SIZE}",

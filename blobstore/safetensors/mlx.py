@@ -60,26 +60,33 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
         ) from None
 
 
-def save(tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return a file of arrays as bytes.
+def save(
+    tensors: Mapping[str, mx.array],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    alignment: int = 8,
+) -> bytes:
+    """Return a file of arrays as bytes. ``alignment`` is that of :func:`save_file`.
 
     Raises:
         SafetensorError: an array has the name ``__metadata__``.
     """
-    return arrays.save(_as_numpy(tensors), metadata)
+    return arrays.save(_as_numpy(tensors), metadata, alignment=alignment)
 
 
 def save_file(
     tensors: Mapping[str, mx.array],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
+    *,
+    alignment: int = 8,
 ) -> None:
-    """Write a file of arrays. It replaces an existing one when it is durable.
+    """Write a file of arrays; see :func:`blobstore.safetensors.numpy.save_file`.
 
     Raises:
         SafetensorError: see :func:`save`; or the file cannot be written.
     """
-    arrays.save_file(_as_numpy(tensors), filename, metadata)
+    arrays.save_file(_as_numpy(tensors), filename, metadata, alignment=alignment)
 
 
 def load(data: Buffer) -> dict[str, mx.array]:

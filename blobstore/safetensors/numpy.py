@@ -95,16 +95,19 @@ def as_bytes(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 def save(
-    tensor_dict: Mapping[str, np.ndarray[Any, Any]], metadata: Mapping[str, str] | None = None
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    alignment: int = 8,
 ) -> bytes:
-    """Return a file of arrays as bytes.
+    """Return a file of arrays as bytes. ``alignment`` is that of :func:`save_file`.
 
     Raises:
         SafetensorError: an array has a type that the format lacks, or the name ``__metadata__``.
     """
     from blobstore.safetensors.serialization import lay_out
 
-    header, arrays = lay_out(named_tensors(tensor_dict), metadata)
+    header, arrays = lay_out(named_tensors(tensor_dict), metadata, alignment)
     return b"".join([header, *map(file_bytes, arrays)])
 
 
@@ -112,15 +115,24 @@ def save_file(
     tensor_dict: Mapping[str, np.ndarray[Any, Any]],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
+    *,
+    alignment: int = 8,
 ) -> None:
     """Write a file of arrays. It replaces an existing one when it is durable.
+
+    Args:
+        tensor_dict: arrays by name.
+        filename: the file.
+        metadata: texts by name.
+        alignment: a power of two from 8 to 1 MiB. If it is over 8, the data begin at a multiple of it, and
+            tensors whose bytes are a multiple of it precede the others, so that they begin at one too.
 
     Raises:
         SafetensorError: see :func:`save`; or the file cannot be written.
     """
     from blobstore.safetensors.serialization import lay_out, write_file
 
-    header, arrays = lay_out(named_tensors(tensor_dict), metadata)
+    header, arrays = lay_out(named_tensors(tensor_dict), metadata, alignment)
     write_file(filename, itertools.chain([header], map(file_bytes, arrays)))
 
 

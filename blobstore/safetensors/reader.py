@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import mmap
 import os
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+_HASHED = 1 << 24
+"""Bytes that are read and hashed at once."""
 _PIECE = 1 << 20
 """Tensors with fewer bytes than this share memory that was read with one request."""
 
@@ -338,6 +341,16 @@ def _open(filename: str | os.PathLike[str]) -> tuple[int, int]:
         raise FileNotFoundError(f"No such file or directory: {path}") from None
     except BlobstoreError:
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), path) from None
+
+
+def digest(reader: Reader, begin: int, end: int) -> str:
+    """Return the sha256 of bytes of a file, as hexadecimal digits."""
+    found = hashlib.sha256()
+    for start in range(begin, end, _HASHED):
+        size = min(_HASHED, end - start)
+        memory, offset = reader.span(start, start + size)
+        found.update(memory[offset : offset + size])
+    return found.hexdigest()
 
 
 @contextlib.contextmanager

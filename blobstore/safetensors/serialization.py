@@ -14,7 +14,7 @@ import operator
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import replacing
@@ -24,6 +24,7 @@ from blobstore.core.tensor import TensorSpec as NamedSpec
 from blobstore.errors import SafetensorError
 from blobstore.safetensors.arguments import check_metadata, require
 from blobstore.safetensors.header import (
+    HEADER_ALIGNMENT,
     encode_file_header,
     errors_during,
     in_file_order,
@@ -61,6 +62,7 @@ DTYPES_BY_NAME = {
     "complex64": DType.C64,
 }
 """Element types by the names that numpy and torch have for them."""
+_MAX_ALIGNMENT = 1 << 20
 _BATCH = 512
 """Buffers per system call; Linux allows 1,024."""
 _BATCH_SIZE = 1 << 26
@@ -200,20 +202,32 @@ def deserialize(bytes: Buffer) -> list[tuple[str, dict[str, Any]]]:  # noqa: A00
 
 @gc_paused()
 def lay_out(
-    tensors: Iterable[tuple[NamedSpec, T]], metadata: Mapping[str, str] | None
+    tensors: Iterable[tuple[NamedSpec, T]],
+    metadata: Mapping[str, str] | None,
+    alignment: int = HEADER_ALIGNMENT,
 ) -> tuple[bytes, list[T]]:
     """Return the header of a file, and the tensors in the order in which their bytes follow.
 
+    The format allows no bytes between tensors. With an ``alignment`` over 8, the data begin at a multiple
+    of it, and tensors whose bytes are a multiple of it precede the others.
+
     Raises:
-        SafetensorError: a tensor or the metadata cannot be written.
+        SafetensorError: a tensor or the metadata cannot be written, or ``alignment`` is no power of two from
+            8 to 1 MiB.
         TypeError: a key or value of the metadata is no text.
     """
     check_metadata(metadata)
+    if not HEADER_ALIGNMENT <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise SafetensorError(
+            f"alignment {alignment} is no power of two from 8 to {_MAX_ALIGNMENT}"
+        )
     found = list(tensors)
     sources = {spec.name: source for spec, source in found}
     ordered = in_file_order(spec for spec, _ in found)
     with errors_during("Error while serializing"):
-        header = encode_file_header(ordered, metadata)
+        if alignment > HEADER_ALIGNMENT:
+            ordered.sort(key=lambda spec: bool(spec.nbytes % alignment))
+        header = encode_file_header(ordered, metadata, alignment)
     return header, [sources[spec.name] for spec in ordered]
 
 
@@ -255,12 +269,18 @@ def replaced_file(filename: str | os.PathLike[str]) -> Iterator[int]:
         SafetensorError: see :func:`write_file`.
     """
     target = Path(os.path.realpath(filename))
-    try:
+    with io_errors():
         _check_is_replaceable(target)
         with replacing(target) as descriptor:
             yield descriptor
-    except OSError as error:
-        _raise_io_error(error)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write bytes at an offset of a file. Raises OSError."""
+    while data:
+        written = os.pwrite(descriptor, data[:_BATCH_SIZE], offset)
+        data = data[written:]
+        offset += written
 
 
 def _check_is_replaceable(target: Path) -> None:
@@ -277,10 +297,15 @@ def _check_is_replaceable(target: Path) -> None:
         )
 
 
-def _raise_io_error(error: OSError) -> NoReturn:
-    raise SafetensorError(
-        f"Error while serializing: I/O error: {error.strerror or error} (os error {error.errno})"
-    ) from error
+@contextlib.contextmanager
+def io_errors() -> Iterator[None]:
+    """Convert errors of the system to those of the reference library."""
+    try:
+        yield
+    except OSError as error:
+        raise SafetensorError(
+            f"Error while serializing: I/O error: {error.strerror or error} (os error {error.errno})"
+        ) from error
 
 
 def _batches(buffers: Iterable[Buffer]) -> Iterator[list[memoryview]]:

@@ -140,8 +140,14 @@ def check_device(device: str) -> None:
         raise UsageError(f"torch has no device {quote(device)} here: {reason}") from None
 
 
-def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return a file of tensors as bytes.
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    tied: bool = False,
+    alignment: int = 8,
+) -> bytes:
+    """Return a file of tensors as bytes. ``tied`` and ``alignment`` are those of :func:`save_file`.
 
     Raises:
         ValueError: a value is no dense and contiguous tensor.
@@ -151,7 +157,9 @@ def save(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
     """
     from blobstore.safetensors.serialization import lay_out
 
-    header, ordered = lay_out(named_tensors(tensors), metadata)
+    if tied:
+        tensors, metadata = _tied(tensors, metadata)
+    header, ordered = lay_out(named_tensors(tensors), metadata, alignment)
     return b"".join([header, *map(file_bytes, ordered)])
 
 
@@ -159,10 +167,21 @@ def save_file(
     tensors: Mapping[str, torch.Tensor],
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
+    *,
+    tied: bool = False,
+    alignment: int = 8,
 ) -> None:
     """Write a file of tensors. It replaces an existing one when it is durable.
 
     Tensors on devices are copied to the CPU one after another.
+
+    Args:
+        tensors: tensors by name.
+        filename: the file.
+        metadata: texts by name.
+        tied: whether tensors that share memory are written once. The metadata have, for each name
+            that is omitted, the one that stands for it.
+        alignment: see :func:`blobstore.safetensors.numpy.save_file`.
 
     Raises:
         ValueError, RuntimeError, KeyError: see :func:`save`.
@@ -170,7 +189,9 @@ def save_file(
     """
     from blobstore.safetensors.serialization import lay_out, write_file
 
-    header, ordered = lay_out(named_tensors(tensors), metadata)
+    if tied:
+        tensors, metadata = _tied(tensors, metadata)
+    header, ordered = lay_out(named_tensors(tensors), metadata, alignment)
     write_file(filename, itertools.chain([header], map(file_bytes, ordered)))
 
 
@@ -193,11 +214,19 @@ def load_file(
     device: str | int | None = "cpu",
     *,
     backend: str = "mmap",
+    tied: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a file.
 
     They are views of a private map, which can be written to without changing the file. With
     ``backend="pread"``, or on another device, they have memory of their own.
+
+    Args:
+        filename: the file, or what else :class:`~blobstore.safetensors.safe_open` takes.
+        device: the device of the tensors.
+        backend: ``mmap`` or ``pread``.
+        tied: whether names that :func:`save_file` has omitted are returned too, with the tensors that
+            stand for them.
 
     Raises:
         SafetensorError: the file breaks the format, or torch cannot hold a tensor.
@@ -207,7 +236,12 @@ def load_file(
     from blobstore.safetensors.reader import open_reader
 
     place = parse_device(device)
-    return read_all(open_reader(filename, backend, is_writable=True), place)
+    reader = open_reader(filename, backend, is_writable=True)
+    found = read_all(reader, place)
+    for name, kept in (reader.table.metadata or {}).items() if tied else ():
+        if name not in found and kept in found:
+            found[name] = found[kept]
+    return found
 
 
 @gc_paused()
@@ -236,15 +270,54 @@ def save_model(
     Raises:
         ValueError, RuntimeError, KeyError, SafetensorError: see :func:`save_file`.
     """
-    state = model.state_dict()
-    for kept, names in _remove_duplicate_names(state).items():
-        metadata = {} if metadata is None else metadata
-        for name in names:
-            metadata.setdefault(name, kept)
-            del state[name]
+    state, found = _written_once(model.state_dict(), metadata)
+    if metadata is not None and found is not None:
+        metadata |= found  # the reference changes its argument too
     if force_contiguous:
         state = {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(dict(state), filename, metadata=metadata)
+    save_file(state, filename, metadata=found)
+
+
+def _written_once(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """Return tensors without those that others contain, and the metadata with the names of these.
+
+    Raises:
+        RuntimeError: tensors share memory, and none of them covers it.
+    """
+    state = dict(tensors)
+    found = None if metadata is None else dict(metadata)
+    for kept, names in _remove_duplicate_names(tensors).items():
+        found = {} if found is None else found
+        for name in names:
+            found.setdefault(name, kept)
+            del state[name]
+    return state, found
+
+
+def _tied(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str] | None]:
+    """Return each tensor once, as :func:`_written_once`, if those that share memory are the same.
+
+    Raises:
+        RuntimeError: one is a part of another, or the metadata have its name already.
+    """
+    state, found = _written_once(tensors, metadata)
+    for name in tensors.keys() - state.keys():
+        kept = (found or {})[name]
+        one, other = tensors[name], tensors.get(kept)
+        if other is None or _view(one) != _view(other):
+            raise RuntimeError(
+                f"tensor {quote(name)} shares memory with {quote(kept)}, and is not the same; copy it "
+                "first, with .clone(), or remove that name from the metadata"
+            )
+    return state, found
+
+
+def _view(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj()
 
 
 def load_model(

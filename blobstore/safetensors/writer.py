@@ -6,22 +6,21 @@ import contextlib
 import os
 import sys
 import threading
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import SafetensorError
 from blobstore.safetensors.arguments import require
-from blobstore.safetensors.serialization import lay_out, replaced_file
+from blobstore.safetensors.serialization import lay_out, replaced_file, write_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
-_REQUEST_SIZE = 1 << 28
-"""Bytes per system call; macOS allows 2 GiB."""
 _SHOWN = 5
 """Names that an error lists."""
 
@@ -33,10 +32,14 @@ class SafetensorsWriter:
     bytes that ``save_file`` would write. It gets its name when the writer is closed, or the ``with``
     block ends without an error. Otherwise, nothing remains.
 
+    A file object receives the bytes from its position on, and is neither synced nor closed. If it cannot
+    seek, tensors must be written in the order of :meth:`names`. What it received before an error remains.
+
     Args:
-        filename: the file.
+        file: the path of the file, or a binary file object.
         tensors: type and shape of each tensor by its name; types are those of the format, such as ``F32``.
         metadata: texts by name.
+        alignment: see :func:`blobstore.safetensors.numpy.save_file`.
 
     Raises:
         SafetensorError: a tensor is not valid, or the file cannot be written.
@@ -44,12 +47,14 @@ class SafetensorsWriter:
 
     def __init__(
         self,
-        filename: str | os.PathLike[str],
+        file: str | os.PathLike[str] | IO[bytes],
         tensors: Mapping[str, tuple[str, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
+        *,
+        alignment: int = 8,
     ) -> None:
         specs = [_spec(name, *kind) for name, kind in tensors.items()]
-        header, ordered = lay_out([(spec, spec) for spec in specs], metadata)
+        header, ordered = lay_out([(spec, spec) for spec in specs], metadata, alignment)
         self._places: dict[str, tuple[TensorSpec, int]] = {}
         end = len(header)
         for spec in ordered:
@@ -58,15 +63,25 @@ class SafetensorsWriter:
         self._missing = set(self._places)
         self._writing: set[str] = set()
         self._lock = threading.Condition()
-        self._file = contextlib.ExitStack()
-        self._descriptor = self._file.enter_context(replaced_file(filename))
+        self._ending = contextlib.ExitStack()
+        self._write_at: Callable[[memoryview, int], object]
+        if isinstance(file, str | os.PathLike):
+            descriptor = self._ending.enter_context(replaced_file(file))
+            self._write_at = partial(write_at, descriptor)
+        else:
+            self._write_at = _FileObject(file).write_at
         try:
-            os.ftruncate(self._descriptor, end)
-            _write_at(self._descriptor, memoryview(header), 0)
+            if isinstance(file, str | os.PathLike):
+                os.ftruncate(descriptor, end)
+            self._write_at(memoryview(header), 0)
         except BaseException:
             self._abandon(*sys.exc_info())
             raise
         self._is_open = True
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors, in the order of their bytes."""
+        return list(self._places)
 
     def write(self, name: str, tensor: Any) -> None:
         """Write a tensor: an array of numpy or MLX, a torch tensor, or a buffer with its bytes.
@@ -77,8 +92,7 @@ class SafetensorsWriter:
         """
         spec, offset = self._take(name)
         try:
-            data = _checked_bytes(spec, tensor)
-            _write_at(self._descriptor, data, offset)
+            self._write_at(_checked_bytes(spec, tensor), offset)
         except OSError as error:
             raise SafetensorError(f"Error while serializing: I/O error: {error}") from error
         else:
@@ -104,7 +118,7 @@ class SafetensorsWriter:
             )
             self._abandon(type(error), error, None)
             raise error
-        self._file.close()
+        self._ending.close()
 
     def __enter__(self) -> Self:
         return self
@@ -148,7 +162,7 @@ class SafetensorsWriter:
         trace: TracebackType | None,
     ) -> None:
         with contextlib.suppress(BaseException):  # which is that error
-            self._file.__exit__(kind, error, trace)
+            self._ending.__exit__(kind, error, trace)
 
 
 def _spec(name: str, code: str, shape: Sequence[int]) -> TensorSpec:
@@ -166,17 +180,14 @@ def _spec(name: str, code: str, shape: Sequence[int]) -> TensorSpec:
 
 def _checked_bytes(spec: TensorSpec, tensor: Any) -> memoryview:
     """Return the bytes of a tensor, if it is the declared one."""
-    framework = type(tensor).__module__.partition(".")[0]
-    if framework in ("numpy", "torch", "mlx"):
-        module: Any = import_module(f"blobstore.safetensors.{framework}")
-        ((found, value),) = module.named_tensors({spec.name: tensor})
+    if _framework(tensor) is not None:
+        found, read = named_bytes(spec.name, tensor)
         if found != spec:
             raise SafetensorError(
                 f"tensor {quote(spec.name)} is {found.dtype.value} {list(found.shape)}, and was "
                 f"declared as {spec.dtype.value} {list(spec.shape)}"
             )
-        data: memoryview = module.file_bytes(value)
-        return data
+        return read()
     view = memoryview(tensor)
     data = view.cast("B") if view.nbytes else memoryview(b"")
     if len(data) != spec.nbytes:
@@ -186,8 +197,60 @@ def _checked_bytes(spec: TensorSpec, tensor: Any) -> memoryview:
     return data
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data[:_REQUEST_SIZE], offset)
-        data = data[written:]
-        offset += written
+class NamedBytes(NamedTuple):
+    """A tensor to write: what it is, and what returns its bytes."""
+
+    spec: TensorSpec
+    read: Callable[[], memoryview]
+
+
+def named_bytes(name: str, tensor: Any) -> NamedBytes:
+    """Return what a tensor of any framework is in a file.
+
+    Raises:
+        SafetensorError: it is not a tensor, or the format lacks its type.
+    """
+    module = _framework(tensor)
+    if module is None:
+        raise SafetensorError(
+            f"tensor {quote(name)} is of type {type(tensor).__name__}; expected an array of numpy or "
+            "MLX, or a torch tensor"
+        )
+    ((spec, value),) = module.named_tensors({name: tensor})
+    return NamedBytes(spec, lambda: module.file_bytes(value))
+
+
+def _framework(tensor: object) -> Any:
+    """Return the module for the framework of a tensor; None if it is of none."""
+    name = type(tensor).__module__.partition(".")[0]
+    if name in ("numpy", "torch", "mlx") or hasattr(tensor, "untyped_storage"):
+        return import_module(
+            f"blobstore.safetensors.{name if name in ('numpy', 'mlx') else 'torch'}"
+        )
+    return None
+
+
+class _FileObject:
+    """A binary file object whose present position is the start of the file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._is_seekable = bool(getattr(file, "seekable", lambda: False)())
+        self._start = file.tell() if self._is_seekable else 0
+        self._end = 0
+        self._lock = threading.Lock()
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write bytes at an offset. Raises SafetensorError if the object is elsewhere and cannot seek."""
+        with self._lock:
+            if self._is_seekable:
+                self._file.seek(self._start + offset)
+            elif offset != self._end and data:
+                raise SafetensorError(
+                    "the file object cannot seek: write the tensors in the order of names()"
+                )
+            rest = data
+            while rest:
+                written = self._file.write(rest)
+                rest = rest[len(rest) if written is None else written :]
+            self._end = offset + len(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,12 @@ def test_errors_of_a_header_begin_as_those_of_the_reference(tmp_path: Path, data
     assert type(ours).__mro__[1:]
     assert isinstance(ours, SafetensorError)
     assert str(ours).startswith(str(theirs).partition(": invalid utf-8")[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_digest_of_a_tensor_is_that_of_its_bytes(path: Path, backend: str) -> None:
+    with safe_open(path, "np", backend=backend) as file:
+        for name, array in FOUND.items():
+            assert file.sha256(name) == hashlib.sha256(array.tobytes()).hexdigest()
+        with pytest.raises(SafetensorError, match="does not contain"):
+            file.sha256("z")

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from blobstore.core import files
 from blobstore.errors import BlobstoreError, InvalidHeader
 from blobstore.safetensors import (
     SafetensorError,
+    SafetensorsWriter,
     TensorSpec,
     deserialize,
     safe_open,
@@ -371,3 +373,42 @@ def test_errors_begin_as_those_of_the_reference(data: bytes) -> None:
 def test_a_value_that_is_not_a_buffer_is_a_type_error() -> None:
     with pytest.raises(TypeError):
         deserialize("text")  # type: ignore[arg-type]
+
+
+ALIGNED: dict[str, Any] = {
+    "even": np.arange(64, dtype=np.uint8),
+    "odd": np.arange(3, dtype=np.float64),
+    "page": np.zeros(1024, np.float32),
+}
+
+
+@pytest.mark.parametrize("alignment", [16, 64, 4096])
+@pytest.mark.parametrize("library", ["numpy", "torch", "mlx", "writer"])
+def test_data_and_tensors_are_aligned_as_far_as_the_format_allows(
+    alignment: int, library: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a"
+    if library == "writer":
+        kinds = {"even": ("U8", [64]), "odd": ("F64", [3]), "page": ("F32", [1024])}
+        with SafetensorsWriter(path, kinds, alignment=alignment) as writer:
+            for name, array in ALIGNED.items():
+                writer.write(name, array)
+    else:
+        module = import_module(f"blobstore.safetensors.{library}")
+        named = module.load(save(ALIGNED))
+        module.save_file(named, path, alignment=alignment)
+        assert module.save(named, alignment=alignment) == path.read_bytes()
+    assert {name for name, _ in safetensors.deserialize(path.read_bytes())} == ALIGNED.keys()
+    with safe_open(path, "np") as file:
+        size = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        assert size % alignment == 0
+        for name, array in ALIGNED.items():
+            assert np.array_equal(file[name], array)
+            if array.nbytes % alignment == 0:
+                assert file.get_tensor_meta(name).data_offsets[0] % alignment == 0
+
+
+@pytest.mark.parametrize("alignment", [0, 4, 12, 1 << 21])
+def test_other_alignments_are_refused(alignment: int) -> None:
+    with pytest.raises(SafetensorError, match="power of two from 8 to 1048576"):
+        save(ALIGNED, alignment=alignment)

@@ -341,3 +341,32 @@ def test_an_unknown_device_is_an_error_of_the_reference(tmp_path: Path, device: 
 
 def test_the_bytes_of_a_tensor_are_there_for_those_who_ask(tmp_path: Path) -> None:
     assert ours._to_ndarray(SQUARE)[0].tobytes() == reference._to_ndarray(SQUARE)[0].tobytes()
+
+
+def test_tied_tensors_are_written_once_and_returned_twice(tmp_path: Path) -> None:
+    weight, other = torch.arange(6.0).reshape(2, 3), torch.ones(2)
+    tensors = {"embed": weight, "head": weight, "other": other}
+    path = tmp_path / "a.safetensors"
+    save_file(tensors, path, {"format": "pt"}, tied=True)
+    assert save(tensors, {"format": "pt"}, tied=True) == path.read_bytes()
+    with safe_open(path, "pt") as file:
+        assert file.keys() == ["embed", "other"]
+        assert file.metadata() == {"format": "pt", "head": "embed"}
+    assert sorted(load_file(path)) == ["embed", "other"]
+    found = load_file(path, tied=True)
+    assert found.keys() == tensors.keys()
+    assert found["head"].data_ptr() == found["embed"].data_ptr()
+    assert torch.equal(found["head"], weight)
+
+
+@pytest.mark.parametrize("part", [lambda whole: whole[:1], lambda whole: whole.t()])
+def test_a_part_of_another_tensor_is_not_tied_to_it(part: Any) -> None:
+    whole = torch.arange(9.0).reshape(3, 3)
+    with pytest.raises(RuntimeError, match=r"copy it first, with .clone\(\)"):
+        save({"whole": whole, "part": part(whole)}, tied=True)
+
+
+def test_metadata_of_the_name_of_a_tied_tensor_are_refused() -> None:
+    weight = torch.ones(3)
+    with pytest.raises(RuntimeError, match="remove that name from the metadata"):
+        save({"a": weight, "b": weight}, {"b": "x"}, tied=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,3 +189,52 @@ def test_a_declaration_that_no_file_can_have_is_refused(
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SafetensorError, match="No such file or directory"):
         SafetensorsWriter(tmp_path / "missing" / "a", KINDS)
+
+
+class Pipe:
+    """A file object that cannot seek, and takes few bytes at once."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: memoryview) -> int:
+        self.data += bytes(data[:7])
+        return min(7, len(data))
+
+
+def test_a_file_object_gets_the_bytes_from_its_position_on() -> None:
+    file = io.BytesIO(b"before")
+    file.seek(0, io.SEEK_END)
+    with SafetensorsWriter(file, {"a": ("U8", [3]), "b": ("F32", [2])}, {"x": "y"}) as writer:
+        writer.write("a", np.arange(3, dtype=np.uint8))
+        writer.write("b", np.ones(2, np.float32))
+    tensors: dict[str, Any] = {"a": np.arange(3, dtype=np.uint8), "b": np.ones(2, np.float32)}
+    assert file.getvalue() == b"before" + save(tensors, {"x": "y"})
+    assert not file.closed
+
+
+def test_a_file_object_that_cannot_seek_gets_them_in_order() -> None:
+    pipe: Any = Pipe()
+    with SafetensorsWriter(pipe, {"a": ("U8", [3]), "b": ("F32", [2])}) as writer:
+        assert writer.names() == ["b", "a"]
+        writer.write("b", np.ones(2, np.float32))
+        writer.write("a", bytes(3))
+    assert pipe.data == save({"a": np.zeros(3, np.uint8), "b": np.ones(2, np.float32)})
+    with (
+        pytest.raises(SafetensorError, match=r"in the order of names\(\)"),
+        SafetensorsWriter(pipe, {"a": ("U8", [3]), "b": ("F32", [2])}) as writer,
+    ):
+        writer.write("a", bytes(3))
+
+
+def test_a_killed_process_leaves_no_file_under_the_name(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from blobstore.safetensors import SafetensorsWriter
+writer = SafetensorsWriter({str(tmp_path / "a")!r}, {{"a": ("U8", [3]), "b": ("U8", [2])}})
+writer.write("b", bytes(2))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=False)
+    assert result.returncode == -signal.SIGKILL
+    assert not (tmp_path / "a").exists()
