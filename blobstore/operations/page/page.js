@@ -199,12 +199,12 @@
       this.later();
     }
     key(event) {
-      const order = this.order(), columns = this.picture.columns ? this.picture.columns() : 1;
-      const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns }[event.key];
+      const order = this.order(), step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+      const isRow = this.picture.beside && event.key !== "ArrowRight" && event.key !== "ArrowLeft";
       if (event.key === "+" || event.key === "-") this.scale(event.key === "+" ? 1.5 : 2 / 3);
       else if (event.key === "Enter" || event.key === " ") { if (order[this.focus] !== undefined) this.picture.open(order[this.focus]); }
       else if (event.key === "Home" || event.key === "End" || step) {
-        const next = event.key === "Home" ? 0 : event.key === "End" ? order.length - 1 : this.focus < 0 ? 0 : this.focus + step;
+        const next = event.key === "Home" ? 0 : event.key === "End" ? order.length - 1 : this.focus < 0 ? 0 : isRow ? this.picture.beside(this.focus, step) : this.focus + step;
         if (next < 0 || next >= order.length) return event.preventDefault();
         this.focus = next;
         const bounds = this.picture.place(order[next], this);
@@ -419,7 +419,18 @@
         return [Math.max(head.w + columns * w, 1), head.h + rows * h];
       },
       order: () => filled,
-      columns: () => options.isFull ? columns : 1,
+      // The place in the order of the cell above or below: in the next row, the nearest column.
+      beside(from, step) {
+        const row = Math.floor(filled[from] / columns), column = filled[from] % columns;
+        let at = from;
+        while (at >= 0 && at < filled.length && Math.floor(filled[at] / columns) === row) at += step;
+        if (at < 0 || at >= filled.length) return -1;
+        const next = Math.floor(filled[at] / columns);
+        let best = at;
+        for (; at >= 0 && at < filled.length && Math.floor(filled[at] / columns) === next; at += step)
+          if (Math.abs(filled[at] % columns - column) < Math.abs(filled[best] % columns - column)) best = at;
+        return best;
+      },
       describe: at => options.describe(Math.floor(at / columns), at % columns),
       open: at => options.open(Math.floor(at / columns), at % columns),
       cells(left, top, width, height, plot) {
@@ -493,6 +504,8 @@
     });
     return made;
   }
+  // The space that the longest of some labels takes, up to a limit.
+  const space = (labels, most) => Math.min(most, 22 + 6.8 * labels.reduce((longest, label) => Math.max(longest, String(label).length), 0));
   const short = name => name.replace(/:latest$/, "");
   const panelled = () => el("div", { class: "panel", hidden: true, "aria-live": "polite" });
 
@@ -514,7 +527,7 @@
       const panel = panelled();
       const matrix = grid({
         label: "Matrix of the bytes that models share. The table below has the same numbers.",
-        rows: count, columns: count, headWidth: 190, headHeight: count > 40 ? 90 : 120, wide: 110, high: 34, least: 11, isFull: true, square: count > 24,
+        rows: count, columns: count, headWidth: space(models.map(short), 190), headHeight: space(models.map(short), count > 40 ? 90 : 120), wide: 110, high: 34, least: 11, square: count > 24,
         rowHead: row => short(models[row]), columnHead: column => short(models[column]),
         cell(row, column) {
           const found = isFound(models[row]) || isFound(models[column]);
@@ -547,7 +560,7 @@
         detail.hidden = true;
         const layers = grid({
           label: "Layers of a family of models. The table below has the same numbers.",
-          rows: family.models.length, columns: family.columns.length, headWidth: 190, headHeight: 34, flat: true, wide: 130, high: 30, least: 26, isFull: true,
+          rows: family.models.length, columns: family.columns.length, headWidth: space(family.models.map(short), 190), headHeight: 34, flat: true, wide: 130, high: 30, least: 26,
           rowHead: row => short(family.models[row]), columnHead: column => family.columns[column],
           cell(row, column) {
             const cell = family.cells[row][column];
@@ -719,7 +732,7 @@
           ...(found.values ? bars(found.values, "Values", "c0") : []), ...(found.errors ? bars(found.errors, "Differences to the base", "own") : [])];
       };
       const map = grid({
-        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: 210, headHeight: columns.length ? 160 : 8,
+        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: space(rows.map((row, at) => `${stacks[at]} ${row}`), 210), headHeight: columns.length ? space(columns.map(name => name.replace(/\.weight$/, "")), 160) : 8,
         wide: 92, high: 24, least: 22,
         rowHead: row => stacks[row] ? (width > 1 && stacks[row] === stacks[row - 1] ? rows[row] : `${stacks[row]} ${rows[row]}`) : rows[row], columnHead: column => columns[column] ? columns[column].replace(/\.weight$/, "") : "",
         cell(row, column) { const at = by.get(row * width + column); return at === undefined ? null : { ...painted(at), faded: !isShown(at) }; },

@@ -434,3 +434,30 @@ def test_a_model_of_20000_tensors_scrolls_through_what_is_in_sight(
     browser.run("document.querySelector('details').open = true")
     browser.wait("document.querySelectorAll('tbody tr').length === 500")
     assert browser.complaints == []
+
+
+def test_arrow_keys_move_by_rows_and_columns_of_a_grid(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, "model/tiny%3Alatest")
+    browser.run("document.querySelector('canvas').focus()")
+
+    said = []
+    for key in ("Home", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "End", "ArrowDown"):
+        browser.press(key)
+        said.append(browser.run("document.querySelector('.seen').textContent").split("\n")[0])
+
+    names = [(0, "q"), (0, "v"), (1, "v"), (1, "q"), (0, "q"), (2, "v"), (2, "v")]
+    assert said == [f"model.layers.{layer}.{part}_proj.weight" for layer, part in names]
+
+
+def test_a_printed_page_is_light_and_has_no_controls(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path)
+
+    browser.resize(1180, 900, dark=True, media="print")
+
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 250)"
+    assert browser.run("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert browser.run("document.querySelector('canvas').getBoundingClientRect().width") > 500
