@@ -586,6 +586,7 @@
 
   // Which model descends from which
 
+  const narrow = matchMedia("(max-width: 40rem)");
   const SVG = "http://www.w3.org/2000/svg";
   function svg(tag, attributes, ...children) {
     const made = document.createElementNS(SVG, tag);
@@ -599,7 +600,8 @@
       const { nodes, rows, alone } = DATA.family;
       section.append(...heading("Which model descends from which?", "From base models to fine-tunes and quantizations, as their sources, model cards and compressed blobs say. The number on an edge is what the model adds on disk to its base."));
       if (!nodes.length) return section.append(el("p", { class: "empty" }, "No model of the store names another as its base, or was quantized from it."));
-      const panel = panelled(), W = 250, H = 50, DX = 400, DY = 66;
+      // On a narrow screen, a tree is a list with indents.
+      const panel = panelled(), isNarrow = narrow.matches, W = 250, H = 50, DX = isNarrow ? 24 : 400, DY = isNarrow ? 60 : 66;
       const depth = Math.max(...nodes.map(node => node.depth));
       const width = depth * DX + W + 4, height = rows * DY;
       const picture = svg("svg", { class: "tree", viewBox: `-2 -2 ${width} ${height}`, width, height, role: "group", "aria-label": "Trees of models. The table below has the same facts." });
@@ -610,8 +612,8 @@
         if (node.above >= 0) {
           const above = nodes[node.above], ax = above.depth * DX + W, ay = above.row * DY + H / 2;
           const thick = above.outside ? 1 : 1 + 3 * Math.sqrt(added(node) / Math.max(1, node.size));
-          picture.append(svg("path", { d: `M${ax} ${ay} C${ax + 45} ${ay} ${ax + 15} ${y + H / 2} ${ax + 60} ${y + H / 2} H${x}`, "stroke-width": thick.toFixed(1) }));
-          picture.append(svg("text", { class: "dim", x: x - 8, y: y + H / 2 - 6, "text-anchor": "end" }, above.outside ? "" : `+${bytes(added(node))}`));
+          picture.append(svg("path", { d: isNarrow ? `M${ax - W + 12} ${ay + H / 2} V${y + H / 2} H${x}` : `M${ax} ${ay} C${ax + 45} ${ay} ${ax + 15} ${y + H / 2} ${ax + 60} ${y + H / 2} H${x}`, "stroke-width": thick.toFixed(1) }));
+          if (!isNarrow) picture.append(svg("text", { class: "dim", x: x - 8, y: y + H / 2 - 6, "text-anchor": "end" }, above.outside ? "" : `+${bytes(added(node))}`));
         }
         const open = () => {
           panel.hidden = false;
@@ -625,7 +627,7 @@
           onkeydown: event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } } },
           svg("rect", { width: W, height: H, rx: 7 }),
           svg("text", { x: 12, y: 20 }, short(node.name).length > 34 ? short(node.name).slice(0, 33) + "\u2026" : short(node.name)),
-          svg("text", { class: "dim", x: 12, y: 37 }, node.outside ? "not in the store" : `${bytes(node.size)}${node.relation ? ", " + node.relation.split(" ")[0] : ""}`));
+          svg("text", { class: "dim", x: 12, y: 37 }, node.outside ? "not in the store" : `${bytes(node.size)}${!node.relation ? "" : isNarrow && !nodes[node.above].outside ? `, +${bytes(added(node))}` : ", " + node.relation.split(" ")[0]}`));
         if (node.relation && node.size && !nodes[node.above].outside) {
           let at = 150;
           for (const [kind, part] of [["shared", node.shared], ["cold", node.delta], ["unique", node.own]]) {
@@ -645,7 +647,6 @@
       fade();
       let zoom = 1;
       const scale = factor => { zoom = Math.max(.3, Math.min(3, zoom * factor)); picture.setAttribute("width", width * zoom); picture.setAttribute("height", height * zoom); };
-      if (innerWidth < 620) scale(.72);
       const button = (name, sign, factor) => el("button", { type: "button", "aria-label": name, onclick: () => scale(factor) }, sign);
       section.append(el("div", { class: "tools" }, el("span", { class: "group push" }, button("Zoom out", "\u2212", .8), button("Zoom in", "+", 1.25))),
         el("div", { class: "wide", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
@@ -840,6 +841,7 @@
     }, 60);
   });
   addEventListener("hashchange", route);
+  narrow.addEventListener("change", () => { if (document.querySelector(".tree")) route(); });
   addEventListener("beforeprint", redraw);
   addEventListener("afterprint", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

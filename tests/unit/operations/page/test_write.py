@@ -461,3 +461,18 @@ def test_a_printed_page_is_light_and_has_no_controls(
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 250)"
     assert browser.run("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert browser.run("document.querySelector('canvas').getBoundingClientRect().width") > 500
+
+
+def test_on_a_phone_a_family_is_a_list_that_fits(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, "family")
+    width = "document.querySelector('.tree').getBoundingClientRect().width"
+    wide = browser.run(width)
+
+    browser.resize(390, 844)
+    browser.wait(f"{width} < 380")
+
+    assert wide > 600
+    assert browser.run("document.querySelectorAll('.tree g').length") == 3
+    assert browser.complaints == []
