@@ -1,17 +1,38 @@
 """A program that saves and loads models with the libraries, on the safetensors library that it is given.
 
-``python drop_in.py ours|reference FOLDER`` writes files below ``FOLDER`` and prints, as JSON, the digests of
-these files and of the logits of the models that are loaded from them.
+``python drop_in.py ours|reference FOLDER [SOURCE]`` writes files below ``FOLDER`` and prints, as JSON, the
+digests of these files and of the outputs of the models that are loaded from them: random models, or the one
+in the folder ``SOURCE``.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+
+def run(chosen: str, folder: Path, source: Path | str = "") -> dict[str, Any]:
+    """Run this program, and return what it prints."""
+    folder.mkdir()
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, __file__, chosen, folder, source],
+        capture_output=True,
+        check=False,
+        cwd=root,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)},
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def install() -> None:
@@ -73,6 +94,26 @@ def transformers_models(folder: Path) -> dict[str, str]:
     return found
 
 
+def real_model(folder: Path, source: Path) -> dict[str, str]:
+    """Load a model, and save it with transformers and with accelerate, and load it again."""
+    import torch
+
+    transformers, accelerate = library("transformers"), library("accelerate")
+    model = transformers.AutoModel.from_pretrained(source)
+    model.save_pretrained(folder / "real", max_shard_size="40MB")
+    loaded = transformers.AutoModel.from_pretrained(folder / "real")
+    accelerate.Accelerator(cpu=True).save_model(model, folder / "accelerated")
+    other = transformers.AutoModel.from_config(model.config)
+    accelerate.load_checkpoint_in_model(other, folder / "accelerated")
+    tokens = torch.arange(1000, 1016)[None]
+    found = {}
+    for when, each in ("before", model), ("after", loaded), ("after accelerate", other):
+        with torch.no_grad():
+            hidden = each.eval()(tokens).last_hidden_state
+        found[f"real {when}"] = digest(hidden.numpy().tobytes())
+    return found
+
+
 def diffusers_models(folder: Path) -> dict[str, str]:
     import torch
 
@@ -125,16 +166,19 @@ def mlx_models(folder: Path) -> dict[str, str]:
     return found
 
 
-def main(chosen: str, place: str) -> None:
+def main(chosen: str, place: str, source: str = "") -> None:
     if chosen == "ours":
         install()
     folder = Path(place)
-    results = {
-        **transformers_models(folder),
-        **diffusers_models(folder),
-        **accelerate_models(folder),
-        **mlx_models(folder),
-    }
+    if source:
+        results = real_model(folder, Path(source))
+    else:
+        results = {
+            **transformers_models(folder),
+            **diffusers_models(folder),
+            **accelerate_models(folder),
+            **mlx_models(folder),
+        }
     import safetensors
 
     home = Path(safetensors.__file__).parent.parent.name

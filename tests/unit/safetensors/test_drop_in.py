@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.drop_in import run
+
 ROOT = Path(__file__).parents[3]
-PROGRAM = ROOT / "tests" / "support" / "drop_in.py"
-
-
-def run(library: str, folder: Path) -> dict[str, Any]:
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, PROGRAM, library, folder],
-        capture_output=True,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.fixture(scope="module")
