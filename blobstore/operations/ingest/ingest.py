@@ -173,7 +173,7 @@ class _Run:
                 waiting = []
                 ended, _ = wait(self._running, _MAX_WAIT, FIRST_COMPLETED)
                 is_broken = False
-                for future in ended:
+                for future in sorted(ended, key=lambda one: self._running[one][0]):
                     index, runner = self._running.pop(future)
                     outcome, lost = _outcome(future)
                     is_broken |= lost and runner is executor
