@@ -147,6 +147,7 @@ class UrlSource:
             SafetensorError: it does not support range requests.
         """
         self._url = self._place = url
+        self._shown = _shown(url)
         self._opener = _opener()
         self._part: _Part | None = None
         self.size = 0
@@ -182,7 +183,7 @@ class UrlSource:
                 is_wrong_address = self._part is None and isinstance(error, urllib.error.URLError)
                 if is_last or is_wrong_address:
                     reason = escape(str(getattr(error, "reason", None) or error), 200)
-                    raise OSError(f"{quote(self._url)} cannot be read: {reason}") from None
+                    raise OSError(f"{self._shown} cannot be read: {reason}") from None
             self._place = self._url
         raise AssertionError
 
@@ -213,21 +214,21 @@ class UrlSource:
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         if status != HTTPStatus.PARTIAL_CONTENT or found is None:
             raise SafetensorError(
-                f"{quote(self._url)}: the server does not support range requests; download the file"
+                f"{self._shown}: the server does not support range requests; download the file"
             )
         begin, last, size = map(int, found.groups())
         part = _Part(begin, last + 1, size, headers.get("ETag") or headers.get("Last-Modified"))
         if self._part is not None and (size, part.tag) != (self._part.size, self._part.tag):
-            raise SafetensorError(f"{quote(self._url)} has changed while it was read")
+            raise SafetensorError(f"{self._shown} has changed while it was read")
         if (begin, last + 1) != (offset, min(offset + count, size)):
             raise SafetensorError(
-                f"{quote(self._url)}: the server sends bytes {begin} to {last} of {size}, not those "
+                f"{self._shown}: the server sends bytes {begin} to {last} of {size}, not those "
                 f"from {offset} on"
             )
         return part
 
     def _refused(self, status: int) -> OSError | SafetensorError:
-        where = quote(self._url)
+        where = self._shown
         if status in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
             return FileNotFoundError(f"No such file: {where} (status {status})")
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -254,8 +255,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         scheme = urlsplit(newurl).scheme
         if scheme not in {"https", req.type}:
             fp.close()
-            raise OSError(f"it redirects to {quote(newurl)}")
+            raise OSError(f"it redirects to {_shown(newurl)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _shown(url: str) -> str:
+    """Return an address for messages, without its query, which may be a signature."""
+    return quote(url.partition("?")[0])
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -220,6 +220,15 @@ def test_a_server_that_refuses_or_lies_gets_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("answer", [reply(403), reply(404), reply(500), reply(200, FILE)])
+def test_errors_do_not_show_the_signature_of_an_address(web: Web, answer: bytes) -> None:
+    web.disturb = lambda _: answer
+    with pytest.raises((OSError, SafetensorError)) as caught:
+        safe_open(web.url + "?X-Amz-Signature=secret", "np")
+    assert "secret" not in str(caught.value)
+    assert web.url in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda web: web.headers.update(etag='"2"'), lambda web: setattr(web, "data", FILE + b"x")],
