@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.local import LocalStore
+from tests.support.descriptors import open_files
 from tests.support.frozen import flip, layer, layers, tuned, weights
 from tests.support.models import add_blobs
 from tests.support.page_cache import dropped
@@ -136,18 +136,17 @@ def test_damage_is_reported_and_ends_the_work(
     flip(path, 20_000)
     if not is_cached:
         chill(store, names)
-    gc.collect()  # of tests before
-    before = threading.active_count(), len(os.listdir("/dev/fd"))
+    before = threading.active_count()
     with pytest.raises(BlobDamaged, match=f"{Path(path).name}.*checksum"):
         decode(store, names)
-    assert (threading.active_count(), len(os.listdir("/dev/fd"))) == before
+    assert threading.active_count() == before
+    assert open_files(store.root) == []
 
 
 def test_no_file_stays_open(frozen: LocalStore) -> None:
-    before = len(os.listdir("/dev/fd"))
     chill(frozen, list(BLOBS))
     region, _, _ = decode(frozen, list(BLOBS))
-    assert len(os.listdir("/dev/fd")) == before
+    assert open_files(frozen.root) == []
     assert region.present
 
 

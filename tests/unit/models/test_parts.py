@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.descriptors import open_files
 
 BEGIN = 100
 Reads = list[tuple[int, int]]
@@ -41,13 +41,7 @@ def file_store(tmp_path: Path) -> Iterator[LocalStore]:
     store = LocalStore(tmp_path / "store")
     store.folder("blobs").mkdir(parents=True)
     yield store
-    assert [path for path in _open_files() if path.startswith(str(tmp_path))] == []
-
-
-def _open_files() -> Iterator[str]:
-    for descriptor in Path("/dev/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the listing itself
-            yield str(descriptor.readlink())
+    assert open_files(tmp_path) == []
 
 
 @pytest.fixture

@@ -53,6 +53,7 @@ from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.damage import blob_path, flip, forge_index, index_file
+from tests.support.descriptors import open_files
 from tests.support.maps import use_up_maps
 from tests.support.models import (
     add_blobs,
@@ -280,11 +281,10 @@ def test_a_closed_model_returns_no_tensors(store: LocalStore) -> None:
 
 
 def test_no_file_stays_open(either: LocalStore) -> None:
-    before = len(os.listdir("/dev/fd"))
     with blobstore.open("m", store=either) as model:
-        assert len(os.listdir("/dev/fd")) == before
+        assert open_files(either.root) == []
         model.state_dict()
-        assert len(os.listdir("/dev/fd")) == before
+        assert open_files(either.root) == []
 
 
 def test_threads_share_one_memory(store: LocalStore) -> None:

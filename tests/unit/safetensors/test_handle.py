@@ -14,6 +14,7 @@ import torch
 
 from blobstore.safetensors import SafetensorError, safe_open
 from blobstore.safetensors.numpy import save, save_file
+from tests.support.descriptors import open_files
 
 FOUND: dict[str, Any] = {
     "b": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -97,13 +98,12 @@ def test_after_the_end_the_file_is_closed(path: Path, backend: str) -> None:
 
 
 def test_closing_closes_the_descriptor(path: Path) -> None:
-    before = len(os.listdir("/dev/fd"))
     mapped, read = safe_open(path, "np"), safe_open(path, "np", backend="pread")
-    assert len(os.listdir("/dev/fd")) == before + 1
+    assert open_files(path.parent) == [str(path)]
     read.close()
     mapped.close()
 
-    assert len(os.listdir("/dev/fd")) == before
+    assert open_files(path.parent) == []
 
 
 def test_a_mapped_tensor_can_be_written_to_and_the_file_does_not_change(path: Path) -> None:

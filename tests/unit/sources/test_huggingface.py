@@ -25,6 +25,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.local import LocalStore
+from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, write_folder
 
 ONE = {"a": np.arange(3.0)}
@@ -34,10 +35,9 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def no_descriptor_is_left() -> Iterator[None]:
-    before = len(os.listdir("/dev/fd"))
+def no_descriptor_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert len(os.listdir("/dev/fd")) == before
+    assert open_files(tmp_path) == []
 
 
 class Found:

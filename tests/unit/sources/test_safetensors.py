@@ -14,15 +14,15 @@ from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.sharded import ShardSet
 from tests.support import sandbox
+from tests.support.descriptors import open_files
 
 
 @pytest.fixture
-def shards() -> Iterator[ShardSet]:
-    before = len(os.listdir("/dev/fd"))
+def shards(tmp_path: Path) -> Iterator[ShardSet]:
     shards = ShardSet()
     yield shards
     shards.close()
-    assert len(os.listdir("/dev/fd")) == before
+    assert open_files(tmp_path) == []
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from blobstore.operations.create import convert
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
+from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 
 NAME = Reference.parse("m")
@@ -197,12 +198,12 @@ def test_garbage_collection_keeps_what_workers_write_and_find(
     blobstore.open("m", store=store, verify="digest").close()
 
 
-def test_leaves_no_source_open_in_this_process(folder: Path, store: LocalStore) -> None:
+def test_leaves_no_source_open_in_this_process(
+    folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
     with ThreadPoolExecutor(2) as executor:
-        executor.submit(int).result()
-        before = len(os.listdir("/dev/fd"))
         blobstore.create(folder, "m", store=store, executor=executor)
-        assert len(os.listdir("/dev/fd")) == before
+        assert open_files(tmp_path) == []
 
 
 def test_rejects_a_number_of_threads_for_an_executor(folder: Path, store: LocalStore) -> None:

@@ -32,6 +32,7 @@ from tests.support.checkpoints import (
     tensor,
     zip_file,
 )
+from tests.support.descriptors import open_files
 from tests.support.torch_files import (
     Tensors,
     check,
@@ -52,10 +53,9 @@ STORED = 4096
 
 
 @pytest.fixture(autouse=True)
-def no_descriptor_is_left() -> Iterator[None]:
-    before = len(os.listdir("/dev/fd"))
+def no_descriptor_is_left(tmp_path: Path) -> Iterator[None]:
     yield
-    assert len(os.listdir("/dev/fd")) == before
+    assert open_files(tmp_path) == []
 
 
 @pytest.fixture(params=[False, True], ids=["zip", "legacy"])

@@ -1,0 +1,17 @@
+"""Which files this process has open."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the open files below a folder, sorted. Other tests may have left other files open."""
+    found = []
+    for descriptor in Path("/dev/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            path = descriptor.readlink()
+            if path.is_relative_to(folder):
+                found.append(str(path))
+    return sorted(found)
