@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.slicing import select
 from blobstore.models.parts import part_ranges
+from blobstore.safetensors.prefetch_loader import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ class BlobGroup:
 
     def build(self) -> Iterator[tuple[str, Any]]:
         """Return the tensors."""
-        return self._slices.parts(self._items, self._whole)
+        return self._slices.parts(self._items, partial(attempt, self._whole))
 
 
 def groups(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,7 +16,7 @@ from blobstore.safetensors.reader import digest, framework_errors, open_reader
 from blobstore.safetensors.slices import SafeSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from typing import Self
 
     from blobstore.core.tensor import TensorSpec
@@ -255,6 +256,7 @@ def prefetch(
     opened = [file._tensors for file in files]  # noqa: SLF001 - of this module
     if plan is None:
         plan = dict.fromkeys(name for tensors in opened for name in tensors.table.names)
+    require(plan, Mapping, "plan")
     for name in plan:
         require(name, str, "plan")
         if not any(name in tensors.table.names for tensors in opened):

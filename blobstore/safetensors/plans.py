@@ -7,6 +7,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.safetensors.prefetch_loader import attempt
 from blobstore.safetensors.slices import select
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class FileGroup:
     def build(self) -> Iterator[tuple[str, Any]]:
         """Return the tensors."""
         for one in self._wanted:
-            yield one.name, one.read(self._reader)
+            yield one.name, attempt(one.read, self._reader)
 
 
 def whole(entry: TensorEntry, start: int, read: Callable[[Reader], Any]) -> Wanted:
@@ -70,7 +71,7 @@ def part(
     """Return a part of a tensor. Raises as :func:`~blobstore.safetensors.slices.select`."""
     spec = entry.spec
     selection = select(spec.shape, index)
-    elements = math.prod(map(len, selection.ranges))
+    elements = math.prod(map(len, selection.ranges)) if all(selection.ranges) else 0
     nbytes = -(-elements * spec.dtype.bits // _BYTE)
     first, last = _extent(spec, selection) if elements else (0, 0)
     if last - first > _DENSE * nbytes:

@@ -32,7 +32,15 @@ class Group(Protocol):
         """Allocate memory, and return the requests that bring the bytes. Threads send them concurrently."""
 
     def build(self) -> Iterable[tuple[str, Any]]:
-        """Return the tensors, after all requests."""
+        """Return the tensors, after all requests. An exception in the place of one is raised where it is taken."""
+
+
+def attempt(read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a tensor, or the error of reading it, so that its neighbours are read all the same."""
+    try:
+        return read(*arguments)
+    except Exception as error:  # noqa: BLE001 - raised where the tensor is taken
+        return error
 
 
 class PrefetchLoader:
@@ -180,13 +188,13 @@ class _Work:
         found: dict[str, Any] = {}
         if loading.error is None:
             try:
-                found = dict(loading.group.build())
+                found.update(loading.group.build())
             except BaseException as error:  # noqa: BLE001 - raised where the tensor is taken
                 loading.error = error
         del loading.group
         with self._changed:
             if not self._is_closed:
-                self._arrived |= dict.fromkeys(loading.sizes) | found
+                self._arrived |= dict.fromkeys(loading.sizes, loading.error) | found
             self._changed.notify_all()
 
     def take(self, name: str) -> Any:
@@ -215,12 +223,12 @@ class _Work:
     def _handed_out(self, name: str) -> Any:
         if self._is_closed:
             raise SafetensorError("the loader is closed")
-        loading, tensor = self.owners[name], self._arrived.pop(name)
+        tensor = self._arrived.pop(name)
         del self._untaken[name]
-        self._in_flight -= loading.sizes[name]
+        self._in_flight -= self.owners[name].sizes[name]
         self._changed.notify_all()
-        if loading.error is not None:
-            raise loading.error
+        if isinstance(tensor, BaseException):
+            raise tensor
         return tensor
 
     def close(self) -> None:

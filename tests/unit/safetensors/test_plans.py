@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,39 @@ def test_a_plan_has_parts_in_any_dimension(path: Path, framework: str, backend: 
 def test_plans_that_cannot_be_met_are_refused(path: Path, plan: Any, message: str) -> None:
     with safe_open(path, "np") as file, pytest.raises(SafetensorError, match=message):
         file.prefetch(plan)
+
+
+@pytest.mark.parametrize("plan", [["cube"], "cube"])
+def test_a_plan_is_a_map(path: Path, plan: Any) -> None:
+    with safe_open(path, "np") as file, pytest.raises(TypeError, match="argument 'plan'"):
+        file.prefetch(plan)
+
+
+def test_a_tensor_that_a_framework_cannot_hold_fails_alone(tmp_path: Path) -> None:
+    path = tmp_path / "f6.safetensors"
+    entries = {
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "odd": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [8, 11]},
+        "z": {"dtype": "U8", "shape": [5], "data_offsets": [11, 16]},
+    }
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with safe_open(path, "pt") as file, file.prefetch() as loader:
+        assert loader.take("a").tolist() == [0, 0]
+        assert loader.take("z").tolist() == [0] * 5
+        with pytest.raises(SafetensorError, match="F6_E3M2"):
+            loader.take("odd")
+
+
+def test_a_shape_larger_than_memory_fails_where_it_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "endless.safetensors"
+    entry = {"dtype": "U8", "shape": [0, 2**63], "data_offsets": [0, 0]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with safe_open(path, "np") as file:
+        loader = file.prefetch({"a": slice(None)})
+        with pytest.raises(SafetensorError, match="a"):
+            loader.take("a")
 
 
 def test_devices_are_those_of_the_framework(path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from blobstore.safetensors import SafetensorError
-from blobstore.safetensors.prefetch_loader import PrefetchLoader
+from blobstore.safetensors.prefetch_loader import PrefetchLoader, attempt
 
 SECONDS = 20
 
@@ -95,6 +95,29 @@ def test_errors_of_groups_are_raised_too(method: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(group, method, refuse)
     with PrefetchLoader([group]) as loader, pytest.raises(OSError, match="no disk"):
         list(loader)
+
+
+def test_a_tensor_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Letters("abc")
+    built = {"a": "a", "b": attempt(refuse), "c": "c"}
+    monkeypatch.setattr(group, "build", built.items)
+    with PrefetchLoader([group]) as loader:
+        assert (loader.take("a"), loader.take("c")) == ("a", "c")
+        with pytest.raises(OSError, match="no disk"):
+            loader.take("b")
+
+
+def test_tensors_that_were_built_before_an_error_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Iterator[tuple[str, str]]:
+        yield "a", "A"
+        refuse()
+
+    group = Letters("ab")
+    monkeypatch.setattr(group, "build", build)
+    with PrefetchLoader([group]) as loader:
+        assert loader.take("a") == "A"
+        with pytest.raises(OSError, match="no disk"):
+            loader.take("b")
 
 
 def test_closing_ends_the_threads_and_those_who_wait() -> None:
