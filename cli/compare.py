@@ -9,17 +9,40 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from blobstore.cli import options, render
-from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError
-from blobstore.operations.ui.compare_page import badness, decibels, group_of, number, page, type_of
+from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from blobstore.operations.compare.compare import Comparison, TensorError
+    from blobstore.operations.compare.metrics import WorstGroup
     from blobstore.store.local import LocalStore
 
 Order = Literal["error", "snr", "name", "size"]
+
+
+def number(value: float | None) -> str:
+    """Return a number with three digits, or a dash for None."""
+    return "-" if value is None else f"{value:.3g}"
+
+
+def decibels(value: float | None) -> str:
+    """Return a ratio with one decimal, or a dash for None."""
+    return "-" if value is None else f"{value:.1f}"
+
+
+def group_of(worst: WorstGroup | None) -> str:
+    """Return the error of the worst group and its position."""
+    if worst is None:
+        return "-"
+    return f"{number(worst.relative_error)} at row {worst.row}, column {worst.column}"
+
+
+def badness(tensor: TensorError) -> tuple[bool, float]:
+    """Return a sort key that is larger for the worse of two tensors."""
+    error = tensor.relative_error
+    return tensor.nonfinite > 0, math.inf if error is None else error
+
 
 _HEADINGS = ("NAME", "TYPE", "BASE", "BITS", "REL ERROR", "SNR dB", "WORST GROUP")
 _TENSOR_FIELDS = (
@@ -59,7 +82,8 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
     "--html",
     metavar="FILE",
     type=options.FILE,
-    help="Also write a page with a heat map by layer and projection. An existing file is replaced.",
+    help="Also write a page with a grid of layers by modules, coloured by error. An existing file is "
+    "replaced.",
 )
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors too.")
 @options.jobs_option
@@ -92,9 +116,9 @@ def command(
     In JSON, an infinite number is the text "Infinity" or "-Infinity", and an unknown one is null. The
     relative error of a group or tensor is infinite if the base has only zeros there.
     """
-    from blobstore.core.files import write_file
     from blobstore.operations.compare.compare import compare_models
-    from blobstore.operations.page.write import free_target
+    from blobstore.operations.page.comparison import comparison_page
+    from blobstore.operations.page.write import free_target, write_page_file
 
     target = None if html is None else free_target(html)
     begin = time.monotonic()
@@ -107,10 +131,7 @@ def command(
             model, other, store=store, patterns=patterns, jobs=jobs, progress=progress
         )
     if target is not None:
-        try:
-            write_file(target, [page(compared).encode()])
-        except OSError as error:
-            raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
+        write_page_file(target, comparison_page(compared))
     order = order or ("error" if top else None)
     tensors = sorted(compared.tensors, key=_SORT_KEYS[order]) if order else compared.tensors
     rows = tensors[:top]
@@ -136,8 +157,8 @@ def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]
     cells = [
         (
             render.cell(row.name),
-            type_of(row.type, row.group_size),
-            type_of(row.base_type, row.base_group_size),
+            type_name(row.type, row.group_size),
+            type_name(row.base_type, row.base_group_size),
             number(row.bits_per_weight),
             number(row.relative_error),
             decibels(row.snr_db),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blobstore.cli import options, render
-from blobstore.operations.ui.compare_page import type_of
+from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _tensor_cell(side: SourceTensor | None) -> str:
     if side is None:
         return "-"
     shape = ", ".join(map(str, side.shape))
-    return render.cell(f"{type_of(side.type, side.group_size)} [{shape}]")
+    return render.cell(f"{type_name(side.type, side.group_size)} [{shape}]")
 
 
 def _file_cell(side: Descriptor | None) -> str:

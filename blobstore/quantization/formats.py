@@ -37,6 +37,11 @@ LEFT_OUT: Final = (*INPUT_SCALES, "_global_scale")
 """Ends of the names of all source tensors that no blob holds unchanged."""
 
 
+def type_name(name: str, group_size: int) -> str:
+    """Return a type with its group size, if it has one, such as ``int4 g64``."""
+    return f"{name} g{group_size}" if group_size else name
+
+
 @dataclass(frozen=True, slots=True)
 class Float8Layout:
     """How an fp8 weight is stored. A stack of matrices counts as one tall matrix."""

@@ -28,7 +28,7 @@ VIEWS = {
     "store": ("store", 960),
     "sharing": ("sharing", 1240),
     "family": ("family", 880),
-    "model": ("model/all-minilm:int4/error", 890),
+    "model": ("model/all-minilm:int4/error", 960),
     "health": ("health", 700),
 }
 """The pictures: the addresses in the page that they show, and their heights in pixels."""

@@ -12,6 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.model_card import card_field, small_texts, stated_license
 from blobstore.operations.maintenance.disk_usage import measure_usage
 from blobstore.operations.maintenance.show import describe_model, model_source
+from blobstore.quantization.formats import type_name
 from blobstore.store.catalog import read_catalog, read_entry
 from blobstore.store.local import LocalStore
 
@@ -102,7 +103,7 @@ def _types(description: ModelDescription) -> tuple[tuple[str, int, int], ...]:
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for tensor in description.tensors:
-        name = f"{tensor.type} g{tensor.group_size}" if tensor.group_size else tensor.type
+        name = type_name(tensor.type, tensor.group_size)
         counts[name] += 1
         sizes[name] += tensor.size
     return tuple((name, counts[name], size) for name, size in sizes.most_common())

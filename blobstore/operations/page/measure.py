@@ -15,26 +15,52 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
 from blobstore.operations.compare.compare import compare_models, tensor_blocks
 from blobstore.operations.compare.pairs import Pair, source_tensors
+from blobstore.operations.page.text import shown
+from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.compare.compare import TensorError
     from blobstore.operations.compare.pairs import SourceTensor
     from blobstore.store.local import LocalStore
 
     Array = np.ndarray[Any, Any]
 
 Measurement = dict[str, Any]
-"""``relative_error`` and ``snr_db`` against the base, and ``values`` and ``errors``: histograms, each the
-least value, the greatest, and the number of values in bins of equal width between them."""
+"""What :func:`error_of` returns, and ``values`` and ``errors``: histograms, each the least value, the
+greatest, and the number of values in bins of equal width between them."""
 _BINS = 40
 _SAMPLE = 1 << 18
 """Values of a tensor that a histogram counts: all, or evenly spaced ones."""
-_VERSION = "measurement 1"
+_VERSION = "measurement 2"
+
+
+def error_of(tensor: TensorError) -> Measurement:
+    """Return the error of a tensor as JSON values. Infinite numbers are text, as Python spells them.
+
+    They are ``relative_error``, ``snr_db``, ``max_abs_error``, ``nonfinite``, ``worst`` (error, row and column
+    of the worst group) and ``base_type``. Those that would say nothing are left out.
+    """
+    base_type = type_name(tensor.base_type, tensor.base_group_size)
+    found = {
+        "relative_error": plain(tensor.relative_error),
+        "snr_db": None if tensor.is_equal else plain(tensor.snr_db),
+        "max_abs_error": tensor.max_abs_error or None,
+        "nonfinite": tensor.nonfinite or None,
+        "worst": tensor.worst and [plain(tensor.worst[0]), *tensor.worst[1:3]],
+        "base_type": None if base_type == type_name(tensor.type, tensor.group_size) else base_type,
+    }
+    return {kind: value for kind, value in found.items() if value is not None}
+
+
+def plain(value: float | None) -> float | str | None:
+    """Return a number that JSON has, or the text of an infinite one."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def measure_model(
@@ -72,30 +98,37 @@ def _read(store: LocalStore, key: Digest) -> dict[str, Measurement] | None:
     try:
         found = json.loads(text)
         for name, item in found.items():
-            checked = {
-                kind: _checked_histogram(item.get(kind)) for kind in ("values", "errors")
-            } | {kind: _checked_number(item.get(kind)) for kind in ("relative_error", "snr_db")}
-            found[name] = {kind: value for kind, value in checked.items() if value is not None}
-    except (AttributeError, TypeError, ValueError, RecursionError):
+            found[name] = {kind: _CHECKS[kind](value) for kind, value in item.items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
     return dict(found)
 
 
-def _checked_number(value: Any) -> float | None:
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not math.isfinite(value):
+def _checked_number(value: Any) -> float | str:
+    if value not in _INFINITE and not (type(value) in (int, float) and math.isfinite(value)):
         raise ValueError
-    return float(value)
+    return value  # type: ignore[no-any-return]
 
 
-def _checked_histogram(value: Any) -> list[Any] | None:
-    if value is None:
-        return None
+def _checked_histogram(value: Any) -> list[Any]:
     low, high, counts = value
     if len(counts) != _BINS or not all(type(count) is int for count in counts):
         raise ValueError
     return [_checked_number(low), _checked_number(high), counts]
+
+
+def _checked_worst(value: Any) -> list[Any]:
+    error, row, column = map(_checked_number, value)
+    return [error, row, column]
+
+
+_INFINITE = ("inf", "-inf")
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("values", "errors"), _checked_histogram),
+    **dict.fromkeys(("relative_error", "snr_db", "max_abs_error", "nonfinite"), _checked_number),
+    "worst": _checked_worst,
+    "base_type": shown,
+}
 
 
 def _measure(
@@ -116,10 +149,7 @@ def _measure(
             theirs = {}
         else:
             for tensor in compared.tensors:
-                for kind in ("relative_error", "snr_db"):
-                    value = getattr(tensor, kind)
-                    if value is not None and math.isfinite(value):
-                        found[tensor.name][kind] = value
+                found[tensor.name] |= error_of(tensor)
     total = sum(tensor.nbytes for tensor in ours.values())
     pool = WorkerPool(jobs, progress, total)
 

@@ -7,12 +7,15 @@ outside of layers have a row each.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.errors import BlobstoreError
 from blobstore.operations.maintenance.show import describe_model
+from blobstore.operations.page.tensor_names import tensor_place
 from blobstore.operations.page.text import shown
-from blobstore.operations.ui.tensor_names import tensor_place
+from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -67,21 +70,45 @@ def model_views(
             "id": (ident := disk.entries[reference].digest) and ident.short,
             "base": None if parent is None else shown(parent.name),
             "faults": [shown(blob.fault) for blob in described.faults[:10]],
-            **grid(described.tensors, owners, measured.get(reference, {})),
+            **grid(
+                map(GridTensor.of, described.tensors),
+                measured.get(reference, {}),
+                owners,
+            ),
         }
     return found
 
 
+class GridTensor(NamedTuple):
+    """What the grid shows of a tensor."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    size: int
+    """Bytes in the blob, including scales and biases."""
+    bits_per_weight: float | None
+    digest: Digest | None = None
+    """The digest of its blob, if that is shown."""
+
+    @classmethod
+    def of(cls, tensor: TensorDescription) -> GridTensor:
+        """Return what the grid shows of a tensor of the store."""
+        kind = type_name(tensor.type, tensor.group_size)
+        bits = tensor.bits_per_weight
+        return cls(tensor.name, kind, tensor.shape, tensor.size, bits, tensor.digest)
+
+
 def grid(
-    tensors: Sequence[TensorDescription],
-    owners: Mapping[Digest, Sequence[int]],
+    tensors: Iterable[GridTensor],
     measured: Mapping[str, Measurement],
+    owners: Mapping[Digest, Sequence[int]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the rows, columns, cells and tensors of a model.
 
     Each cell is its row, its column, its first tensor and the number of its tensors, which are in order.
     """
-    cells: dict[tuple[str, int, str], list[TensorDescription]] = defaultdict(list)
+    cells: dict[tuple[str, int, str], list[GridTensor]] = defaultdict(list)
     for tensor in tensors:
         stack, layer, module = tensor_place(tensor.name)
         key = (tensor.name, -1, "") if layer is None else (stack, layer, module)
@@ -92,38 +119,45 @@ def grid(
         dict.fromkeys((stack, layer) for stack, layer, _ in cells),
         key=lambda row: (row[1] >= 0, stacks.get(row[0], 0), row[1]),
     )
-    columns = list(dict.fromkeys(module for _, layer, module in cells if layer >= 0))
+    # Tensors outside of layers have a column of their own, which has no name.
+    columns = list(dict.fromkeys((layer >= 0, module) for _, layer, module in cells))
+    columns.sort(key=itemgetter(0))
     row_of = {row: place for place, row in enumerate(rows)}
     column_of = {column: place for place, column in enumerate(columns)}
+
+    def place(key: tuple[str, int, str]) -> tuple[int, int]:
+        return row_of[key[:2]], column_of[key[1] >= 0, key[2]]
+
     types: dict[str, int] = {}
     sharing: dict[tuple[int, ...], int] = {}
     listed: list[list[Any]] = []
     placed = []
     measures: dict[int, Any] = {}
-    ordered = sorted(cells, key=lambda key: (row_of[key[:2]], column_of.get(key[2], 0)))
-    for key in ordered:
-        placed.append([row_of[key[:2]], column_of.get(key[2], 0), len(listed), len(cells[key])])
+    for key in sorted(cells, key=place):
+        placed.append([*place(key), len(listed), len(cells[key])])
         for tensor in cells[key]:
-            spelled = f"{tensor.type} g{tensor.group_size}" if tensor.group_size else tensor.type
-            others = tuple(owners.get(tensor.digest, ())[: _MAX_OWNERS + 1])
+            digest, bits = tensor.digest, tensor.bits_per_weight
+            others = () if digest is None else tuple(owners.get(digest, ())[: _MAX_OWNERS + 1])
             if tensor.name in measured:
                 measures[len(listed)] = measured[tensor.name]
-            bits = tensor.bits_per_weight
             listed.append(
                 [
                     shown(tensor.name),
-                    types.setdefault(spelled, len(types)),
+                    types.setdefault(tensor.type, len(types)),
                     list(tensor.shape),
                     tensor.size,
                     None if bits is None else round(bits, 3),
-                    tensor.digest.short,
+                    digest and digest.short,
                     sharing.setdefault(others, len(sharing)),
                 ]
             )
     return {
         "rows": [shown(stack) if layer < 0 else layer for stack, layer in rows],
         "stacks": [shown(stack) if layer >= 0 else "" for stack, layer in rows],
-        "columns": [shown(column or "(the layer itself)", 60) for column in columns],
+        "columns": [
+            shown(module or ("(the layer itself)" if is_layer else ""), 60)
+            for is_layer, module in columns
+        ],
         "cells": placed,
         "types": [shown(name) for name in types],
         "tensors": listed,

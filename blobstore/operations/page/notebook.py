@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from blobstore.errors import BlobstoreError
 from blobstore.models.tensors import COMPANIONS
 from blobstore.operations.maintenance.disk_usage import read_disk, usage_of
-from blobstore.operations.maintenance.show import TensorDescription
-from blobstore.operations.page.model_view import grid
+from blobstore.operations.page.model_view import GridTensor, grid
 from blobstore.operations.page.store_view import store_view
 from blobstore.operations.page.text import shown
+from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -69,7 +69,7 @@ def store_picture(store: LocalStore) -> str:
 
 def model_picture(index: TensorIndex) -> str:
     """Return the tensors of a model as SVG, in a grid of layers by modules; empty if it is too large."""
-    found = grid(list(_described(index)), {}, {})
+    found = grid(_tensors(index), {})
     rows, columns = found["rows"], max(len(found["columns"]), 1)
     if not rows or len(rows) > _MAX_ROWS or columns > _MAX_COLUMNS:
         return ""
@@ -94,25 +94,15 @@ def model_picture(index: TensorIndex) -> str:
     )
 
 
-def _described(index: TensorIndex) -> Iterator[TensorDescription]:
+def _tensors(index: TensorIndex) -> Iterator[GridTensor]:
     scales = {name + suffix for name in index.quantized for suffix in COMPANIONS.values()}
     for name in index.entries:
         if name in scales:
             continue
         spec = index.spec(name)
         kind, group_size, *_ = index.quantized.get(name, ("", 0))
-        yield TensorDescription(
-            name=name,
-            type=kind or spec.dtype.value,
-            dtype=spec.dtype.value,
-            shape=spec.shape,
-            size=spec.nbytes,
-            layer=name,
-            digest=index.blobs[index.slot(name)][0],
-            is_quantized=name in index.quantized,
-            quant_type=kind or None,
-            group_size=group_size or 0,
-        )
+        shown = type_name(kind or spec.dtype.value, group_size or 0)
+        yield GridTensor(name, shown, spec.shape, spec.nbytes, None)
 
 
 def _box(box: Iterable[float], fill: str, name: str, below: str, title: str = "") -> str:

@@ -31,7 +31,10 @@
   }
   const number = count => count === null ? "\u2013" : count.toLocaleString("en");
   const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
-  const digits = value => value === null || value === undefined ? "\u2013" : String(+value.toPrecision(3));
+  const digits = value => { const found = real(value); return found === null ? "\u2013" : Number.isFinite(found) ? String(+found.toPrecision(3)) : found > 0 ? "\u221e" : "\u2212\u221e"; };
+  const decibels = value => { const found = real(value); return found === null ? "\u2013" : `${Number.isFinite(found) ? found.toFixed(1) : digits(found)} dB`; };
+  // Infinite numbers come as text, as JSON has none.
+  const real = value => value === undefined || value === null ? null : typeof value === "string" ? value === "-inf" ? -Infinity : Infinity : value;
   const share = (part, whole) => whole ? `${(100 * part / whole).toFixed(1)} %` : "\u2013";
   const date = seconds => seconds ? new Date(seconds * 1e3).toISOString().slice(0, 16).replace("T", " ") : "unknown";
   const isFound = name => !query || name.toLowerCase().includes(query);
@@ -249,6 +252,7 @@
   // Parts of views
 
   const plots = new Set();
+  let printing = false;
   function plot(picture) {
     const made = new Plot(picture);
     plots.add(made);
@@ -412,7 +416,7 @@
       for (let column = 0; column < columns; column++) if (options.cell(row, column)) filled.push(row * columns + column);
     const made = plot({
       label: options.label, head, least: .25, place,
-      height: width => Math.min(head.h + rows * size({ viewWidth: width, zoom: made.zoom }).h, Math.max(360, Math.min(innerHeight * .72, 720))),
+      height: width => Math.min(head.h + rows * size({ viewWidth: width, zoom: made.zoom }).h, printing ? 8000 : Math.max(360, Math.min(innerHeight * .72, 720))),
       area(width, height, zoom) {
         head.w = Math.min(options.headWidth, width * .36);
         const { w, h } = size({ viewWidth: width, zoom });
@@ -684,29 +688,39 @@
       if (isEnd) colouring = end;
       const wanted = isEnd ? address.slice(0, address.lastIndexOf("/")) : address;
       const names = Object.keys(DATA.model), chosen = DATA.model[wanted] ? wanted : names[0];
-      section.append(...heading("What is a model made of?", "Each cell is a tensor of a layer, or the same tensor of all experts. A click shows it."));
+      section.append(...heading(DATA.store ? "What is a model made of?" : "Where do the models differ?", "Each cell is a tensor of a layer, or the same tensor of all experts, of which the worst error counts. A click shows it."));
       if (!chosen) return section.append(el("p", { class: "empty" }, "The page describes no single model. Name models: \u201cblobstore page NAME OUT.html\u201d."));
       const select = el("select", { "aria-label": "Model", onchange: () => { location.hash = "model/" + encodeURIComponent(select.value); } }, ...names.map(name => el("option", { value: name, selected: name === chosen }, name)));
       const model = DATA.model[chosen];
       if (model.error) return section.append(el("div", { class: "tools" }, select), el("p", { class: "alarm" }, model.error));
       const { rows, stacks, columns, cells, types, tensors, measured } = model;
-      const every = DATA.store.models, panel = panelled(), keys = el("div");
+      const every = DATA.store ? DATA.store.models : [], compared = model.compared, panel = panelled(), keys = el("div");
       const isMeasured = Object.keys(measured).length > 0;
-      const errors = Object.values(measured).map(item => item.relative_error).filter(value => value > 0);
-      const modes = [["type", "Type"], ["bits", "Bits per weight"], ["bytes", "Bytes"], ["sharing", "Sharing"], ...(errors.length ? [["error", "Error or change"]] : [])];
+      // The error of a tensor: infinite if elements of it cannot be compared, null if it was not measured.
+      const errorOf = at => { const found = measured[at]; return !found ? null : found.nonfinite ? Infinity : real(found.relative_error); };
+      const errors = Object.keys(measured).map(errorOf).filter(value => value > 0 && Number.isFinite(value));
+      const hasErrors = Object.keys(measured).some(at => errorOf(at) !== null);
+      const modes = [["type", "Type"], ["bits", "Bits per weight"], ["bytes", "Bytes"], ...(DATA.store ? [["sharing", "Sharing"]] : []), ...(hasErrors ? [["error", "Error or change"]] : [])];
       if (!modes.some(([mode]) => mode === colouring)) colouring = "type";
       const bits = tensors.map(tensor => tensor[4]).filter(value => value !== null);
       const sizes = cells.map(([, , first, count]) => tensors.slice(first, first + count).reduce((sum, tensor) => sum + tensor[3], 0));
       const most = values => values.reduce((most, value) => Math.max(most, value), 0), least = values => values.reduce((least, value) => Math.min(least, value), Infinity);
+      // A range of at least a factor of 2, so that small differences do not look large.
+      const spare = errors.length ? Math.max(0, Math.LN2 - Math.log(most(errors) / least(errors))) / 2 : 0;
       const scales = {
         bits: [0, Math.max(most(bits), 1)], bytes: [Math.log(Math.max(1, least(sizes))), Math.log(Math.max(2, most(sizes)))],
-        error: errors.length ? [Math.log(least(errors)), Math.log(most(errors))] : [0, 1],
+        error: errors.length ? [Math.log(least(errors)) - spare, Math.log(most(errors)) + spare] : [0, 1],
       };
       const within = (mode, value) => { const [low, high] = scales[mode]; return high > low ? (value - low) / (high - low) : 1; };
+      // The tensor of a cell with the largest error.
       const worst = (first, count) => {
-        let found = null;
-        for (let at = first; at < first + count; at++) if (measured[at] && measured[at].relative_error !== undefined) found = Math.max(found || 0, measured[at].relative_error);
+        let found = first;
+        for (let at = first + 1; at < first + count; at++) if ((errorOf(at) ?? -1) > (errorOf(found) ?? -1)) found = at;
         return found;
+      };
+      const told = at => {
+        const found = measured[at] || {}, value = errorOf(at);
+        return found.nonfinite ? `${plural(found.nonfinite, "element")} that differ and are not finite` : value === null ? "" : value ? `relative error or change ${digits(value)}, SNR ${decibels(found.snr_db)}` : `equal to ${model.base}`;
       };
       const others = tensor => model.owners[tensor[6]].filter(at => at !== model.place);
       const painted = at => {
@@ -715,25 +729,29 @@
         if (colouring === "bits") return { fill: tensor[4] === null ? plain : ramp(within("bits", tensor[4])), text: digits(tensor[4]) };
         if (colouring === "bytes") return { fill: ramp(within("bytes", Math.log(Math.max(1, sizes[at])))), text: bytes(sizes[at]) };
         if (colouring === "sharing") { const found = others(tensor).length; return { fill: colour(found ? "shared" : "unique"), text: found ? `${found > 50 ? "50+" : found}` : "" }; }
-        const value = worst(first, count);
+        const found = worst(first, count), value = errorOf(found);
+        if (value === Infinity) return { fill: colour("fault"), text: measured[found].nonfinite ? "not finite" : digits(value) };
         return value === null ? { fill: plain, text: "" } : value ? { fill: ramp(within("error", Math.log(value))), text: digits(value) } : { fill: colour("same"), text: "=" };
       };
       const by = new Map(cells.map(([row, column], at) => [row * Math.max(1, columns.length) + column, at]));
       const width = Math.max(1, columns.length);
       const isShown = at => { const [, , first, count] = cells[at]; if (!query) return true; for (let i = first; i < first + count; i++) if (isFound(tensors[i][0])) return true; return false; };
       const describe = at => {
-        const [, , first, count] = cells[at], tensor = tensors[first], value = worst(first, count);
-        return [tensor[0] + (count > 1 ? ` and ${plural(count - 1, "other")}` : ""), `${types[tensor[1]]}, [${tensor[2].join(", ")}], ${bytes(sizes[at])}, ${digits(tensor[4])} bits per weight`, value === null ? "" : value ? `relative error or change ${digits(value)}` : "equal to its base"].filter(Boolean).join("\n");
+        const [, , first, count] = cells[at], found = worst(first, count), tensor = tensors[found];
+        return [tensor[0] + (count > 1 ? ` and ${plural(count - 1, "other")}` : ""), `${types[tensor[1]]}, [${tensor[2].join(", ")}], ${bytes(sizes[at])}, ${digits(tensor[4])} bits per weight`, told(found)].filter(Boolean).join("\n");
       };
+      const group = ([value, row, column]) => `${digits(value)} at row ${number(row)}, column ${number(column)}`;
       const opened = index => {
         const tensor = tensors[index], found = measured[index] || {}, also = others(tensor);
-        return [el("h3", {}, tensor[0]), listed([["type", types[tensor[1]]], ["shape", `[${tensor[2].join(", ")}]`], ["size", bytes(tensor[3])], ["bits per weight", digits(tensor[4])], ["blob", el("code", {}, tensor[5])],
-          found.relative_error !== undefined && [`error against ${model.base}`, found.relative_error ? `${digits(found.relative_error)}, SNR ${digits(found.snr_db)} dB` : "equal"],
-          ["also in", also.length ? el("span", {}, ...also.slice(0, 12).flatMap((place, i) => [i ? ", " : "", DATA.model[every[place].name] ? modelLink(every[place].name) : every[place].name]), also.length > 12 ? ` and ${also.length - 12} more` : "") : "no other model"]]),
+        return [el("h3", {}, tensor[0]), listed([["type", types[tensor[1]] + (found.base_type ? `; ${found.base_type} in the base` : "")], ["shape", `[${tensor[2].join(", ")}]`], ["size", bytes(tensor[3])], ["bits per weight", digits(tensor[4])], tensor[5] && ["blob", el("code", {}, tensor[5])],
+          errorOf(index) !== null && [`error against ${model.base}`, told(index)],
+          found.max_abs_error && ["largest error", digits(found.max_abs_error)],
+          found.worst && ["worst group", group(found.worst)],
+          tensor[5] && ["also in", also.length ? el("span", {}, ...also.slice(0, 12).flatMap((place, i) => [i ? ", " : "", DATA.model[every[place].name] ? modelLink(every[place].name) : every[place].name]), also.length > 12 ? ` and ${also.length - 12} more` : "") : "no other model"]]),
           ...(found.values ? bars(found.values, "Values", "c0") : []), ...(found.errors ? bars(found.errors, "Differences to the base", "own") : [])];
       };
       const map = grid({
-        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: space(rows.map((row, at) => `${stacks[at]} ${row}`), 210), headHeight: columns.length ? space(columns.map(name => name.replace(/\.weight$/, "")), 160) : 8,
+        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: space(rows.map((row, at) => `${stacks[at]} ${row}`), 210), headHeight: columns.length ? space(columns.map(name => name.replace(/\.weight$/, "")), 210) : 8,
         wide: 92, high: 24, least: 22,
         rowHead: row => stacks[row] ? (width > 1 && stacks[row] === stacks[row - 1] ? rows[row] : `${stacks[row]} ${rows[row]}`) : rows[row], columnHead: column => columns[column] ? columns[column].replace(/\.weight$/, "") : "",
         cell(row, column) { const at = by.get(row * width + column); return at === undefined ? null : { ...painted(at), faded: !isShown(at) }; },
@@ -741,10 +759,11 @@
         open(row, column) {
           const [, , first, count] = cells[by.get(row * width + column)];
           panel.hidden = false;
-          const body = el("div", {}, ...opened(first));
+          const shown = colouring === "error" ? worst(first, count) : first;
+          const body = el("div", {}, ...opened(shown));
           panel.replaceChildren(body);
           if (count > 1) {
-            const pick = el("select", { "aria-label": "Tensor", onchange: () => body.replaceChildren(...opened(first + pick.selectedIndex)) }, ...tensors.slice(first, first + Math.min(count, 2000)).map(tensor => el("option", {}, tensor[0])));
+            const pick = el("select", { "aria-label": "Tensor", onchange: () => body.replaceChildren(...opened(first + pick.selectedIndex)) }, ...tensors.slice(first, first + Math.min(count, 2000)).map((tensor, at) => el("option", { selected: first + at === shown }, tensor[0])));
             panel.prepend(el("div", { class: "tools" }, pick));
           }
         },
@@ -754,14 +773,23 @@
         else if (colouring === "bits") keys.replaceChildren(ramped("0", digits(scales.bits[1]), "bits per weight"));
         else if (colouring === "bytes") keys.replaceChildren(ramped(bytes(Math.round(Math.exp(scales.bytes[0]))), bytes(Math.round(Math.exp(scales.bytes[1]))), "bytes, logarithmic"));
         else if (colouring === "sharing") keys.replaceChildren(legend([["shared", "in other models too; the number of them"], ["unique", "in no other model"]]));
-        else keys.replaceChildren(ramped(digits(Math.exp(scales.error[0])), digits(Math.exp(scales.error[1])), `norm of the difference to ${model.base}, divided by the norm of the base, logarithmic`));
+        else if (errors.length) keys.replaceChildren(ramped(digits(Math.exp(scales.error[0])), digits(Math.exp(scales.error[1])), `norm of the difference to ${model.base}, divided by the norm of the base, logarithmic`));
+        else keys.replaceChildren(legend([["same", "equal to " + model.base]]));
       };
       key();
-      section.append(el("div", { class: "tools" }, select, choice(modes, colouring, value => { colouring = value; key(); map.draw(); }, "Colours"), map.buttons),
-        facts([["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : [])]));
+      section.append(el("div", { class: "tools" }, compared ? "" : select, choice(modes, colouring, value => { colouring = value; key(); map.draw(); }, "Colours"), map.buttons),
+        el("p", { class: "printed" }, chosen),
+        facts(compared ? [
+          ["tensors", number(tensors.length)], ["differ", number(compared.differing)], ["relative error", digits(compared.relative_error)], ["SNR", decibels(compared.snr_db)],
+          ["largest error", digits(compared.max_abs_error)], ["bits per weight", digits(compared.bits_per_weight)], ["in the base", digits(compared.base_bits_per_weight)],
+        ] : [["architecture", model.architecture || "unknown"], ["parameters", model.parameters === null ? "unknown" : digits(model.parameters / 1e6) + " M"], ["tensors", number(tensors.length)], ["size", bytes(model.size)], ...(model.base ? [["base", model.base]] : [])]));
       if (!tensors.length) return section.append(el("p", { class: "empty" }, "The model has no tensors that can be read."));
       section.append(map.box, keys, hint(), panel);
-      if (!isMeasured && DATA.live) {
+      if (compared) {
+        if (compared.nonfinite) section.append(el("p", { class: "alarm" }, `${plural(compared.nonfinite, "element")} that differ and are not finite in one of the models; no error includes them.`));
+        for (const [owner, count, found] of compared.only)
+          section.append(el("details", {}, el("summary", {}, `${plural(count, "tensor")} only in ${owner}`), el("ul", {}, ...found.map(name => el("li", {}, name)), count > found.length ? el("li", {}, `and ${number(count - found.length)} more`) : null)));
+      } else if (!isMeasured && DATA.live) {
         const button = el("button", { type: "button", onclick: async () => {
           button.disabled = true;
           button.textContent = "Reading the weights\u2026";
@@ -771,8 +799,15 @@
         section.append(el("p", {}, button));
       } else if (!isMeasured) section.append(el("p", { class: "hint" }, "\u201cblobstore page --measure\u201d adds histograms of the values and errors against the base."));
       for (const fault of model.faults) section.append(el("p", { class: "alarm" }, fault));
-      section.append(behind(`Tensors of ${chosen}`, ["Tensor", "Type", "Shape", "#Size", "#Bits", "Blob", "#Error or change", "#Other models"],
-        () => tensors.map((tensor, at) => [tensor[0], types[tensor[1]], `[${tensor[2].join(", ")}]`, bytes(tensor[3]), digits(tensor[4]), tensor[5], measured[at] ? digits(measured[at].relative_error) : "", number(others(tensor).length)]).filter(row => isFound(row[0]))));
+      // The worst first, if there are errors.
+      const order = tensors.map((_, at) => at);
+      if (hasErrors) order.sort((a, b) => (errorOf(b) ?? -1) - (errorOf(a) ?? -1) || a - b);
+      const errorHeads = hasErrors ? ["#Error or change", "#SNR", "#Largest error", "#Not finite", "Worst group"] : [], blobHeads = compared ? [] : ["Blob", "#Other models"];
+      section.append(behind(`Tensors of ${chosen}`, ["Tensor", "Type", "Shape", "#Size", "#Bits", ...blobHeads, ...errorHeads], () => order.filter(at => isFound(tensors[at][0])).map(at => {
+        const tensor = tensors[at], found = measured[at] || {};
+        return [tensor[0], types[tensor[1]] + (found.base_type ? ` (${found.base_type})` : ""), `[${tensor[2].join(", ")}]`, bytes(tensor[3]), digits(tensor[4]), ...(compared ? [] : [tensor[5], number(others(tensor).length)]),
+          ...(hasErrors ? [digits(found.relative_error), found.snr_db === undefined ? "" : decibels(found.snr_db), found.max_abs_error ? digits(found.max_abs_error) : "", found.nonfinite ? number(found.nonfinite) : "", found.worst ? group(found.worst) : ""] : [])];
+      })));
     },
   };
 
@@ -820,7 +855,7 @@
   function route() {
     listening.abort();
     listening = new AbortController();
-    const [name, ...rest] = location.hash.slice(1).split("/");
+    const [name, ...rest] = (location.hash.slice(1) || DATA.start || "").split("/");
     const view = names.includes(name) ? name : names[0];
     tabs.querySelectorAll("a").forEach((tab, at) => names[at] === view ? tab.setAttribute("aria-current", "page") : tab.removeAttribute("aria-current"));
     const section = el("section", { id: "view-" + view });
@@ -842,13 +877,14 @@
   });
   addEventListener("hashchange", route);
   narrow.addEventListener("change", () => { if (document.querySelector(".tree")) route(); });
-  addEventListener("beforeprint", redraw);
-  addEventListener("afterprint", redraw);
+  addEventListener("resize", redraw);
+  addEventListener("beforeprint", () => { printing = true; redraw(); });
+  addEventListener("afterprint", () => { printing = false; redraw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   // A page that comes from "blobstore page --serve" follows the store.
   const live = el("p", { class: "live", role: "status", hidden: !DATA.live }), asOf = el("p");
   function tell() {
-    asOf.textContent = `blobstore, as of ${date(DATA.written)} UTC`;
+    asOf.textContent = DATA.written ? `blobstore, as of ${date(DATA.written)} UTC` : "blobstore compare";
     if (!DATA.live) return;
     const { work, unfinished } = DATA.live;
     live.textContent = work.length ? `${plural(work.length, "process")} at work: ${work.map(item => `${item.process} uses ${plural(item.blobs, "blob")}`).join(", ")}${unfinished ? `, ${bytes(unfinished)} unfinished` : ""}` : "live, no work running";
@@ -875,7 +911,7 @@
   }
   document.body.append(
     el("header", {}, el("h1", {}, DATA.root), asOf, live),
-    el("div", { class: "bar" }, tabs, search), main, tip, said);
+    el("div", { class: "bar" }, names.length > 1 ? tabs : el("span", { class: "fill" }), search), main, tip, said);
   tell();
   route();
   if (DATA.live) setTimeout(follow, 2000);

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from blobstore.operations.page.tensor_names import tensor_place
 from blobstore.operations.page.text import shown
-from blobstore.operations.ui.tensor_names import tensor_place
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

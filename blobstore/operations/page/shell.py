@@ -29,8 +29,8 @@ _PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
-<noscript><p>This page draws its pictures with a script. The commands "blobstore du" and
-"blobstore show" print the same numbers.</p></noscript>
+<noscript><p>This page draws its pictures with a script. The commands "blobstore du", "blobstore show"
+and "blobstore compare" print the same numbers.</p></noscript>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body>

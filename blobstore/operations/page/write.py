@@ -75,12 +75,8 @@ def write_page(
     data = page_data(
         store, Reference.all_of(references), measure=measure, jobs=jobs, progress=progress
     )
-    content = render_page(_title(data), data).encode()
-    try:
-        write_file(path, [content])
-    except OSError as error:
-        raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
-    return Page(path=path, size=len(content), models=data["store"]["totals"]["models"])
+    size = write_page_file(path, render_page(_title(data), data))
+    return Page(path=path, size=size, models=data["store"]["totals"]["models"])
 
 
 def page_data(
@@ -129,6 +125,20 @@ def _page_data(
 
 def _title(data: dict[str, Any]) -> str:
     return f"{data['root']} \u2013 blobstore"
+
+
+def write_page_file(path: Path, page: str) -> int:
+    """Write a page, and return its bytes. An existing file is replaced.
+
+    Raises:
+        BlobstoreError: the file cannot be written.
+    """
+    content = page.encode()
+    try:
+        write_file(path, [content])
+    except OSError as error:
+        raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
+    return len(content)
 
 
 def free_target(file: str | os.PathLike[str]) -> Path:

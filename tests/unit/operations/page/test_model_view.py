@@ -50,7 +50,9 @@ def test_layers_are_rows_in_order_and_tensors_outside_come_first(
 
     assert view["rows"] == ["head", 2, 10]
     assert view["stacks"] == ["", "m", "m"]
-    assert sorted(view["columns"]) == ["a", "b"]
+    assert sorted(view["columns"]) == ["", "a", "b"]
+    assert view["columns"][0] == ""  # of the tensor outside
+    assert view["cells"][0][:2] == [0, 0]
 
 
 def test_a_tensor_lists_the_other_models_that_have_it(store: LocalStore, tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.disk_usage import measure_usage
-from blobstore.operations.maintenance.show import TensorDescription
-from blobstore.operations.page.model_view import grid
+from blobstore.operations.page.model_view import GridTensor, grid
 from blobstore.operations.page.shell import render_page
 from blobstore.operations.page.write import page_data, write_page
 from blobstore.store.local import LocalStore
@@ -409,17 +408,15 @@ def test_a_page_of_a_thousand_models_draws_only_what_is_in_sight(
 def test_a_model_of_20000_tensors_scrolls_through_what_is_in_sight(
     browser: Browser, store: LocalStore, tmp_path: Path
 ) -> None:
-    digest = Digest.of(b"")
     tensors = [
-        TensorDescription(
-            f"model.layers.{layer}.part{part}.weight", "BF16", "BF16", (4, 4), 32, "x", digest,
-            False, None, 0,
+        GridTensor(
+            f"model.layers.{layer}.part{part}.weight", "BF16", (4, 4), 32, 16.0, Digest.of(b"")
         )
         for layer in range(200)
         for part in range(100)
-    ]  # fmt: skip
+    ]
     data = page_data(two_models(store))
-    model = data["model"]["one:latest"] | grid(tensors, {}, {})
+    model = data["model"]["one:latest"] | grid(tensors, {})
     page = tmp_path / "page.html"
     page.write_text(render_page("large", data | {"model": {"one:latest": model}}))
 
@@ -434,6 +431,22 @@ def test_a_model_of_20000_tensors_scrolls_through_what_is_in_sight(
     browser.run("document.querySelector('details').open = true")
     browser.wait("document.querySelectorAll('tbody tr').length === 500")
     assert browser.complaints == []
+
+
+def test_a_picture_is_printed_whole(browser: Browser, store: LocalStore, tmp_path: Path) -> None:
+    tensors = [GridTensor(f"h.{layer}.w", "BF16", (4,), 8, 16.0) for layer in range(200)]
+    data = page_data(two_models(store))
+    model = data["model"]["one:latest"] | grid(tensors, {})
+    page = tmp_path / "page.html"
+    page.write_text(render_page("long", data | {"model": {"one:latest": model}}))
+    browser.open(f"{page.as_uri()}#model")
+    height = "document.querySelector('canvas').clientHeight"
+    on_screen = browser.run(height)
+
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    assert browser.run(height) > 200 * 24 > on_screen
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert browser.run(height) == on_screen
 
 
 def test_arrow_keys_move_by_rows_and_columns_of_a_grid(
