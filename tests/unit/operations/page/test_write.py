@@ -471,7 +471,7 @@ def test_a_printed_page_is_light_and_has_no_controls(
 
     browser.resize(1180, 900, dark=True, media="print")
 
-    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(251, 251, 250)"
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.run("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert browser.run("document.querySelector('canvas').getBoundingClientRect().width") > 500
 
