@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.compare import compare_models
+from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.disk_usage import measure_usage
 from blobstore.operations.page.model_view import GridTensor, grid
@@ -99,10 +102,7 @@ def test_zoom_resize_and_search_draw_again(
     browser.run("document.querySelector('[aria-label=\"Zoom in\"]').click()")
     browser.settle()
     zoomed = browser.run(drawn)
-    browser.run(
-        "(box => { box.value = 'two'; box.dispatchEvent(new Event('input')); })"
-        "(document.querySelector('[type=search]'))"
-    )
+    search(browser, "two")
     browser.wait(f"{drawn} !== {zoomed!r}")
     browser.resize(390, 844)
 
@@ -254,6 +254,81 @@ def test_every_view_draws_and_fits_its_window(
     tables = browser.run("document.querySelectorAll('details, table').length")
     assert tables >= 1, "no table behind the picture"
     assert browser.complaints == []
+
+
+def picture(browser: Browser) -> str:
+    """Return what the view shows, in a form that changes with it."""
+    return str(
+        browser.run(
+            "[...document.querySelectorAll('canvas')].map(one => one.toDataURL()).join()"
+            "+ document.querySelector('main').innerHTML"
+        )
+    )
+
+
+def search(browser: Browser, text: str) -> None:
+    browser.run(
+        f"(box => {{ box.value = {text!r}; box.dispatchEvent(new Event('input')); }})"
+        "(document.querySelector('[type=search]'))"
+    )
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_can_be_zoomed_searched_and_resized(
+    view: str, browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, view)
+
+    if view != "health":  # a table
+        before = picture(browser)
+        browser.run("document.querySelector('[aria-label=\"Zoom in\"]').click()")
+        browser.settle()
+        assert picture(browser) != before
+    before = picture(browser)
+    search(browser, "tuned" if view != "model" else "v_proj")
+    end = time.monotonic() + 20
+    while picture(browser) == before:
+        assert time.monotonic() < end, "searching changed nothing"
+    browser.resize(500, 700)
+
+    assert browser.run("document.documentElement.scrollWidth") <= 500
+    assert browser.complaints == []
+
+
+@pytest.mark.parametrize("view", ["store", "sharing", "model"])
+def test_a_click_in_a_canvas_opens_what_is_there(
+    view: str, browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    opened(browser, family(store, tmp_path), tmp_path, view)
+
+    box = browser.run(
+        "(({x, y, width, height}) => [x, y, width, height])"
+        "(document.querySelector('canvas').getBoundingClientRect())"
+    )
+    for across, down in itertools.product((0.3, 0.5, 0.7, 0.9), (0.5, 0.7, 0.9)):
+        browser.click(box[0] + across * box[2], box[1] + down * box[3])
+        if browser.run("document.querySelector('.panel h3') !== null"):
+            break
+
+    assert browser.run("document.querySelector('.panel h3').textContent") != ""
+    assert browser.complaints == []
+
+
+def test_tensors_that_diff_calls_the_same_are_those_that_the_page_says_both_have(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = page_data(family(store, tmp_path))
+
+    same = {item.name for item in diff_models("tuned", "tiny", store=store).tensors if item.is_same}
+    places = {model["name"]: place for place, model in enumerate(data["store"]["models"])}
+    view = data["model"]["tuned:latest"]
+    shared = {
+        tensor[0]
+        for tensor in view["tensors"]
+        if places["tiny:latest"] in view["owners"][tensor[6]]
+    }
+    assert shared == same
+    assert 0 < len(same) < len(view["tensors"])
 
 
 def test_the_matrix_has_the_bytes_that_models_share(
