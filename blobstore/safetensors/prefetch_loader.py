@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from blobstore.core.escape import quote
 from blobstore.errors import SafetensorError
+from blobstore.safetensors.arguments import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -53,12 +54,15 @@ class PrefetchLoader:
             group has more.
 
     Raises:
-        SafetensorError: ``threads`` or ``bytes_in_flight`` is below 1, or two tensors have one name.
+        TypeError: ``threads`` or ``bytes_in_flight`` is no integer.
+        SafetensorError: one of them is below 1, or two tensors have one name.
     """
 
     def __init__(
         self, groups: Iterable[Group], *, threads: int = THREADS, bytes_in_flight: int = IN_FLIGHT
     ) -> None:
+        require(threads, int, "threads")
+        require(bytes_in_flight, int, "bytes_in_flight")
         if threads < 1 or bytes_in_flight < 1:
             raise SafetensorError("threads and bytes_in_flight must be at least 1")
         self._work = work = _Work([_Loading(group) for group in groups], bytes_in_flight)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -160,3 +162,30 @@ def test_a_loader_that_nobody_uses_ends() -> None:
 def test_bounds_must_be_positive(options: dict[str, int]) -> None:
     with pytest.raises(SafetensorError, match="at least 1"):
         PrefetchLoader([], **options)
+
+
+@pytest.mark.parametrize("name", ["threads", "bytes_in_flight"])
+@pytest.mark.parametrize("value", [2.5, "2", None])
+def test_bounds_must_be_integers(name: str, value: Any) -> None:
+    message = f"argument '{name}': '{type(value).__name__}' object is not an instance of 'int'"
+    with pytest.raises(TypeError, match=message):
+        PrefetchLoader([], **{name: value})
+
+
+def test_tensors_are_iterated_over_as_they_arrive() -> None:
+    may_end = threading.Event()
+    with PrefetchLoader([Letters("a", lambda: may_end.wait(SECONDS)), Letters("b")]) as loader:
+        found = iter(loader)
+        assert next(found) == ("b", "B")
+        may_end.set()
+        assert next(found) == ("a", "A")
+
+
+def test_a_tensor_that_was_taken_and_dropped_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Letters("ab")
+    monkeypatch.setattr(group, "build", lambda: ((name, {name}) for name in group.text))
+    with PrefetchLoader([group]) as loader:
+        tensor = weakref.ref(loader.take("a"))
+        gc.collect()
+        assert tensor() is None
+        assert loader.take("b") == {"b"}
