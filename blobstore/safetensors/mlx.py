@@ -37,7 +37,7 @@ def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any
     Raises:
         UnsupportedDType: MLX has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
-    return copied(as_array(memory, offset, spec), spec)
+    return copied(as_array(memory, offset, spec, "MLX"), spec)
 
 
 def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
@@ -146,6 +146,8 @@ def read_slice(
     device: str = "cpu",  # noqa: ARG001 - torch's
 ) -> Any:
     """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
+    if spec.dtype.bits < 8:  # noqa: PLR2004 - bits of a byte
+        raise arrays.no_type(spec, "MLX")
     part = arrays.read_slice(reader, begin, spec, selection)
     return copied(np.asarray(part, order="C"), spec)  # MLX has no negative strides
 
@@ -166,6 +168,8 @@ def _as_numpy(tensors: Mapping[str, mx.array]) -> dict[str, np.ndarray[Any, Any]
 
 def _array(tensor: mx.array) -> np.ndarray[Any, Any]:
     """Return an array as one of numpy, not copied; it may be strided."""
-    if tensor.dtype == mx.bfloat16:  # there is no buffer of this type
+    if (
+        isinstance(tensor, mx.array) and tensor.dtype == mx.bfloat16
+    ):  # there is no buffer of this type
         return np.asarray(tensor.view(mx.uint16)).view(arrays.BF16)
     return np.asarray(tensor)

@@ -66,15 +66,18 @@ _BITS: dict[int, np.dtype[Any]] = {
 }
 
 
-def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> np.ndarray[Any, Any]:
+def as_array(
+    memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec, framework: str = "numpy"
+) -> np.ndarray[Any, Any]:
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as an array that views the memory.
 
-    The array is writable only if the memory is. It may be unaligned, which numpy supports.
+    The array is writable only if the memory is. It may be unaligned, which numpy supports. Errors name
+    ``framework``, for which the array is.
 
     Raises:
         UnsupportedDType: numpy has no packed type of 4 or 6 bits, or cannot hold the shape.
     """
-    dtype = _DTYPES.get(spec.dtype) or _extension(spec)
+    dtype = _DTYPES.get(spec.dtype) or _extension(spec, framework)
     elements = spec.elements
     try:
         if not elements:
@@ -82,7 +85,7 @@ def as_array(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> n
         return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
     except ValueError as error:  # over 64 dimensions, or dimensions of size 0 and very large ones
         raise UnsupportedDType(
-            f"tensor {quote(spec.name)}: numpy cannot hold its shape: {error}"
+            f"tensor {quote(spec.name)}: {framework} cannot hold its shape: {error}"
         ) from None
 
 
@@ -258,14 +261,19 @@ def _type_in_file(dtype: np.dtype[Any]) -> DType:
     return DType.F4 if dtype.name == _F4 else dtype_by_name(dtype.name)
 
 
-def _extension(spec: TensorSpec) -> np.dtype[Any]:
+def no_type(spec: TensorSpec, framework: str) -> UnsupportedDType:
+    """Return the error for a type of 4 or 6 bits."""
+    return UnsupportedDType(
+        f"tensor {quote(spec.name)}: {framework} has no packed {spec.dtype.value}",
+        advice="read its bytes with Model.view()",
+    )
+
+
+def _extension(spec: TensorSpec, framework: str = "numpy") -> np.dtype[Any]:
     """Return the type of a tensor that numpy itself does not have, and remember it."""
     name = _EXTENSIONS.get(spec.dtype)
     if name is None:
-        raise UnsupportedDType(
-            f"tensor {quote(spec.name)}: numpy has no packed {spec.dtype.value}",
-            advice="read its bytes with Model.view()",
-        )
+        raise no_type(spec, framework)
     dtype = _DTYPES[spec.dtype] = ml_dtype(name)
     return dtype
 

@@ -9,9 +9,11 @@ import pytest
 
 mx: Any = pytest.importorskip("mlx.core")
 
-import safetensors.numpy as reference  # noqa: E402 - after the check
+import safetensors.mlx as reference  # noqa: E402 - after the check
 
-from blobstore.safetensors import safe_open  # noqa: E402
+from blobstore.core.tensor import DType, TensorSpec  # noqa: E402
+from blobstore.safetensors import SafetensorError, safe_open  # noqa: E402
+from blobstore.safetensors.header import encode_file_header  # noqa: E402
 from blobstore.safetensors.mlx import load, load_file, save, save_file  # noqa: E402
 
 BACKENDS = ["mmap", "pread"]
@@ -50,6 +52,43 @@ def test_each_type_comes_back(tmp_path: Path, dtype: str, backend: str) -> None:
         assert file.metadata() == {"x": "y"}
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [DType.F4, DType.F6_E2M3, DType.F6_E3M2])
+def test_types_that_mlx_lacks_are_refused_by_its_name(
+    tmp_path: Path, dtype: DType, backend: str
+) -> None:
+    spec = TensorSpec("a", dtype, (4,))
+    (tmp_path / "a").write_bytes(encode_file_header([spec], None) + bytes(spec.nbytes))
+    file = safe_open(tmp_path / "a", "mlx", backend=backend)
+
+    for read in (
+        lambda: file.get_tensor("a"),
+        lambda: file.get_slice("a")[2:],
+        lambda: file.prefetch().take("a"),
+        lambda: load_file(tmp_path / "a", backend=backend),
+        lambda: load((tmp_path / "a").read_bytes()),
+    ):
+        with pytest.raises(SafetensorError, match=f"^tensor 'a': MLX has no packed {dtype.value}$"):
+            read()
+
+
+@pytest.mark.parametrize("value", [1, 2.5, [[1, 2], [3, 4]]])
+def test_what_numpy_takes_for_an_array_is_saved_as_the_reference_does(value: Any) -> None:
+    assert save({"a": value}) == reference.save({"a": value})
+
+
+@pytest.mark.parametrize("tensors", [[1], {"a": "x"}, {1: array()}], ids=str)
+def test_other_values_are_errors_of_the_reference(tensors: Any) -> None:
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
+        reference.save(tensors)
+
+    with pytest.raises(Exception) as ours:  # noqa: PT011 - as above
+        save(tensors)
+
+    assert type(ours.value).__name__ == type(theirs.value).__name__
+    assert str(ours.value) == str(theirs.value)
+
+
 def test_doubles_stay_doubles(tmp_path: Path) -> None:
     with mx.stream(mx.cpu):
         found = load(save({"a": mx.array([0.1], dtype=mx.float64)}))["a"]
@@ -76,6 +115,6 @@ def test_files_of_mlx_itself_are_read(tmp_path: Path) -> None:
 
 
 def test_the_bytes_are_those_of_the_reference() -> None:
-    import numpy as np
+    arrays = {dtype: array(dtype) for dtype in DTYPES if dtype != "bfloat16"}
 
-    assert save({"a": array()}) == reference.save({"a": np.array(array())})
+    assert save(arrays, {"x": "y"}) == reference.save(arrays, {"x": "y"})
