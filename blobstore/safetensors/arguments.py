@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from blobstore.core.escape import escape
@@ -16,7 +17,8 @@ _FRAMEWORKS = {
     "mlx": "mlx",
 }
 FRAMEWORK_NAMES = {"numpy": "numpy", "torch": "pytorch", "mlx": "mlx"}
-_DEVICE = re.compile(r"(cuda|musa|npu|xpu|xla|mlu|hpu)(?::(.*))?", re.DOTALL)
+_DEVICE = re.compile(r"(mps|cuda|musa|npu|xpu|xla|mlu|hpu)(?::([^:]*))?")
+_MAX_U64 = 2**64 - 1
 
 
 def check_metadata(metadata: object) -> None:
@@ -68,19 +70,29 @@ def parse_device(device: object) -> str:
     """
     if device is None or device == "cpu":
         return "cpu"
-    if type(device) is int and device >= 0:
-        return str(device)
     if isinstance(device, str):
-        if device in ("mps", "mps:0"):
-            return "mps"
-        if device.startswith("mps:"):
+        if found := _DEVICE.fullmatch(device):
+            number = 0 if found[2] is None else _parse_number(found[2])
+            if found[1] != "mps":
+                return f"{found[1]}:{number}"
+            if not number:
+                return "mps"
             raise SafetensorError(
                 f"device {escape(device, 200)} is invalid: only mps or mps:0 is supported"
             )
-        found = _DEVICE.fullmatch(device)
-        if found:
-            if found[2] is not None and not (found[2].isascii() and found[2].isdigit()):
-                raise ValueError("invalid digit found in string")
-            return f"{found[1]}:{found[2] or 0}"
+    elif hasattr(device, "__index__") and 0 <= operator.index(device) <= _MAX_U64:
+        return str(operator.index(device))
     text = device if isinstance(device, str) else repr(device)
     raise SafetensorError(f"device {escape(text, 200)} is invalid")
+
+
+def _parse_number(text: str) -> int:
+    if not text:
+        raise ValueError("cannot parse integer from empty string")
+    digits = text.removeprefix("+")
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError("invalid digit found in string")
+    number = int(digits)
+    if number > _MAX_U64:
+        raise ValueError("number too large to fit in target type")
+    return number

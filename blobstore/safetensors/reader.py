@@ -337,7 +337,7 @@ def _open(filename: str | os.PathLike[str]) -> tuple[int, int]:
         raise TypeError("argument 'filename': 'bytes' object is not an instance of 'str'")
     try:
         return open_regular(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a NUL or a lone surrogate
         raise FileNotFoundError(f"No such file or directory: {path}") from None
     except BlobstoreError:
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), path) from None

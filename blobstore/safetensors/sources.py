@@ -76,6 +76,10 @@ class FileSource:
     def __del__(self) -> None:
         os.close(self._descriptor)
 
+    def __reduce__(self) -> str:
+        """Refuse copies: each would close the file."""
+        raise TypeError("an open file cannot be copied or pickled")
+
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill memory with the bytes from ``offset`` on. Raises as :meth:`ByteSource.read_into`."""
         done = 0

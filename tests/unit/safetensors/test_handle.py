@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import gc
 import hashlib
+import json
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +57,9 @@ def test_a_handle_is_a_collection_of_names(path: Path) -> None:
         assert np.array_equal(file["a"], FOUND["a"])
 
 
-def test_the_header_says_what_a_tensor_is(path: Path) -> None:
-    with safe_open(path, "np") as file:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_header_says_what_a_tensor_is(path: Path, backend: str) -> None:
+    with safe_open(path, "np", backend=backend) as file:
         meta = file.get_tensor_meta("a")
 
     assert meta == ("I8", [4], (24, 28))
@@ -124,6 +130,37 @@ def test_tensors_that_were_read_do_not_share_memory(path: Path) -> None:
     assert np.array_equal(other, FOUND["b"])
 
 
+@pytest.mark.parametrize("framework", ["np", "pt"])
+def test_two_reads_of_a_mapped_tensor_return_the_same_memory(path: Path, framework: str) -> None:
+    with safe_open(path, framework) as file:
+        file.get_tensor("b")[0, 0] = 7
+
+        assert file.get_tensor("b")[0, 0] == file.get_slice("b")[0, 0] == 7
+        assert file.get_tensors()["b"][0, 0] == 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_an_open_file_is_not_copied(path: Path, backend: str, copied: Any) -> None:
+    with safe_open(path, "np", backend=backend) as file:
+        for each in file, file.get_slice("b"), file.prefetch():
+            with pytest.raises(TypeError):
+                copied(each)
+        gc.collect()
+        assert np.array_equal(file.get_tensor("b"), FOUND["b"])
+
+
+def test_names_of_equal_offsets_have_the_order_of_the_header(tmp_path: Path) -> None:
+    names = ["e", "b", "f", "a", "d", "c"]
+    entries = {name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in names}
+    text = json.dumps(entries).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text)
+
+    with safe_open(tmp_path / "a", "np") as file:
+        assert file.offset_keys() == list(file.get_tensors()) == names
+        assert file.keys() == sorted(names)
+
+
 def test_a_file_can_be_replaced_while_it_is_mapped(path: Path) -> None:
     with safe_open(path, "np") as file:
         tensors = file.get_tensors()
@@ -161,7 +198,13 @@ def both_fail(*args: Any, **options: Any) -> tuple[Exception, Exception]:
     return theirs.value, ours.value
 
 
-@pytest.mark.parametrize("framework", ["foo", 3])
+@pytest.mark.parametrize("framework", ["jax", "flax", "tf", "tensorflow", "paddle"])
+def test_frameworks_that_numpy_serves_are_refused(path: Path, framework: str) -> None:
+    with pytest.raises(SafetensorError, match=f"^framework {framework} is invalid$"):
+        safe_open(path, framework)
+
+
+@pytest.mark.parametrize("framework", ["foo", "", "Numpy", 3, b"np"])
 def test_other_frameworks_are_refused(path: Path, framework: Any) -> None:
     theirs, ours = both_fail(path, framework)
 
@@ -169,10 +212,22 @@ def test_other_frameworks_are_refused(path: Path, framework: Any) -> None:
     assert str(ours) == str(theirs)
 
 
+NO_DEVICES: list[Any] = [
+    "meta",
+    "CPU",
+    "cpu:0",
+    "mps:1",
+    -1,
+    1.5,
+    torch.device("cpu"),
+    "cuda:x",
+    "cuda:-1",
+]
+NO_DEVICES += ["cuda:", "cuda:1:2", f"cuda:{2**64}", 2**64, "mps:x", "mps:", "cuda1", ""]
+
+
 @pytest.mark.parametrize("framework", ["np", "pt"])
-@pytest.mark.parametrize(
-    "device", ["meta", "CPU", "cpu:0", "mps:1", -1, 1.5, torch.device("cpu"), "cuda:x", "cuda:-1"]
-)
+@pytest.mark.parametrize("device", NO_DEVICES)
 def test_other_devices_are_refused(path: Path, framework: str, device: Any) -> None:
     theirs, ours = both_fail(path, framework, device)
 
@@ -180,11 +235,30 @@ def test_other_devices_are_refused(path: Path, framework: str, device: Any) -> N
     assert str(ours) == str(theirs)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "mps", 0, "xpu:2"])
-def test_numpy_has_no_devices(path: Path, device: Any) -> None:
-    theirs, ours = both_fail(path, "np", device)
+DEVICES = ["cuda", "cuda:1", "cuda:+1", "cuda:01", "mps", "mps:0", "musa", "npu:3", "xpu:2"]
+DEVICES += ["xla", "mlu", "hpu:1"]
+NUMBERS = [0, 3, True, np.int64(1)]
 
+
+@pytest.mark.parametrize("framework", ["np", "mlx"])
+@pytest.mark.parametrize("device", [*DEVICES, *NUMBERS])
+def test_numpy_and_mlx_have_no_devices(path: Path, framework: str, device: Any) -> None:
+    theirs, ours = both_fail(path, framework, device)
+
+    assert type(ours).__name__ == type(theirs).__name__
     assert str(ours) == str(theirs)
+
+
+@pytest.mark.parametrize("device", [*DEVICES, *NUMBERS])
+def test_torch_judges_whether_a_device_is_there(path: Path, device: Any) -> None:
+    safetensors.safe_open(path, "pt", device)
+    file = safe_open(path, "pt", device)
+
+    try:
+        found = file.get_tensor("a")
+    except (RuntimeError, AssertionError, ImportError):
+        return
+    assert found.device.type != "cpu"
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -200,13 +274,46 @@ def test_other_backends_are_refused(path: Path, backend: Any) -> None:
     assert str(ours) == str(theirs)
 
 
-@pytest.mark.parametrize("filename", [3, None, ["a"]])
-def test_a_filename_is_text_or_a_path(filename: Any) -> None:
-    with pytest.raises(TypeError):
-        safe_open(filename, "np")
+class Named:
+    """A path whose name may be bytes."""
+
+    def __init__(self, name: str | bytes) -> None:
+        self.name = name
+
+    def __fspath__(self) -> str | bytes:
+        return self.name
 
 
-@pytest.mark.parametrize("name", ["missing", "a.safetensors/inside"])
+@pytest.mark.parametrize("filename", [3, None, ["a"], Named(b"a")], ids=repr)
+def test_a_filename_is_text_or_a_path(path: Path, filename: Any) -> None:
+    theirs, ours = both_fail(filename, "np")
+
+    assert type(ours) is type(theirs) is TypeError
+    assert str(ours).startswith("argument 'filename': ")
+    assert len(safe_open(Named(str(path)), "np")) == 3
+
+
+@pytest.mark.parametrize("framework", ["np", "pt"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_filename_may_be_no_utf8(path: Path, framework: str, backend: str) -> None:
+    odd = path.rename(path.with_name(os.fsdecode(b"\xff.safetensors")))
+
+    with safe_open(odd, framework, backend=backend) as file:
+        assert file.get_tensor("a").tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_that_may_not_be_read_is_an_error_of_its_own(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)  # root may read every file
+    with pytest.raises(PermissionError, match="Permission denied"):
+        safe_open(path, "np")
+
+
+@pytest.mark.parametrize("name", ["missing", "a.safetensors/inside", "nul\0"])
 def test_a_missing_file_is_an_error_of_the_reference(path: Path, name: str) -> None:
     theirs, ours = both_fail(str(path.parent / name), "np")
 
