@@ -12,8 +12,8 @@ from blobstore.errors import SafetensorError
 from blobstore.safetensors.arguments import FRAMEWORK_NAMES, parse_device, parse_framework, require
 from blobstore.safetensors.plans import groups, part, whole
 from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
-from blobstore.safetensors.reader import digest, framework_errors, open_reader
-from blobstore.safetensors.slices import SafeSlice
+from blobstore.safetensors.reader import MemoryReader, digest, framework_errors, open_reader
+from blobstore.safetensors.slices import SafeSlice, select
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from blobstore.safetensors.slices import Selection
 
     Plan = Mapping[str, Any]
+
+_BYTE = 8
 
 
 class TensorMeta(NamedTuple):
@@ -95,6 +97,18 @@ class _Tensors:
             return self._framework.read_slice(
                 reader or self._reader, begin, spec, selection, self._device
             )
+
+    def read_index(self, spec: TensorSpec, index: Any) -> Any:
+        """Return the elements of a tensor that an index selects."""
+        try:
+            selection = select(spec.shape, index)
+        except SafetensorError:
+            # As in the reference library, torch judges what it can view.
+            is_viewed = isinstance(self._reader, MemoryReader) and spec.dtype.bits >= _BYTE
+            if not is_viewed or _module(self._framework) != "torch":
+                raise
+            return self.read(self.entry(spec.name))[index]
+        return self.read_slice(spec, selection)
 
     def groups(self, plan: Plan, device: str | int | None) -> Iterator[FileGroup]:
         """Yield the tensors of a plan that the file has, in groups that are read together."""
@@ -267,9 +281,13 @@ def prefetch(
 
 def _place(framework: Framework, device: str | int | None) -> str:
     """Return the device for a framework. Raises SafetensorError if it has none but the processor."""
-    place, module = parse_device(device), framework.__name__.rpartition(".")[2]
+    place, module = parse_device(device), _module(framework)
     if place != "cpu" and module != "torch":
         raise SafetensorError(
             f"Device {place} is not supported for framework {FRAMEWORK_NAMES[module]}"
         )
     return place
+
+
+def _module(framework: Framework) -> str:
+    return framework.__name__.rpartition(".")[2]

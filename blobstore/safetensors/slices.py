@@ -58,18 +58,21 @@ class SafeSlice:
     def __getitem__(self, index: Any) -> Any:
         """Return a slice; only the bytes that it needs are read.
 
+        A torch tensor of a map takes every index that torch knows, such as lists and masks.
+
         Raises:
             SafetensorError: the index has other types than integers, slices and ``...``, or an integer
-                is out of range.
+                is out of range; for a torch tensor of a map, torch's exceptions.
+            TypeError: the bounds of a slice are no integers.
         """
-        return self._tensors.read_slice(self._spec, select(self._spec.shape, index))
+        return self._tensors.read_index(self._spec, index)
 
 
 class SliceReader(Protocol):
     """What a slice is read from."""
 
-    def read_slice(self, spec: TensorSpec, selection: Selection) -> Any:
-        """Return the selected elements as a tensor of the framework."""
+    def read_index(self, spec: TensorSpec, index: Any) -> Any:
+        """Return the elements that an index selects as a tensor of the framework."""
 
 
 def as_slice(positions: range) -> slice:
@@ -87,6 +90,7 @@ def select(shape: Sequence[int], index: Any) -> Selection:
 
     Raises:
         SafetensorError: the index has another type, too many dimensions, or an integer out of range.
+        TypeError: the bounds of a slice are no integers.
     """
     items = index if isinstance(index, tuple) else (index,)
     gaps = [position for position, item in enumerate(items) if item is ...]
@@ -110,7 +114,7 @@ def _positions(item: Any, size: int, dim: int, index: Any, shape: Sequence[int])
             raise SafetensorError("Non empty lists are not implemented")
         return range(0)
     if isinstance(item, slice):
-        return _range(item, size, dim)
+        return _range(item, size)
     try:
         number = operator.index(item)
     except TypeError:
@@ -123,11 +127,9 @@ def _positions(item: Any, size: int, dim: int, index: Any, shape: Sequence[int])
     return range(number % size, number % size + 1)
 
 
-def _range(item: slice, size: int, dim: int) -> range:
+def _range(item: slice, size: int) -> range:
     try:
         return range(*item.indices(size))
-    except TypeError:
-        raise _unsupported(dim) from None
     except ValueError:
         raise SafetensorError("Slice step must be a non-zero integer, got 0") from None
 

@@ -79,6 +79,7 @@ def test_a_plan_has_parts_in_any_dimension(path: Path, framework: str, backend: 
         ({"absent": None}, "File does not contain tensor absent"),
         ({"cube": 5}, "index 5 out of bounds"),
         ({"cube": "x"}, "Unsupported slice index"),
+        ({"scalar": slice(0, 1)}, "more slicing indexes than dimensions"),
     ],
 )
 def test_plans_that_cannot_be_met_are_refused(path: Path, plan: Any, message: str) -> None:
@@ -90,6 +91,14 @@ def test_plans_that_cannot_be_met_are_refused(path: Path, plan: Any, message: st
 def test_a_plan_is_a_map(path: Path, plan: Any) -> None:
     with safe_open(path, "np") as file, pytest.raises(TypeError, match="argument 'plan'"):
         file.prefetch(plan)
+
+
+def test_a_file_may_have_several_loaders(path: Path) -> None:
+    with safe_open(path, "np") as file:
+        one, other = file.prefetch({"cube": None}), file.prefetch({"cube": 1, "scalar": None})
+    assert one.names() == ["cube"]
+    assert dict(other)["cube"].tolist() == TENSORS["cube"][1].tolist()
+    assert one.take("cube").tolist() == TENSORS["cube"].tolist()
 
 
 def test_a_tensor_that_a_framework_cannot_hold_fails_alone(tmp_path: Path) -> None:

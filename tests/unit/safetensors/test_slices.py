@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nst
@@ -82,8 +83,77 @@ def test_a_file_is_sliced_as_numpy_slices_an_array(data: st.DataObject) -> None:
     ],
     ids=repr,
 )
-def test_python_semantics_hold_where_the_reference_fails(part: Any, index: Any) -> None:
-    assert np.array_equal(part[index], ARRAY[index])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("framework", ["np", "pt", "mlx"])
+def test_python_semantics_hold_where_the_reference_fails(
+    tmp_path: Path, framework: str, backend: str, index: Any
+) -> None:
+    save_file({"a": ARRAY}, tmp_path / "a")
+
+    found = safe_open(tmp_path / "a", framework, backend=backend).get_slice("a")[index]
+
+    assert found.tolist() == ARRAY[index].tolist()
+    assert found.shape == ARRAY[index].shape
+
+
+@pytest.mark.parametrize(
+    "index",
+    [np.s_[::2], ..., np.s_[2:2], 1, -1, (1, 2), (), np.s_[3:7:3, 1:], [], np.s_[..., 1, :]],
+    ids=repr,
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("framework", ["np", "pt", "mlx"])
+def test_slices_are_those_of_the_reference(
+    tmp_path: Path, framework: str, backend: str, index: Any
+) -> None:
+    save_file({"a": ARRAY}, tmp_path / "a")
+    theirs = safetensors.safe_open(tmp_path / "a", framework, backend=backend)
+
+    found = safe_open(tmp_path / "a", framework, backend=backend).get_slice("a")[index]
+
+    expected = theirs.get_slice("a")[index]
+    assert type(found) is type(expected)
+    assert found.shape == expected.shape
+    assert found.tolist() == expected.tolist()
+
+
+TORCH_INDEXES = [
+    [0, 1],
+    None,
+    np.array([1]),
+    torch.tensor([3, -1]),
+    torch.arange(10) > 4,
+    np.s_[:, [0, 2]],
+    np.s_[:, None],
+    (..., ...),
+    range(2),
+]
+
+
+@pytest.mark.parametrize("index", TORCH_INDEXES, ids=repr)
+def test_torch_takes_any_index_of_its_own_on_a_map(tmp_path: Path, index: Any) -> None:
+    save_file({"a": ARRAY}, tmp_path / "a")
+    theirs = safetensors.safe_open(tmp_path / "a", "pt").get_slice("a")
+
+    found = safe_open(tmp_path / "a", "pt").get_slice("a")[index]
+
+    assert torch.equal(found, theirs[index])
+    with pytest.raises(SafetensorError):
+        _ = safe_open(tmp_path / "a", "pt", backend="pread").get_slice("a")[index]
+
+
+@pytest.mark.parametrize(
+    "index", [10, -11, (0, 0, 0), 1.0, "a", {}, 2**31, 2**63, np.s_[::0], np.s_["a":]], ids=repr
+)
+def test_errors_of_other_indexes_on_a_map_are_those_of_torch(tmp_path: Path, index: Any) -> None:
+    save_file({"a": ARRAY}, tmp_path / "a")
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
+        _ = safetensors.safe_open(tmp_path / "a", "pt").get_slice("a")[index]
+
+    with pytest.raises(type(theirs.value)) as ours:
+        _ = safe_open(tmp_path / "a", "pt").get_slice("a")[index]
+
+    assert str(ours.value) == str(theirs.value)
 
 
 def test_an_element_is_an_array_without_dimensions(part: Any) -> None:
@@ -120,10 +190,15 @@ def test_other_indexes_are_the_errors_of_the_reference(
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize("index", [np.s_[::0], np.s_["a":], np.s_[2**31]], ids=repr)
-def test_a_slice_that_makes_no_sense_is_an_error(part: Any, index: Any) -> None:
-    with pytest.raises(SafetensorError):
+@pytest.mark.parametrize("index", [np.s_[::0], np.s_["a":], np.s_[:1.5], 2**31], ids=repr)
+def test_a_slice_that_makes_no_sense_is_an_error(part: Any, tmp_path: Path, index: Any) -> None:
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - whatever it is
+        _ = safetensors.safe_open(tmp_path / "a", "np").get_slice("a")[index]
+
+    with pytest.raises(Exception) as ours:  # noqa: PT011 - as above
         _ = part[index]
+
+    assert type(ours.value).__name__ == type(theirs.value).__name__
 
 
 def test_shape_and_type_are_those_of_the_header(part: Any) -> None:
