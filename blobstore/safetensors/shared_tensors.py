@@ -38,27 +38,27 @@ def is_complete(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() == storage_ptr(tensor) and nbytes == storage_size(tensor)
 
 
-def find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
+def find_shared_tensors(state_dict: Mapping[str, torch.Tensor]) -> list[set[str]]:
     """Return the names of tensors in groups, within which they share bytes.
 
     Tensors without bytes share none. A tensor alone is a group if it shares its storage, but no byte of it.
     """
     storages: dict[tuple[object, int, int], list[str]] = defaultdict(list)
-    for name, tensor in tensors.items():
+    for name, tensor in state_dict.items():
         if tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             address, size = storage.data_ptr(), storage.nbytes()
             if address and size:
                 storages[tensor.device, address, size].append(name)
     groups = [names for names in storages.values() if len(names) > 1]
-    return [run for names in groups for run in _overlapping(tensors, names)]
+    return [run for names in groups for run in _overlapping(state_dict, names)]
 
 
 def remove_duplicate_names(
-    tensors: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor],
     *,
-    preferred_names: Iterable[str] = (),
-    discard_names: Iterable[str] = (),
+    preferred_names: Iterable[str] | None = None,
+    discard_names: Iterable[str] | None = None,
 ) -> dict[str, list[str]]:
     """Return, by the name that stays, the names whose tensors it contains.
 
@@ -67,19 +67,18 @@ def remove_duplicate_names(
     Raises:
         RuntimeError: tensors share memory, and none of them covers it.
     """
-    preferred, discarded = set(preferred_names), set(discard_names)
+    preferred, discarded = set(preferred_names or ()), set(discard_names or ())
     removed: dict[str, list[str]] = {}
-    for group in find_shared_tensors(tensors):
+    for group in find_shared_tensors(state_dict):
         if len(group) > 1:
-            complete = {name for name in group if is_complete(tensors[name])}
+            complete = {name for name in group if is_complete(state_dict[name])}
             if not complete:
                 raise RuntimeError(
                     f"tensors {_listed(group)} share memory, and none of them covers its storage, "
                     "so the file would have more or fewer bytes than the model; copy them first, "
                     "with .clone()"
                 )
-            choice = complete - discarded or complete
-            kept = min(choice & preferred or choice)
+            kept = min(complete & preferred or complete - discarded or complete)
             removed[kept] = sorted(group - {kept})
     return removed
 

@@ -10,8 +10,9 @@ import torch
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedDType, UsageError
+from blobstore.safetensors.handle import safe_open
 from blobstore.safetensors.header import SUB_BYTE_RULE
 from blobstore.safetensors.shared_tensors import end_ptr as _end_ptr
 from blobstore.safetensors.shared_tensors import find_shared_tensors as _find_shared_tensors
@@ -33,11 +34,13 @@ if TYPE_CHECKING:
 __all__ = [
     "_end_ptr",
     "_find_shared_tensors",
+    "_getdtype",
     "_is_complete",
     "_remove_duplicate_names",
     "load",
     "load_file",
     "load_model",
+    "safe_open",
     "save",
     "save_file",
     "save_model",
@@ -343,7 +346,7 @@ def load_model(
         for name in names:
             if name in missing:
                 missing.remove(name)
-            elif strict:
+            else:
                 unexpected.append(name)
     if strict and (missing or unexpected):
         lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
@@ -451,6 +454,11 @@ def _check_tensors(tensors: Mapping[str, object]) -> None:
                 "in which case it's recommended to save only the full tensors, and reslice at load "
                 "time, or simply call `.contiguous()` on your tensor to pack it before saving."
             )
+
+
+def _getdtype(dtype_str: str) -> torch.dtype:
+    """Return the type that a name in files means. Raises KeyError for those that torch packs or lacks."""
+    return _DTYPES[DTYPES[dtype_str]]
 
 
 def _to_ndarray(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], torch.Tensor]:

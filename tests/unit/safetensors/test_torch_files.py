@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict, UserDict
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,15 @@ def test_a_loaded_tensor_covers_its_storage(tmp_path: Path) -> None:
 
     assert storage_size(found["a"]) == 12
     assert storage_ptr(found["a"]) == found["a"].data_ptr()
-    save_file(found, tmp_path / "a")
+
+
+def test_tensors_are_saved_over_the_file_that_they_view(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3), "b": torch.arange(2.0)}, tmp_path / "a")
+    before = (tmp_path / "a").read_bytes()
+
+    save_file(load_file(tmp_path / "a"), tmp_path / "a")
+
+    assert (tmp_path / "a").read_bytes() == before
 
 
 # Checks
@@ -188,20 +197,37 @@ SQUARE = torch.arange(16.0).reshape(4, 4)
         {"a": torch.zeros(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)},
         {"a": SQUARE.to_sparse(), "b": torch.ones(1), "c": SQUARE.to_sparse()},
         {"a": torch.zeros(2, device="meta")},
+        {"a": torch.zeros(2, device="meta"), "b": torch.zeros(2, device="meta")},
         {"a": torch.zeros(2, dtype=torch.complex128)},
+        {"a": torch.empty(2, dtype=vars(torch)["uint1"])},
+        {"a": np.zeros(2)},
+        {"a": None},
         {1: SQUARE},
+        UserDict(a=SQUARE),
+        None,
     ],
-    ids=str,
+    ids=lambda tensors: str(type(tensors)),
 )
-def test_a_tensor_that_cannot_be_saved_is_an_error_of_the_reference(tensors: Any) -> None:
-    theirs, found = both_fail("save", tensors)
+def test_a_tensor_that_cannot_be_saved_is_an_error_of_the_reference(
+    tmp_path: Path, tensors: Any
+) -> None:
+    for call, *more in ("save",), ("save_file", tmp_path / "a"):
+        theirs, found = both_fail(call, tensors, *more)
 
-    assert type(found) is type(theirs)
-    assert str(found) == str(theirs)
+        assert type(found) is type(theirs)
+        assert str(found) == str(theirs)
+    assert not list(tmp_path.iterdir())
 
 
-def test_tensors_that_share_memory_are_refused() -> None:
-    theirs, found = both_fail("save", {"a": SQUARE, "b": SQUARE[:2]})
+def test_any_dict_of_tensors_is_saved() -> None:
+    tensors = OrderedDict(b=torch.nn.Parameter(SQUARE), a=torch.zeros(0))
+
+    assert save(tensors) == reference.save(tensors)
+
+
+@pytest.mark.parametrize("part", [SQUARE, SQUARE[:2], SQUARE.t(), SQUARE.view(torch.uint8)])
+def test_tensors_that_share_memory_are_refused(part: torch.Tensor) -> None:
+    theirs, found = both_fail("save", {"a": SQUARE, "b": part})
 
     assert type(found) is type(theirs) is RuntimeError
     assert "Some tensors share memory" in str(found)
@@ -220,6 +246,58 @@ def test_parts_of_one_storage_are_saved_if_they_do_not_overlap() -> None:
     parts = {"a": SQUARE[:2], "b": SQUARE[2:], "c": SQUARE[:0]}
 
     assert save(parts) == reference.save(parts)
+
+
+MEMORY = torch.arange(24.0)
+STATES: dict[str, dict[str, torch.Tensor]] = {
+    "none": {"a": torch.zeros(2), "b": torch.zeros(2)},
+    "same": {"b": MEMORY, "a": MEMORY, "c": torch.ones(3)},
+    "part": {"a": MEMORY[3:9], "b": MEMORY, "c": MEMORY[:2]},
+    "apart": {"a": MEMORY[:12], "b": MEMORY[12:]},
+    "runs": {"a": MEMORY[:12], "b": MEMORY[6:14], "c": MEMORY[14:], "d": MEMORY[20:]},
+    "strided": {"a": MEMORY.view(4, 6)[:, ::2], "b": MEMORY.view(4, 6)[:, 1::2]},
+    "types": {"a": MEMORY, "b": MEMORY.view(torch.int32), "c": MEMORY.view(torch.uint8)},
+    "empty": {"a": MEMORY[:0], "b": MEMORY[:0], "c": MEMORY, "d": torch.zeros(0)},
+    "meta": dict.fromkeys("ab", torch.zeros(3, device="meta")),
+}
+
+
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_shared_memory_is_what_the_reference_takes_for_it(state: dict[str, torch.Tensor]) -> None:
+    def groups(found: list[set[str]]) -> list[list[str]]:
+        return sorted(sorted(group) for group in found if len(group) > 1)
+
+    assert groups(ours._find_shared_tensors(state)) == groups(reference._find_shared_tensors(state))
+    for tensor in state.values():
+        if tensor.device.type != "meta":
+            for helper in "storage_ptr", "storage_size", "_end_ptr", "_is_complete":
+                assert getattr(ours, helper)(tensor) == getattr(reference, helper)(tensor)
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"preferred_names": None, "discard_names": None},
+    {"preferred_names": ["b", "x"]},
+    {"discard_names": ["a"]},
+    {"preferred_names": ["a"], "discard_names": ["a"]},
+    {"discard_names": ["a", "b", "c"]},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_the_names_that_stay_are_those_of_the_reference(
+    state: dict[str, torch.Tensor], choice: dict[str, Any]
+) -> None:
+    try:
+        expected = reference._remove_duplicate_names(state, **choice)
+    except RuntimeError:
+        if any(len(names) > 1 for names in ours._find_shared_tensors(state)):
+            with pytest.raises(RuntimeError, match="none of them covers its storage"):
+                ours._remove_duplicate_names(state, **choice)
+            return
+        expected = {}  # nothing is shared
+    assert ours._remove_duplicate_names(state, **choice) == expected
 
 
 def test_metadata_is_a_map_of_texts() -> None:
@@ -286,6 +364,18 @@ def test_strided_weights_are_made_contiguous_unless_that_is_unwanted(tmp_path: P
         save_model(model, str(tmp_path / "a"), force_contiguous=False)
 
 
+def test_parts_of_a_storage_that_share_no_bytes_are_a_model(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Parameter(MEMORY[:4]), torch.nn.Parameter(MEMORY[4:])
+    with pytest.raises(RuntimeError, match="found no suitable name to keep"):
+        reference.save_model(model, str(tmp_path / "b"))
+
+    save_model(model, str(tmp_path / "a"))
+
+    assert load_model(model, tmp_path / "a") == (set(), [])
+    assert load_file(tmp_path / "a")["b"].tolist() == MEMORY[4:].tolist()
+
+
 def test_a_model_without_a_complete_tensor_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Module()
     memory = torch.zeros(10)
@@ -293,6 +383,31 @@ def test_a_model_without_a_complete_tensor_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="share memory, and none of them covers its storage"):
         save_model(model, str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.weight"], ["b.weight"], ["a.weight", "b.weight"], [], ["b.weight", "more"]],
+    ids=str,
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_of_tied_weights_are_judged_as_in_the_reference(
+    tmp_path: Path, names: list[str], strict: bool
+) -> None:
+    tensors = {name: torch.ones(3, 3) for name in names}
+    save_file({**tensors, "a.bias": torch.ones(3), "b.bias": torch.ones(3)}, tmp_path / "a")
+    results: list[Any] = []
+    for library in reference, ours:
+        torch.manual_seed(1)
+        model = Tied()
+        try:
+            found: Any = library.load_model(model, str(tmp_path / "a"), strict=strict)
+        except RuntimeError as error:
+            results.append(str(error))
+        else:
+            results.append((set(found[0]), list(found[1]), model.a.weight.tolist()))
+
+    assert results[0] == results[1]
 
 
 def test_names_that_differ_are_errors_of_the_reference(tmp_path: Path) -> None:
@@ -339,8 +454,14 @@ def test_an_unknown_device_is_an_error_of_the_reference(tmp_path: Path, device: 
     assert str(found.value) == str(theirs.value)
 
 
-def test_the_bytes_of_a_tensor_are_there_for_those_who_ask(tmp_path: Path) -> None:
+def test_what_other_libraries_take_from_the_module_is_there() -> None:
     assert ours._to_ndarray(SQUARE)[0].tobytes() == reference._to_ndarray(SQUARE)[0].tobytes()
+    assert ours.safe_open is safe_open
+    for code in reference._TYPES:
+        assert ours._getdtype(code) is reference._getdtype(code)
+    for code in "F4", "F6_E2M3", "F9":
+        with pytest.raises(KeyError):
+            ours._getdtype(code)
 
 
 def test_tied_tensors_are_written_once_and_returned_twice(tmp_path: Path) -> None:
