@@ -235,6 +235,8 @@ def _unsigned(value: object) -> int:
     number = operator.index(value)  # type: ignore[arg-type]
     if number < 0:
         raise OverflowError("can't convert negative int to unsigned")
+    if number >> 64:
+        raise OverflowError("int too big to convert")
     return number
 
 

@@ -97,6 +97,13 @@ def test_every_tensor_of_whole_bytes_is_aligned() -> None:
         offset += spec.nbytes
 
 
+def test_types_have_the_order_of_the_reference() -> None:
+    order = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3"
+    order += " F8_E5M2 I8 U8 F6_E3M2 F6_E2M3 F4 BOOL"
+    found = in_file_order(TensorSpec(dtype.value, dtype, (8,)) for dtype in DType)
+    assert [spec.name for spec in found] == order.split()
+
+
 def test_the_order_given_does_not_matter() -> None:
     specs = [TensorSpec(f"{dtype.value}{n}", dtype, (8,)) for dtype in DType for n in range(2)]
     assert in_file_order(specs) == in_file_order(specs[::-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import stat
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from blobstore.safetensors import (
     SafetensorsWriter,
     TensorSpec,
     deserialize,
+    header,
     safe_open,
     serialize,
     serialize_file,
@@ -103,6 +106,26 @@ def test_writes_no_tensors_as_the_reference_does() -> None:
     assert serialize({}) == safetensors.serialize({}) == b"\x08" + bytes(7) + b"{}      "
 
 
+def test_writes_the_bytes_of_the_format() -> None:
+    text = b'{"test":{"dtype":"I32","shape":[2,2],"data_offsets":[0,16]}}    '
+
+    assert serialize({"test": spec(np.zeros((2, 2), np.int32))}) == b"".join(
+        [b"\x40", bytes(7), text, bytes(16)]
+    )
+
+
+def test_every_character_is_written_as_the_reference_writes_it() -> None:
+    characters = "".join(map(chr, [*range(0x250), 0x2028, 0xFEFF, 0xFFFD, 0x1F600]))
+    array = np.zeros(1, np.uint8)
+    fields = arguments(array)
+    name, facts = f"__metadata__{characters}", {characters: characters}
+
+    written = serialize({name: spec(array)}, facts)
+
+    assert written == safetensors.serialize({name: safetensors.TensorSpec(**fields)}, facts)
+    assert safe_open(written, "np").keys() == [name]
+
+
 def test_empty_metadata_without_tensors_is_readable(tmp_path: Path) -> None:
     path = tmp_path / "empty.safetensors"
     serialize_file({}, path, metadata={})
@@ -120,9 +143,13 @@ def test_a_tensor_of_the_name_of_the_metadata_is_refused() -> None:
         save({"__metadata__": ARRAY})
 
 
-def test_a_header_over_the_limit_is_refused() -> None:
+def test_a_header_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(header, "MAX_HEADER_SIZE", 1024)
+    size = 1024 - len('{"__metadata__":{"a":""}}')
+
+    assert len(serialize({}, {"a": "x" * size})) == 8 + 1024
     with pytest.raises(InvalidHeader, match="Error while serializing: header too large"):
-        serialize({}, {"a": "x" * 100_000_000})
+        serialize({}, {"a": "x" * (size + 1)})
 
 
 # TensorSpec
@@ -138,8 +165,48 @@ def test_a_spec_describes_itself_as_the_reference_does() -> None:
 
 
 def test_a_spec_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        spec(ARRAY).dtype = "float64"  # type: ignore[misc]
+    for name in "dtype", "shape", "data_ptr", "data_len", "other":
+        with pytest.raises(AttributeError):
+            setattr(spec(ARRAY), name, 1)
+
+
+def test_specs_are_compared_by_identity() -> None:
+    assert spec(ARRAY) != spec(ARRAY)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 3), np.array([2, 3]), torch.Size([2, 3]), [True, np.int8(6)]]
+)
+def test_a_shape_is_any_sequence_of_integers(shape: Any) -> None:
+    fields = arguments(ARRAY) | {"shape": shape}
+
+    assert TensorSpec(**fields).shape == safetensors.TensorSpec(**fields).shape
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dtype": 3},
+        {"dtype": None},
+        {"shape": 3},
+        {"shape": None},
+        {"shape": "12"},
+        {"shape": [1.5]},
+        {"shape": [2**64]},
+        {"data_ptr": 1.5},
+        {"data_ptr": 2**64},
+        {"data_len": "4"},
+        {"data_len": 2**64},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_wrong_fields_are_errors_as_in_the_reference(fields: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, OverflowError)) as theirs:
+        safetensors.TensorSpec(**arguments(ARRAY) | fields)
+
+    with pytest.raises(theirs.type):
+        TensorSpec(**arguments(ARRAY) | fields)
 
 
 def test_a_spec_takes_keywords_alone() -> None:
@@ -259,6 +326,18 @@ def test_the_target_of_a_symlink_is_replaced(tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
+def test_another_name_of_a_file_keeps_its_bytes(tmp_path: Path) -> None:
+    for module in safetensors.numpy.save_file, save_file:
+        old, other = tmp_path / f"{module.__module__} old", tmp_path / f"{module.__module__} other"
+        old.write_bytes(b"old")
+        other.hardlink_to(old)
+
+        module({"a": ARRAY}, old)
+
+        assert other.read_bytes() == b"old"
+        assert old.read_bytes() == save({"a": ARRAY})
+
+
 def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -289,6 +368,24 @@ def test_bytes_are_durable_before_they_get_the_name(
     save_file({"a": ARRAY}, tmp_path / "a")
 
     assert done == ["sync", "rename", "sync"]
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "a").write_bytes(b"old")
+    monkeypatch.setattr(os, "writev", refuse)
+    with pytest.raises(
+        SafetensorError,
+        match=r"^Error while serializing: I/O error: No space left on device \(os error 28\)$",
+    ):
+        save_file({"a": ARRAY}, tmp_path / "a")
+
+    assert (tmp_path / "a").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("name", [".", "missing/a"])
@@ -356,6 +453,15 @@ def test_any_buffer_is_read_without_a_copy(kind: Any) -> None:
     assert (name, entry["dtype"], entry["shape"]) == ("a", "F32", [2, 3])
     assert entry["data"] == ARRAY.tobytes()
     assert np.shares_memory(np.frombuffer(entry["data"], "u1"), np.frombuffer(data, "u1"))
+
+
+def test_tensors_are_taken_apart_as_by_the_reference() -> None:
+    data = save({"b": ARRAY, "a": ARRAY[0], "empty": ARRAY[:0], "c": np.array(True)})
+
+    ours, theirs = dict(deserialize(data)), dict(safetensors.deserialize(data))
+
+    assert ours == theirs
+    assert all(type(entry["shape"]) is list for entry in ours.values())
 
 
 @pytest.mark.parametrize("data", [b"", b"123", b"\xff" * 8, b"\x09" + bytes(7) + b"{}"])

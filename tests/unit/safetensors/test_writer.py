@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from blobstore.safetensors import SafetensorError, SafetensorsWriter
+from blobstore.safetensors import SafetensorError, SafetensorsWriter, safe_open
 from blobstore.safetensors.numpy import save
 from blobstore.safetensors.torch import save as save_torch
 
@@ -225,6 +226,25 @@ def test_a_file_object_that_cannot_seek_gets_them_in_order() -> None:
         SafetensorsWriter(pipe, {"a": ("U8", [3]), "b": ("F32", [2])}) as writer,
     ):
         writer.write("a", bytes(3))
+
+
+@pytest.mark.parametrize("way", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_member_of_an_archive_is_written_and_read(tmp_path: Path, way: int) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "a.zip", "w", way) as archive,
+        archive.open("model.safetensors", "w") as member,
+        SafetensorsWriter(member, KINDS) as writer,
+    ):
+        for name in writer.names():
+            writer.write(name, FOUND[name])
+    with (
+        zipfile.ZipFile(tmp_path / "a.zip") as archive,
+        archive.open("model.safetensors") as member,
+        safe_open(member, "np") as file,
+    ):
+        assert {name: file[name].tolist() for name in file} == {
+            name: array.tolist() for name, array in FOUND.items()
+        }
 
 
 def test_a_killed_process_leaves_no_file_under_the_name(tmp_path: Path) -> None:
