@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("drop-in")
-    return run("ours", folder / "ours"), run("reference", folder / "reference")
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(lambda name: run(name, folder / name), ["ours", "reference"])
+    return ours, theirs
 
 
 def test_the_libraries_import_this_package(both: Any) -> None:
