@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,26 @@ def accelerate_models(folder: Path) -> dict[str, str]:
     }
 
 
+def distributed_checkpoint() -> dict[str, str]:
+    """Let torch.distributed save tensors, and load them. Its metadata have more than one entry."""
+    import torch
+
+    checkpoint = library("torch.distributed.checkpoint")
+
+    torch.manual_seed(4)
+    saved = {"a": torch.rand(7, 5), "b": torch.rand(6)}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    with tempfile.TemporaryDirectory() as place:
+        writer = checkpoint.HuggingFaceStorageWriter(place)
+        checkpoint.save(saved, storage_writer=writer, no_dist=True)
+        reader = checkpoint.HuggingFaceStorageReader(place)
+        checkpoint.load(loaded, storage_reader=reader, no_dist=True)
+    return {
+        f"distributed {when}": digest(torch.cat([x["a"].flatten(), x["b"]]).numpy().tobytes())
+        for when, x in (("before", saved), ("after", loaded))
+    }
+
+
 def mlx_models(folder: Path) -> dict[str, str]:
     """Let mlx-lm load what transformers saved, and save it."""
     import mlx.core as mx
@@ -177,6 +198,7 @@ def main(chosen: str, place: str, source: str = "") -> None:
             **transformers_models(folder),
             **diffusers_models(folder),
             **accelerate_models(folder),
+            **distributed_checkpoint(),
             **mlx_models(folder),
         }
     import safetensors

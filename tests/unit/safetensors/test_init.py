@@ -76,3 +76,14 @@ def test_other_names_are_not() -> None:
 def test_the_error_is_one_of_the_store() -> None:
     assert issubclass(blobstore.safetensors.SafetensorError, BlobstoreError)
     assert safetensors.SafetensorError.__base__ is Exception
+
+
+def test_prefetch_takes_the_arguments_of_the_next_release() -> None:
+    parameters = arguments(blobstore.safetensors.safe_open.prefetch)[1:]
+
+    assert [(found.name, found.default) for found in parameters[:3]] == [
+        ("plan", None),
+        ("device", None),
+        ("threads", 8),
+    ]
+    assert all(found.kind is found.KEYWORD_ONLY for found in parameters[1:])

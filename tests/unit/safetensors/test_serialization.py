@@ -7,6 +7,7 @@ import math
 import os
 import stat
 import threading
+import tracemalloc
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from blobstore.safetensors import (
     deserialize,
     header,
     safe_open,
+    serialization,
     serialize,
     serialize_file,
 )
@@ -426,7 +428,43 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "a").read_bytes() == save(found)
 
 
-def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
+def test_tensors_are_copied_when_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serialization, "_BATCH_SIZE", 1 << 20)
+    arrays = {str(n): np.zeros((512, 128), np.float32, "F") for n in range(40)}
+    tracemalloc.start()
+    try:
+        save_file(arrays, tmp_path / "a")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 3 << 20 < sum(array.nbytes for array in arrays.values())
+
+
+def test_a_file_is_saved_while_another_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, may_end = os.writev, threading.Event()
+
+    def slow(descriptor: int, parts: Any) -> int:
+        if threading.current_thread() is other:
+            assert may_end.wait(20)
+        return write(descriptor, parts)
+
+    other = threading.Thread(target=save_file, args=({"a": ARRAY}, tmp_path / "slow"))
+    monkeypatch.setattr(os, "writev", slow)
+    other.start()
+    save_file({"a": ARRAY}, tmp_path / "quick")
+    assert not (tmp_path / "slow").exists()
+    may_end.set()
+    other.join()
+
+    assert (tmp_path / "slow").read_bytes() == (tmp_path / "quick").read_bytes()
+
+
+def test_threads_save_files_at_once(tmp_path: Path) -> None:
     threads = [
         threading.Thread(target=save_file, args=({"a": ARRAY + n}, tmp_path / str(n)))
         for n in range(8)
