@@ -42,10 +42,8 @@ def require(value: object, kind: type, argument: str) -> None:
         TypeError: it is another one.
     """
     if not isinstance(value, kind):
-        raise TypeError(
-            f"argument '{argument}': '{type(value).__name__}' object is not an instance of "
-            f"'{kind.__name__}'"
-        )
+        found = "'None'" if value is None else f"'{type(value).__name__}' object"
+        raise TypeError(f"argument '{argument}': {found} is not an instance of '{kind.__name__}'")
 
 
 def parse_framework(framework: str) -> str:

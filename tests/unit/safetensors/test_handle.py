@@ -204,7 +204,7 @@ def test_frameworks_that_numpy_serves_are_refused(path: Path, framework: str) ->
         safe_open(path, framework)
 
 
-@pytest.mark.parametrize("framework", ["foo", "", "Numpy", 3, b"np"])
+@pytest.mark.parametrize("framework", ["foo", "", "Numpy", 3, b"np", None])
 def test_other_frameworks_are_refused(path: Path, framework: Any) -> None:
     theirs, ours = both_fail(path, framework)
 
@@ -338,10 +338,11 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_an_unknown_tensor_is_an_error_of_the_reference(path: Path, method: str) -> None:
     with pytest.raises(SafetensorError, match="^File does not contain tensor zz$"):
         getattr(safe_open(path, "np"), method)("zz")
-    with pytest.raises(
-        TypeError, match="argument 'name': 'int' object is not an instance of 'str'"
-    ):
-        getattr(safe_open(path, "np"), method)(3)
+    for name, found in (3, "'int' object"), (b"a", "'bytes' object"), (None, "'None'"):
+        with pytest.raises(
+            TypeError, match=f"^argument 'name': {found} is not an instance of 'str'$"
+        ):
+            getattr(safe_open(path, "np"), method)(name)
 
 
 @pytest.mark.parametrize(

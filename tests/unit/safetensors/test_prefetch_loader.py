@@ -165,9 +165,11 @@ def test_bounds_must_be_positive(options: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["threads", "bytes_in_flight"])
-@pytest.mark.parametrize("value", [2.5, "2", None])
-def test_bounds_must_be_integers(name: str, value: Any) -> None:
-    message = f"argument '{name}': '{type(value).__name__}' object is not an instance of 'int'"
+@pytest.mark.parametrize(
+    ("value", "found"), [(2.5, "'float' object"), ("2", "'str' object"), (None, "'None'")]
+)
+def test_bounds_must_be_integers(name: str, value: Any, found: str) -> None:
+    message = f"argument '{name}': {found} is not an instance of 'int'"
     with pytest.raises(TypeError, match=message):
         PrefetchLoader([], **{name: value})
 
