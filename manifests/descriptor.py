@@ -16,8 +16,8 @@ MAX_SIZE = 2**63 - 1
 _FIELDS = frozenset({"mediaType", "digest", "size", "from", "name"})
 _TEXT = r'"([^"\\\x00-\x1f]*)"'
 _PLAIN = re.compile(
-    r'\{"mediaType":' + _TEXT + r',"digest":"sha256:([0-9a-f]{64})",'
-    r'"size":(0|[1-9][0-9]{0,17})(?:,"name":' + _TEXT + r")?\}"
+    r'"mediaType":' + _TEXT + r',"digest":"sha256:([0-9a-f]{64})",'
+    r'"size":(0|[1-9][0-9]{0,17})(?:,"name":' + _TEXT + r")?"
 )
 
 
@@ -83,18 +83,20 @@ class Descriptor(NamedTuple):
         return known | {key: text for key, text in optional.items() if text} | dict(self.extra)
 
 
-def split_plain(text: str) -> tuple[list[str], list[Descriptor]]:
-    """Split JSON ``text`` at its descriptors of the plain form: what lies around them, and they.
+class PlainDescriptors(dict[str, Descriptor]):
+    """Descriptors of the plain form, by the text between their braces. Each text is parsed once.
 
     That is the form of :meth:`Descriptor.to_json` written without spaces, but for an origin,
-    unknown fields, escapes, and sizes near the limit.
+    unknown fields, escapes, and sizes near the limit. Other texts raise ValueError.
     """
-    parts = _PLAIN.split(text)
-    fields = zip(parts[1::5], parts[2::5], parts[3::5], parts[4::5], strict=True)
-    return parts[::5], [
-        Descriptor(media_type, Digest(spelled), int(size), name or "")
-        for media_type, spelled, size, name in fields
-    ]
+
+    def __missing__(self, text: str) -> Descriptor:
+        found = _PLAIN.fullmatch(text)
+        if found is None:
+            raise ValueError("not a plain descriptor")
+        media_type, spelled, size, name = found.groups()
+        self[text] = made = Descriptor(media_type, Digest(spelled), int(size), name or "")
+        return made
 
 
 def text_field(value: dict[str, Any], key: str, default: str | None = None) -> str:

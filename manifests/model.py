@@ -10,7 +10,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.manifests.descriptor import Descriptor, split_plain, text_field, wrong_type
+from blobstore.manifests.descriptor import Descriptor, PlainDescriptors, text_field, wrong_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +23,10 @@ REQUIRES: Final = "0.19.0"
 LAYERS_DIGEST: Final = "layers_digest"
 """The key of a config that holds the digest of the layers; Ollama reads past it."""
 _FIELDS = ("schemaVersion", "mediaType", "config", "layers")
-_PLAIN_START = f'{{"schemaVersion":{SCHEMA_VERSION},"mediaType":"{media_types.MANIFEST}","config":'
+_PLAIN_START = (
+    f'{{"schemaVersion":{SCHEMA_VERSION},"mediaType":"{media_types.MANIFEST}","config":{{'
+)
+_PLAIN_END = "}]}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +40,10 @@ class Manifest:
     """Fields that we do not know, kept as they were."""
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: bytes, known: PlainDescriptors | None = None) -> Manifest:
         """Parse a manifest file strictly.
+
+        ``known`` are descriptors of other manifests, which may have some in common with this one.
 
         Raises:
             InvalidManifest: it is over 64 MiB, not strict JSON, a field is missing, of a wrong
@@ -49,32 +54,31 @@ class Manifest:
             raise InvalidManifest(
                 f"manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_SIZE}"
             )
-        manifest = cls._plain(data) or cls._parse(data)
-        seen: dict[tuple[str, str], int] = {}
-        for index, layer in enumerate(manifest.layers):
-            # Several licenses without a name are normal.
-            first = seen.setdefault((layer.media_type, layer.name), index) if layer.name else index
-            if first != index:
-                raise InvalidManifest(
-                    f"$.layers[{index}].name: {quote(layer.name)} is already the name of "
-                    f"$.layers[{first}], of the same media type"
-                )
+        manifest = cls._plain(data, known) or cls._parse(data)
+        # Several licenses without a name are normal.
+        names = [(layer.media_type, layer.name) for layer in manifest.layers if layer.name]
+        if len(set(names)) != len(names):
+            raise _name_occurs_twice(manifest.layers)
         return manifest
 
     @classmethod
-    def _plain(cls, data: bytes) -> Manifest | None:
+    def _plain(cls, data: bytes, known: PlainDescriptors | None) -> Manifest | None:
         """Return the manifest if it is of the plain form: as written by us, and nothing unusual.
 
         It takes less than half the time of :meth:`_parse`, which remains the judge of all else.
         """
+        known = PlainDescriptors() if known is None else known
         try:
-            between, (config, *layers) = split_plain(str(data, "utf-8"))
-        except ValueError:  # not UTF-8, or not one plain descriptor
+            text = str(data, "utf-8")
+            if not (text.startswith(_PLAIN_START) and text.endswith(_PLAIN_END)):
+                return None
+            inner = text[len(_PLAIN_START) : -len(_PLAIN_END)]
+            config, _, layers = inner.partition('},"layers":[{')
+            return cls(
+                config=known[config], layers=tuple(map(known.__getitem__, layers.split("},{")))
+            )
+        except ValueError:  # not UTF-8, or not a plain descriptor
             return None
-        commas = [","] * (len(layers) - 1)
-        if between != [_PLAIN_START, ',"layers":[', *commas, "]}\n"]:
-            return None
-        return cls(config=config, layers=tuple(layers))
 
     @classmethod
     def _parse(cls, data: bytes) -> Manifest:
@@ -150,6 +154,18 @@ class ModelConfig:
         if self.layers_digest is not None:
             value[LAYERS_DIGEST] = str(self.layers_digest)
         return strictjson.dumps(value).encode()
+
+
+def _name_occurs_twice(layers: Iterable[Descriptor]) -> InvalidManifest:
+    seen: dict[tuple[str, str], int] = {}
+    for index, layer in enumerate(layers):
+        first = seen.setdefault((layer.media_type, layer.name), index) if layer.name else index
+        if first != index:
+            return InvalidManifest(
+                f"$.layers[{index}].name: {quote(layer.name)} is already the name of "
+                f"$.layers[{first}], of the same media type"
+            )
+    raise AssertionError
 
 
 def layers_digest(layers: Iterable[Descriptor]) -> Digest:

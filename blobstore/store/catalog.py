@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound
+from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ class CatalogEntry:
     @property
     def blobs(self) -> dict[Digest, int]:
         """The sizes of the blobs that the manifest references; empty if it cannot be read."""
-        blobs = self.manifest.blobs if self.manifest is not None else ()
-        return {blob.digest: blob.size for blob in blobs}
+        if self.manifest is None:
+            return {}
+        return {blob.digest: blob.size for blob in (self.manifest.config, *self.manifest.layers)}
 
 
 def read_catalog(
@@ -47,9 +49,10 @@ def read_catalog(
     Raises:
         StoreError: the store is not a folder or cannot be read.
     """
+    known = PlainDescriptors()
     for reference in store.references(on_error=on_error):
         try:
-            yield read_entry(store, reference)
+            yield read_entry(store, reference, known)
         except ModelNotFound:
             continue
 
@@ -65,8 +68,10 @@ def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> li
     return [read_entry(store, name) for name in dict.fromkeys(map(Reference.of, references))]
 
 
-def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:
-    """Return the entry of a name.
+def read_entry(
+    store: LocalStore, reference: str | Reference, known: PlainDescriptors | None = None
+) -> CatalogEntry:
+    """Return the entry of a name. ``known`` is as for :meth:`Manifest.from_bytes`.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -77,7 +82,7 @@ def read_entry(store: LocalStore, reference: str | Reference) -> CatalogEntry:
     except OSError:  # reading the manifest reports the error
         modified = 0
     try:
-        data, manifest = store.parse(reference)
+        data, manifest = store.parse(reference, known)
     except ModelNotFound:
         raise
     except BlobstoreError as error:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import BlobId
-    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
 
 
 def default_root() -> Path:
@@ -236,14 +236,16 @@ class LocalStore(BlobReader):
             raise error.at(quote(self.manifest_path(reference))) from None
         return manifest
 
-    def parse(self, reference: str | Reference) -> tuple[bytes, Manifest]:
+    def parse(
+        self, reference: str | Reference, known: PlainDescriptors | None = None
+    ) -> tuple[bytes, Manifest]:
         """Return the bytes of a manifest and the parsed manifest, not checked against the config.
 
-        Raises as :meth:`resolve`.
+        ``known`` is as for :meth:`Manifest.from_bytes`. Raises as :meth:`resolve`.
         """
         data = self.read_manifest(reference)
         try:
-            return data, Manifest.from_bytes(data)
+            return data, Manifest.from_bytes(data, known)
         except InvalidManifest as error:
             raise error.at(quote(self.manifest_path(reference))) from None
 

@@ -191,8 +191,7 @@ class StoreDisk(NamedTuple):
     store: LocalStore
     entries: Mapping[Reference, CatalogEntry]
     needs: Mapping[Reference, Mapping[Digest, int]]
-    """The blobs of each manifest with their sizes in it; none if it cannot be read. Equal digests are one
-    object, which makes look-ups fast."""
+    """The blobs of each manifest with their sizes in it; none if it cannot be read."""
     uses: Mapping[Digest, int]
     """How many names need each blob."""
     blobs: DiskBlobs
@@ -213,13 +212,9 @@ def read_disk(store: LocalStore) -> StoreDisk:
         StoreError: the store is not a folder or cannot be read.
     """
     entries = {entry.reference: entry for entry in read_catalog(store)}
-    same: dict[Digest, Digest] = {}
-    needs = {
-        name: {same.setdefault(digest, digest): size for digest, size in entry.blobs.items()}
-        for name, entry in entries.items()
-    }
+    needs = {name: entry.blobs for name, entry in entries.items()}
     uses = Counter(itertools.chain.from_iterable(needs.values()))
-    blobs = _measure_blobs(store, _expected_sizes(needs.values()), same)
+    blobs = _measure_blobs(store, _expected_sizes(needs.values()))
     return StoreDisk(store, entries, needs, uses, blobs)
 
 
@@ -227,7 +222,11 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
     """Return the disk usage of some models, or all, of a store that was read."""
     store, entries, needs, uses, blobs = disk
     chosen = [entries[name] for name in references or entries if name in entries]
-    together = Counter(itertools.chain.from_iterable(needs[entry.reference] for entry in chosen))
+    together = uses
+    if references:
+        together = Counter(
+            itertools.chain.from_iterable(needs[entry.reference] for entry in chosen)
+        )
     names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
     return StoreUsage(
@@ -272,37 +271,37 @@ class DiskBlobs(NamedTuple):
     saved: int
     bases: AbstractSet[Digest]
     """The bases of referenced delta-encoded blobs."""
-    intact: Mapping[Digest, int]
-    """Cold-only blobs whose file is the one in the index, and whose base is there, by decoded size."""
+    doubtful: AbstractSet[Digest]
+    """Referenced blobs that may be missing, or of another size than a manifest says."""
     foreign: Sequence[int]
     """Bytes of each file that is not a blob."""
 
     def space(self, digests: Iterable[Digest]) -> Space:
         """Return the space of those blobs that exist."""
-        return _total(self.sizes[digest] for digest in digests if digest in self.sizes)
+        found = map(self.sizes.get, digests)
+        return _total(size for size in found if size is not None)
 
 
 def _expected_sizes(needs: Iterable[Mapping[Digest, int]]) -> dict[Digest, int | None]:
     """Return the sizes of the referenced blobs in the manifests; None if these disagree."""
-    sizes: dict[Digest, int | None] = {}
-    for needed in needs:
-        for digest, size in needed.items():
-            if sizes.setdefault(digest, size) != size:
-                sizes[digest] = None
+    pairs = set(itertools.chain.from_iterable(needed.items() for needed in needs))
+    sizes: dict[Digest, int | None] = dict(pairs)
+    if len(sizes) != len(pairs):
+        counts = Counter(digest for digest, _ in pairs)
+        sizes |= {digest: None for digest, count in counts.items() if count > 1}
     return sizes
 
 
-def _measure_blobs(
-    store: LocalStore, expected: Mapping[Digest, int | None], same: Mapping[Digest, Digest]
-) -> DiskBlobs:
+def _measure_blobs(store: LocalStore, expected: Mapping[Digest, int | None]) -> DiskBlobs:
+    known = {digest.file_name: digest for digest in expected}  # faster than parsing names
     hot: dict[Digest, int] = {}
     foreign: list[int] = []
     for entry, status in _files(store.folder("blobs")):
-        digest = digest_of(entry.name)
+        digest = known.get(entry.name) or digest_of(entry.name)
         if digest is None or not stat.S_ISREG(status.st_mode):
             foreign.append(status.st_size)
         else:
-            hot[same.get(digest, digest)] = status.st_size
+            hot[digest] = status.st_size
     cold_files = store.cold_files()
     cold = {digest: found.st_size for digest, found in cold_files.items()}
     for entry, status in _files(store.folder("bases")):
@@ -325,15 +324,19 @@ def _measure_blobs(
                 elif base is None or base in sizes:
                     intact[digest] = size
                 saved += size - cold[digest]
-    return DiskBlobs(sizes, cold, saved, bases, intact, foreign)
+    doubtful = {
+        digest
+        for digest, size in expected.items()
+        if size is None or size != (intact if digest in cold else sizes).get(digest)
+    }
+    return DiskBlobs(sizes, cold, saved, bases, doubtful, foreign)
 
 
 def _faults(
     store: LocalStore, found: DiskBlobs, blobs: Mapping[Digest, int]
 ) -> Iterator[BlobstoreError]:
-    for digest, size in blobs.items():
-        is_cold = digest in found.cold
-        if found.intact.get(digest) != size if is_cold else found.sizes.get(digest) != size:
+    for digest, size in blobs.items() if found.doubtful else ():
+        if digest in found.doubtful:
             try:
                 store.check_size(digest, size)
             except BlobstoreError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import groupby
+from functools import lru_cache
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from blobstore.operations.page.tensor_names import tensor_place
@@ -34,10 +35,7 @@ def sharing_view(disk: StoreDisk, owners: Mapping[Digest, Sequence[int]]) -> dic
     """
     import numpy as np
 
-    sizes = {
-        name: sum(disk.blobs.sizes.get(digest, 0) for digest in needed)
-        for name, needed in disk.needs.items()
-    }
+    sizes = {name: disk.blobs.space(needed).size for name, needed in disk.needs.items()}
     largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_MODELS]
     kept = {name for name in largest if sizes[name]}
     names = [name for name in disk.entries if name in kept]
@@ -105,6 +103,13 @@ def _families(sets: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> list
     return sorted(found.values(), key=lambda family: -sum(sizes[place] for place in family))
 
 
+@lru_cache(1 << 15)  # the models of a family have the same names
+def _column(name: str) -> tuple[str, int]:
+    """Return the stack and the number of a tensor's layer; -1 outside of layers."""
+    stack, number, _ = tensor_place(name)
+    return ("", -1) if number is None else (stack, number)
+
+
 def family_by_layers(
     disk: StoreDisk, bases: Mapping[Digest, Digest], family: Sequence[Reference]
 ) -> dict[str, Any]:
@@ -112,20 +117,16 @@ def family_by_layers(
 
     Blobs are shared if another model of the family has them. Sizes are those on disk.
     """
-    uses = Counter(digest for name in family for digest in disk.needs[name])
+    uses = Counter(chain.from_iterable(disk.needs[name] for name in family))
+    sizes = disk.blobs.sizes
     cells: list[dict[tuple[str, int], list[int]]] = []
     for name in family:
         manifest = disk.entries[name].manifest
         row: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
-        seen: set[Digest] = set()
-        for layer in manifest.layers if manifest is not None else ():
-            if layer.digest in seen:
-                continue
-            seen.add(layer.digest)
-            stack, number, _ = tensor_place(layer.name)
-            kind = 0 if uses[layer.digest] > 1 else 1 if layer.digest in bases else 2
-            column = ("", -1) if number is None else (stack, number)
-            row[column][kind] += disk.blobs.sizes.get(layer.digest, 0)
+        layers = manifest.layers if manifest is not None else ()
+        for digest, layer_name in {one.digest: one.name for one in reversed(layers)}.items():
+            kind = 0 if uses[digest] > 1 else 1 if digest in bases else 2
+            row[_column(layer_name)][kind] += sizes.get(digest, 0)
         cells.append(row)
     columns = sorted({column for row in cells for column in row}, key=lambda it: (it[1] >= 0, *it))
     return {

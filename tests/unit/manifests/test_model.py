@@ -12,7 +12,7 @@ from blobstore.core import strict_json as strictjson
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
-from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
@@ -251,9 +251,24 @@ def test_the_short_cut_is_taken_for_what_we_write(monkeypatch: pytest.MonkeyPatc
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
+def test_manifests_that_are_read_together_share_descriptors() -> None:
+    known = PlainDescriptors()
+    one = Manifest.from_bytes(read(layers=[layer(), layer(B)]).to_bytes(), known)
+    two = Manifest.from_bytes(read(layers=[layer(B), layer(C)]).to_bytes(), known)
+
+    assert one.layers[1] is two.layers[0]
+    assert one.config is two.config
+
+
+@pytest.mark.parametrize("name", ["},{", '"},"layers":[{', "}]}\n"])
+def test_a_name_like_the_text_between_layers_is_read(name: str) -> None:
+    manifest = read(layers=[layer(name=name), layer(B)])
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
 def check_short_cut(data: bytes) -> None:
     """Check that the short cut leaves the manifest to the parser or tells the same."""
-    quick = Manifest._plain(data)
+    quick = Manifest._plain(data, None)
     assert quick is None or quick == Manifest._parse(data)
 
 
