@@ -8,6 +8,7 @@ through pictures, and the time from frame to frame is measured; 60 frames per se
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from pathlib import Path
 
@@ -59,7 +60,11 @@ def main() -> None:
             "1,000 models": f"{target.as_uri()}#sharing",
             "20,000 tensors": f"{large.as_uri()}#model",
         }
-        with running_browser(Path(folder) / "browser") as browser:
+        with (
+            # Processes of the browser may still write while the folder is removed.
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+            running_browser(Path(profile)) as browser,
+        ):
             browser.resize(1180, 900)
             for name, address in pages.items():
                 browser.open(address)
