@@ -284,7 +284,9 @@ class Named:
         return self.name
 
 
-@pytest.mark.parametrize("filename", [3, None, ["a"], Named(b"a")], ids=repr)
+@pytest.mark.parametrize(
+    "filename", [3, None, ["a"], Named(b"a")], ids=["3", "None", "list", "bytes"]
+)
 def test_a_filename_is_text_or_a_path(path: Path, filename: Any) -> None:
     theirs, ours = both_fail(filename, "np")
 
