@@ -99,15 +99,17 @@ def _read(store: LocalStore, key: Digest) -> dict[str, Measurement] | None:
         found = json.loads(text)
         for name, item in found.items():
             found[name] = {kind: _CHECKS[kind](value) for kind, value in item.items()}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
     return dict(found)
 
 
 def _checked_number(value: Any) -> float | str:
-    if value not in _INFINITE and not (type(value) in (int, float) and math.isfinite(value)):
+    if isinstance(value, str) and value in _INFINITE:
+        return value
+    if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError
-    return value  # type: ignore[no-any-return]
+    return float(value)
 
 
 def _checked_histogram(value: Any) -> list[Any]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.safetensors import SafetensorError, safe_open
+from blobstore.safetensors.header import encode_file_header
+
 mx: Any = pytest.importorskip("mlx.core")
+reference: Any = pytest.importorskip("safetensors.mlx")
 
-import safetensors.mlx as reference  # noqa: E402 - after the check
-
-from blobstore.core.tensor import DType, TensorSpec  # noqa: E402
-from blobstore.safetensors import SafetensorError, safe_open  # noqa: E402
-from blobstore.safetensors.header import encode_file_header  # noqa: E402
 from blobstore.safetensors.mlx import load, load_file, save, save_file  # noqa: E402
 
 BACKENDS = ["mmap", "pread"]

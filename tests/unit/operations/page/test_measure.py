@@ -70,7 +70,15 @@ def test_a_measurement_is_read_from_the_cache(
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"x\n{}", b"[1]", b'{"a": {"values": [1, 2, [3]]}}', b'{"a": {"snr_db": "x"}}']
+    "content",
+    [
+        b"",
+        b"x\n{}",
+        b"[1]",
+        b'{"a": {"values": [1, 2, [3]]}}',
+        b'{"a": {"snr_db": "x"}}',
+        b'{"a": {"snr_db": 1' + b"0" * 400 + b"}}",
+    ],
 )
 def test_a_cache_that_was_altered_is_ignored(quantized: LocalStore, content: bytes) -> None:
     first = measure_model(quantized, INT8, PLAIN)
