@@ -88,7 +88,8 @@ def header_size(prefix: bytes | memoryview, file_size: int) -> int:
     size = int.from_bytes(prefix[:PREFIX_SIZE], "little")
     if size > MAX_HEADER_SIZE:
         raise InvalidHeader(
-            f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}",
+            f"header of {size} bytes is over the limit of {MAX_HEADER_SIZE}: the file is damaged, or of "
+            "another format",
             rule="header too large",
         )
     if PREFIX_SIZE + size > file_size:

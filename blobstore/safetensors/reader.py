@@ -141,6 +141,9 @@ class MemoryReader:
 
     def fetch(self, begin: int, end: int) -> tuple[Reader, Callable[[int, int], None]]:
         """Let pages of a mapped file be read from the disk; without any, elements are copied."""
+        if self._region is not None:
+            # Otherwise each page of 4 KiB becomes an entry of the page table of its own.
+            self._region.will_populate(0, end)
 
         def bring(start: int, stop: int) -> None:
             if self._region is not None:

@@ -42,6 +42,16 @@ _METADATA_START = f'{{"{METADATA_KEY}":'
 _CONTROLS = bytes(range(32))
 _FIRST_READ = 1 << 14
 
+_REMEMBERED = 8 << 20
+_SMALL = 8 << 10
+
+_recent: dict[bytes, Table] = {}
+"""Headers that were read last, by their bytes: up to ``_REMEMBERED`` bytes, the oldest first.
+
+Programs open a file again for each tensor or rank. Small headers are not kept, as they are parsed in little
+time and would fill this with thousands of blobs.
+"""
+
 
 class Table(NamedTuple):
     """A checked header. The columns have the order of the data."""
@@ -82,13 +92,12 @@ def read_table(read: Callable[[int, int], bytes], size: int) -> Table:
     """
     start = read(0, min(_FIRST_READ, size))
     end = PREFIX_SIZE + header_size(start, size)
-    if end > len(start):
-        start += read(len(start), end)
-    if end > len(start):
+    text = start[PREFIX_SIZE:end] if end <= len(start) else read(PREFIX_SIZE, end)
+    if PREFIX_SIZE + len(text) != end:
         raise InvalidHeader(
-            f"header of {end - PREFIX_SIZE} bytes ends after {len(start) - PREFIX_SIZE}: the file has shrunk"
+            f"header of {end - PREFIX_SIZE} bytes ends after {len(text)}: the file has shrunk"
         )
-    return parse_table(start[PREFIX_SIZE:end], size)
+    return parse_table(text, size)
 
 
 @gc_paused()
@@ -98,9 +107,26 @@ def parse_table(text: bytes, file_size: int) -> Table:
     Raises:
         InvalidHeader: any rule of the format is broken.
     """
-    table = _parse_columns(text, file_size)
-    if table is not None:
-        return table
+    table = _recent.pop(text, None)
+    if table is None or table.data_start + table.begins[-1] != file_size:
+        table = _parse_columns(text, file_size) or _parse_values(text, file_size)
+    if _SMALL <= len(text) <= _REMEMBERED:
+        _recent[text] = table
+        _forget_oldest()
+    return table
+
+
+def _forget_oldest() -> None:
+    # Copies, because other threads add and remove headers at the same time.
+    excess = sum(map(len, tuple(_recent))) - _REMEMBERED
+    for text in tuple(_recent):
+        if excess <= 0:
+            break
+        _recent.pop(text, None)
+        excess -= len(text)
+
+
+def _parse_values(text: bytes, file_size: int) -> Table:
     header = parse_header(text, file_size)
     entries = header.tensors.values()
     return Table(
@@ -132,7 +158,7 @@ def _parse_columns(raw: bytes, file_size: int) -> Table | None:
         return None
     known = _Kinds()
     try:
-        kinds = [known[pair] for pair in zip(texts[5::_WIDTH], texts[8::_WIDTH], strict=True)]
+        kinds = list(map(known.__getitem__, zip(texts[5::_WIDTH], texts[8::_WIDTH], strict=True)))
     except ValueError:
         return None
     begins = [0, *itertools.accumulate(nbytes for _, nbytes in kinds)]

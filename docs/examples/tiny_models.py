@@ -113,4 +113,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    arguments = sys.argv[1:] or ["."]
+    if len(arguments) > 1 or arguments[0].startswith("-"):
+        sys.exit(f"usage: {sys.argv[0]} [FOLDER]")
+    main(Path(arguments[0]))

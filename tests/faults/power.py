@@ -251,7 +251,8 @@ def _run(operation: Operation, effort: Effort, most: int, unsynced: str) -> Outc
             states = cuts.states(effort.seed, unsynced)
             if len(states) > most:
                 states = random.Random(effort.seed).sample(states, most)
-            for cut in states:
+            # Syncs that are lost show in the states of the end.
+            for cut in reversed(states) if unsynced else states:
                 if (outcome.injected and effort.is_spent) or (unsynced and outcome.violations):
                     break
                 cuts.look(cut)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,21 @@ def test_packed_values_are_selected(tmp_path: Path) -> None:
     with safe_open(save({"a": values}), "np") as file:
         found = file.prefetch({"a": (slice(1, 3), slice(1, 2))}).take("a")
     assert np.array_equal(found.view(np.uint8), values[1:3, 1:2].view(np.uint8))
+
+
+def test_maps_that_are_loaded_ask_for_large_pages(tmp_path: Path) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("the system has no large pages")
+    path = tmp_path / "large.safetensors"
+    save_file({"a": np.zeros(4 << 20, np.uint8)}, path)
+
+    def flags() -> list[str]:
+        text = Path("/proc/self/smaps").read_text()
+        return re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?VmFlags: (.*)\n", text)
+
+    with safe_open(path, "numpy") as file:
+        assert flags()
+        assert not any("hg" in each.split() for each in flags())
+        with file.prefetch() as loader:
+            loader.take("a")
+            assert any("hg" in each.split() for each in flags())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader
+from blobstore.safetensors import table as tables
 from blobstore.safetensors.header import encode_file_header, in_file_order, parse_header
 from blobstore.safetensors.table import _parse_columns, parse_table
 
@@ -128,6 +130,78 @@ def test_a_broken_header_is_not_parsed(text: str) -> None:
 def test_other_forms_are_parsed_value_by_value(text: str) -> None:
     agree_on(text)
     assert parse_table(text.encode(), 16 + len(text.encode())).names.keys() == {"a", "b"}
+
+
+LONG = (
+    "{"
+    + ",".join(
+        f'"{i:09}":{{"dtype":"U8","shape":[1],"data_offsets":[{i},{i + 1}]}}' for i in range(200)
+    )
+    + "}"
+)
+
+
+@pytest.fixture
+def recent(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, tables.Table]:
+    found: dict[bytes, tables.Table] = {}
+    monkeypatch.setattr(tables, "_recent", found)
+    return found
+
+
+def test_a_header_is_remembered_by_its_bytes(recent: dict[bytes, tables.Table]) -> None:
+    size = 8 + len(LONG) + 200
+    found = parse_table(LONG.encode(), size)
+
+    assert parse_table(bytes(bytearray(LONG.encode())), size) is found
+    other = LONG.replace("000000007", "00000000x").encode()
+    assert "00000000x" in parse_table(other, size).names
+    assert list(recent) == [LONG.encode(), other]
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_remembered_header_must_fit_the_file(
+    recent: dict[bytes, tables.Table], more: int
+) -> None:
+    size = 8 + len(LONG) + 200
+    parse_table(LONG.encode(), size)
+
+    with pytest.raises(InvalidHeader) as error:
+        parse_table(LONG.encode(), size + more)
+    recent.clear()
+    with pytest.raises(InvalidHeader) as first:
+        parse_table(LONG.encode(), size + more)
+    assert str(error.value) == str(first.value)
+
+
+def test_small_headers_are_not_remembered(recent: dict[bytes, tables.Table]) -> None:
+    assert agree_on(f"{{{TENSOR},{OTHER}}}")
+    assert not recent
+
+
+def test_the_oldest_headers_are_forgotten(
+    recent: dict[bytes, tables.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_REMEMBERED", 2 * len(LONG))
+    texts = [LONG.replace("000000007", f"00000000{char}").encode() for char in "abc"]
+    for index in (0, 1, 0, 2):
+        parse_table(texts[index], 8 + len(LONG) + 200)
+
+    assert list(recent) == [texts[0], texts[2]]
+
+
+def test_threads_may_parse_headers_at_once(
+    recent: dict[bytes, tables.Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_REMEMBERED", 3 * len(LONG))
+    texts = [LONG.replace("000000007", f"00000000{char}").encode() for char in "abcdefgh"]
+
+    def parse(number: int) -> list[str]:
+        return list(parse_table(texts[number % 8], 8 + len(LONG) + 200).names)
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, names in enumerate(pool.map(parse, range(800))):
+            assert f"00000000{'abcdefgh'[number % 8]}" in names
+    assert len(recent) <= 3
 
 
 def test_no_tensor_shares_a_range_with_another() -> None:
