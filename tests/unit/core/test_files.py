@@ -86,7 +86,7 @@ def test_rejects_files_that_might_never_end(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(BlobstoreError, match=f"'{path}' is not a regular file"):
             open_regular(path)
-    assert len(os.listdir("/dev/fd")) == len(before)
+    assert len(os.listdir("/dev/fd")) <= len(before)
 
 
 def test_reads_files_up_to_a_limit(path: Path) -> None:

@@ -60,7 +60,7 @@ def test_keeps_no_descriptor_open(tmp_path: Path) -> None:
     region = MappedRegion([1] * 20)
     for slot in range(20):
         put(region, slot, file(tmp_path, b"x"))
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) <= before
     assert region.memory[0:1] == b"x"
 
 

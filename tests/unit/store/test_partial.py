@@ -190,7 +190,7 @@ def test_no_descriptor_stays_open(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with opened(folder):
         PartialBlob.open(folder, BLOB)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 # In an import

@@ -386,7 +386,7 @@ def test_the_source_is_closed(folder: Path, store: LocalStore, is_valid: bool) -
     else:
         with pytest.raises(UsageError):
             blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
-    assert len(os.listdir("/dev/fd")) == before
+    assert len(os.listdir("/dev/fd")) <= before
 
 
 def test_progress_never_decreases_for_a_blob_that_is_read_twice(

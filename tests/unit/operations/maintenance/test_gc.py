@@ -611,7 +611,7 @@ def test_a_released_model_keeps_no_lease_and_no_descriptor(
     del model
     gc.collect()
     assert list(store.folder("leases").iterdir()) == []
-    assert len(os.listdir("/dev/fd")) == descriptors
+    assert len(os.listdir("/dev/fd")) <= descriptors
 
 
 @pytest.mark.parametrize("options", READING, ids=str)
