@@ -141,15 +141,15 @@ class MemoryReader:
 
     def fetch(self, begin: int, end: int) -> tuple[Reader, Callable[[int, int], None]]:
         """Let pages of a mapped file be read from the disk; without any, elements are copied."""
-        if self._region is not None:
-            # Otherwise each page of 4 KiB becomes an entry of the page table of its own.
-            self._region.will_populate(0, end)
 
         def bring(start: int, stop: int) -> None:
             if self._region is not None:
                 self._region.populate(0, start - start % mmap.PAGESIZE, stop)
 
         if begin < end:
+            if self._region is not None:
+                # Otherwise each page of 4 KiB becomes an entry of the page table of its own.
+                self._region.will_populate(0, end)
             return self, bring
         copies = MemoryReader(self._memory, self._offset, self.table, is_copied=True)
         return copies, bring

@@ -49,7 +49,8 @@ _recent: dict[bytes, Table] = {}
 """Headers that were read last, by their bytes: up to ``_REMEMBERED`` bytes, the oldest first.
 
 Programs open a file again for each tensor or rank. Small headers are not kept, as they are parsed in little
-time and would fill this with thousands of blobs.
+time and would fill this with thousands of blobs. The tables take about twice the memory of their headers.
+They are shared by all who open the file, so nobody may change them.
 """
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+ANYWHERE = Path("/")
+"""All files, but no sockets and pipes, which other tests may close in the background."""
+
 
 def open_files(folder: Path) -> list[str]:
     """Return the open files below a folder, sorted. Other tests may have left other files open."""

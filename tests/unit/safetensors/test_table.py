@@ -6,14 +6,17 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import InvalidHeader
+from blobstore.safetensors import safe_open
 from blobstore.safetensors import table as tables
 from blobstore.safetensors.header import encode_file_header, in_file_order, parse_header
+from blobstore.safetensors.numpy import save
 from blobstore.safetensors.table import _parse_columns, parse_table
 
 TENSOR = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
@@ -156,6 +159,18 @@ def test_a_header_is_remembered_by_its_bytes(recent: dict[bytes, tables.Table]) 
     other = LONG.replace("000000007", "00000000x").encode()
     assert "00000000x" in parse_table(other, size).names
     assert list(recent) == [LONG.encode(), other]
+
+
+def test_a_caller_cannot_change_a_remembered_header() -> None:
+    found = save({f"{i:09}": np.zeros(1, np.uint8) for i in range(200)}, {"a": "b"})
+    for _ in range(2):
+        with safe_open(found, "numpy") as file:
+            assert len(file) == 200
+            metadata = file.metadata()
+            assert metadata == {"a": "b"}
+            metadata["a"] = "changed"
+            file.keys().clear()
+            file.offset_keys().clear()
 
 
 @pytest.mark.parametrize("more", [-1, 1])

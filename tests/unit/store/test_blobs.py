@@ -13,6 +13,7 @@ from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.safetensors.header import Header, encode_header
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.descriptors import ANYWHERE, open_files
 
 DATA = encode_header([TensorSpec("a", DType.U8, (4,))]) + b"data"
 DIGEST = Digest.of(DATA)
@@ -23,9 +24,9 @@ SIZE = len(DATA)
 def store(tmp_path: Path) -> Iterator[LocalStore]:
     store = LocalStore(tmp_path / "store")
     store.folder("blobs").mkdir(parents=True)
-    descriptors = len(os.listdir("/dev/fd"))
+    descriptors = open_files(ANYWHERE)
     yield store
-    assert len(os.listdir("/dev/fd")) <= descriptors
+    assert open_files(ANYWHERE) == descriptors
 
 
 @pytest.fixture

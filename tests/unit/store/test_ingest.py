@@ -19,14 +19,15 @@ from blobstore.errors import BlobstoreError, DamagedSource, StoreError
 from blobstore.store.ingest import Ingested
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
+from tests.support.descriptors import ANYWHERE, open_files
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    descriptors = len(os.listdir("/dev/fd"))
+    descriptors = open_files(ANYWHERE)
     threads = threading.active_count()
     yield LocalStore(tmp_path / "store")
-    assert len(os.listdir("/dev/fd")) <= descriptors
+    assert open_files(ANYWHERE) == descriptors
     assert threading.active_count() == threads
 
 

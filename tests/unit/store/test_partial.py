@@ -13,6 +13,7 @@ from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import NOT_INHERITED
 from blobstore.store.partial import PartialBlob
+from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.sandbox import NOBODY
 
 DATA = bytes(range(250))
@@ -187,10 +188,10 @@ def test_root_gives_the_file_to_the_owner_of_the_store_and_continues_it(tmp_path
 
 
 def test_no_descriptor_stays_open(folder: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(ANYWHERE)
     with opened(folder):
         PartialBlob.open(folder, BLOB)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert open_files(ANYWHERE) == before
 
 
 # In an import

@@ -32,6 +32,7 @@ from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, flip_header, truncate
+from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
 
 NAME = Reference.parse("m")
@@ -380,13 +381,13 @@ def test_the_default_store_is_that_of_the_environment(
 
 @pytest.mark.parametrize("is_valid", [True, False])
 def test_the_source_is_closed(folder: Path, store: LocalStore, is_valid: bool) -> None:
-    before = len(os.listdir("/dev/fd"))
+    before = open_files(ANYWHERE)
     if is_valid:
         blobstore.create(folder, "m", store=store)
     else:
         with pytest.raises(UsageError):
             blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
-    assert len(os.listdir("/dev/fd")) <= before
+    assert open_files(ANYWHERE) == before
 
 
 def test_progress_never_decreases_for_a_blob_that_is_read_twice(

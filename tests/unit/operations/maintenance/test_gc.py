@@ -23,6 +23,7 @@ from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.damage import write_manifest
+from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.models import add_blob, add_blobs, blob, dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
 
@@ -606,12 +607,12 @@ def test_a_released_model_keeps_no_lease_and_no_descriptor(
     write_folder(tmp_path / "model", dense_tensors())
     blobstore.create(tmp_path / "model", "a", store=store)
     gc.collect()  # what other tests have left
-    descriptors = len(os.listdir("/dev/fd"))
+    descriptors = open_files(ANYWHERE)
     model = blobstore.open("a", store=store, **options)
     del model
     gc.collect()
     assert list(store.folder("leases").iterdir()) == []
-    assert len(os.listdir("/dev/fd")) <= descriptors
+    assert open_files(ANYWHERE) == descriptors
 
 
 @pytest.mark.parametrize("options", READING, ids=str)
