@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import pictures
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -247,6 +249,9 @@ __all__ = [
     "verify",
 ]
 
+# What notebooks show of a store and of a model; the packages of both know nothing of the page.
+pictures.register("store", "blobstore.operations.page.notebook", "store_picture")
+pictures.register("model", "blobstore.operations.page.notebook", "model_picture")
 
 if not TYPE_CHECKING:  # a type checker reports a name that does not exist
 

@@ -11,9 +11,9 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from blobstore.core import pictures
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
@@ -132,9 +132,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             for name, text in rows.items()
             if text
         )
-        # By its name, because this package knows nothing of the operation that draws it.
-        notebook = import_module("blobstore.operations.page.notebook")
-        return f"<table>{cells}</table>{notebook.model_picture(self._index)}"
+        return f"<table>{cells}</table>{pictures.draw('model', self._index)}"
 
     def __reduce__(self) -> Any:
         # A worker process opens the same manifest again, and shares the page cache.

@@ -7,10 +7,10 @@ import errno
 import os
 import shutil
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core import pictures
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -92,10 +92,7 @@ class LocalStore(BlobReader):
 
     def _repr_html_(self) -> str:
         """Return a picture of the store, which notebooks show."""
-        # By its name, because this package knows nothing of the operation that draws it.
-        notebook = import_module("blobstore.operations.page.notebook")
-        picture: str = notebook.store_picture(self)
-        return picture
+        return pictures.draw("store", self)
 
     @property
     def lock_timeout(self) -> float:
