@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -12,6 +11,7 @@ import click
 from blobstore.cli import options, render
 from blobstore.cli.show_path import show_path
 from blobstore.core.escape import quote
+from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, Damaged, InvalidReference, ModelNotFound, NotFound
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> S
                 rows += [blob] if blob.fault else by_layer.get((blob.name, blob.digest), ())
         rows += [blob for blob in model.faults if blob.media_type != media_types.TENSOR]
     for pattern in patterns:
-        if not any(fnmatchcase(row.name, pattern) for row in rows):
+        if not any(glob_matches(row.name, pattern) for row in rows):
             message = f"nothing in model {quote(model.reference)} matches {quote(pattern)}"
             if model.faults:
                 first = model.faults[0].fault
@@ -191,7 +191,7 @@ def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> S
             raise NotFound(message)
     if not patterns:
         return rows
-    return [row for row in rows if any(fnmatchcase(row.name, item) for item in patterns)]
+    return [row for row in rows if any_glob_matches(row.name, patterns)]
 
 
 def _is_blob(row: Row) -> TypeIs[BlobDescription]:

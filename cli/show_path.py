@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.cli import render
 from blobstore.cli.pack import SUFFIX
 from blobstore.core.escape import escape, quote
+from blobstore.core.globs import glob_matches
 from blobstore.errors import NotFound
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _selected(names: Sequence[str], patterns: Sequence[str], path: str) -> set[s
     """Return the names that any pattern matches; all if there are no patterns."""
     found = set() if patterns else set(names)
     for pattern in patterns:
-        matches = [name for name in names if fnmatchcase(name, pattern)]
+        matches = [name for name in names if glob_matches(name, pattern)]
         if not matches:
             raise NotFound(f"nothing in {quote(path)} matches {quote(pattern)}")
         found.update(matches)

@@ -125,6 +125,13 @@ def test_every_command_has_an_example() -> None:
     assert set(program.list_commands(click.Context(program))) <= shown | without_registry
 
 
+def test_every_command_is_in_the_table_of_tasks() -> None:
+    table, _, rest = (ROOT / "docs/cli.md").read_text(encoding="utf-8").partition("## Common")
+    sections = re.findall(r"^## ([a-z, ]+)$", rest, re.MULTILINE)
+    listed = re.findall(r"\[([a-z, ]+)\]\(#", table)
+    assert set(listed) == set(sections)
+
+
 def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
     outputs(["python docs/examples/tiny_models.py ."], tmp_path)

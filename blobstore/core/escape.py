@@ -6,6 +6,7 @@ overrides, or megabytes of text. All such text passes through this module before
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 MAX_SHOWN = 200
 """Characters of a text that :func:`quote` shows before it shortens the text."""
 _MAX_COMPARED = 2000
+_SECRETS = re.compile(r"(?<=//)[^/?#]*@|[?#].*", re.DOTALL)
+"""The parts of a URL that may be passwords, tokens or signatures."""
 
 
 def escape(text: str, limit: int | None = None) -> str:
@@ -41,6 +44,11 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
     except RecursionError:  # a decoded JSON value may be nested as deeply as the parser allows
         shown = "(nested too deeply to show)"
     return f"'{escape(shown, limit)}'"
+
+
+def quote_url(url: str) -> str:
+    """Return a URL as :func:`quote` does, without its user name and password, query and fragment."""
+    return quote(_SECRETS.sub("", url))
 
 
 def join_some(parts: Sequence[str], limit: int) -> str:

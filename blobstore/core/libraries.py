@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core.escape import escape
 from blobstore.errors import MissingLibrary
 
 if TYPE_CHECKING:
@@ -19,24 +21,32 @@ _PACKAGES = {
     "starlette": "'tensor-blobstore[page]'",
     "uvicorn": "'tensor-blobstore[page]'",
     "cryptography": "'tensor-blobstore[sign]'",
+    "distributed": "'tensor-blobstore[dask]'",
+    "ray": "'tensor-blobstore[ray]'",
 }
 """What to install for a library."""
 
 
 @contextlib.contextmanager
 def optional_libraries() -> Iterator[None]:
-    """Say how to install a library that an import in the block does not find.
+    """Say how to install a library that an import in the block does not find, or cannot load.
 
     Raises:
-        MissingLibrary: a library is not installed.
+        MissingLibrary: a library is not installed, or a part of it is missing.
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
-        if library not in _PACKAGES:
+    except ImportError as error:
+        # A shared library that cannot be loaded is named by its last part alone, as core of mlx.core.
+        named = [(error.name or "").partition(".")[0], *Path(error.path or "").parts]
+        library = next((name for name in named if name in _PACKAGES), None)
+        if library is None:
             raise
+        reason = (
+            "is not installed for this Python"
+            if isinstance(error, ModuleNotFoundError)
+            else f"is installed, but cannot be loaded: {escape(str(error), 200)}"
+        )
         raise MissingLibrary(
-            f"{library} is not installed for this Python",
-            advice=f"run: pip install {_PACKAGES[library]}",
+            f"{library} {reason}", advice=f"run: pip install {_PACKAGES[library]}"
         ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import re
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from blobstore.core.escape import escape, quote
+from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.operations.export.folder import small_files
 from blobstore.sources.small_files import MAX_SMALL_FILE
@@ -69,9 +69,7 @@ def temporary_folder(
     contents = {
         file: model.read_file(file)
         for file, layer in small_files(model.manifest).items()
-        if layer.size <= MAX_SMALL_FILE
-        and file not in omitted
-        and any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)
+        if layer.size <= MAX_SMALL_FILE and file not in omitted and any_glob_matches(file, patterns)
     }
     contents.update(written or {})
     place = _folder_in_memory(sum(map(len, contents.values())))

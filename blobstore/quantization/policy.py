@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from blobstore.core.escape import quote
+from blobstore.core.globs import any_glob
 from blobstore.core.tensor import DType
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.quantization.formats import FORMATS, check_group_size, parse_format
@@ -30,7 +31,6 @@ from blobstore.quantization.rules import (
     TOWERS,
     UNIFORM,
     Architecture,
-    any_glob,
     is_expert_weight,
 )
 

@@ -10,20 +10,13 @@ The tables are those of Ollama 0.33, extended by the names that other model fami
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from blobstore.core.globs import any_glob
+
 if TYPE_CHECKING:
     from blobstore.quantization.model_facts import Role
-
-
-@functools.lru_cache(maxsize=512)
-def any_glob(globs: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern for the names that at least one of the globs matches."""
-    return re.compile("|".join(map(fnmatch.translate, globs)))
 
 
 Width = Literal["eight", "requested"]

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from blobstore.core.escape import escape, quote
+from blobstore.core.escape import escape, quote, quote_url
 from blobstore.errors import SafetensorError
 
 if TYPE_CHECKING:
@@ -148,10 +148,19 @@ class UrlSource:
 
         Raises:
             FileNotFoundError, PermissionError, OSError: the server has no such file, denies access, or fails.
-            SafetensorError: it does not support range requests.
+            SafetensorError: the address is malformed or has a user name, or the server does not support range requests.
         """
+        self._shown = quote_url(url)
+        try:
+            has_user = "@" in urlsplit(url).netloc
+        except ValueError as error:
+            raise SafetensorError(f"{self._shown} is not an address: {error}") from None
+        if has_user:
+            raise SafetensorError(
+                f"{self._shown}: user names and passwords in addresses are not supported; use an address "
+                "that is signed in its query, or download the file"
+            )
         self._url = self._place = url
-        self._shown = _shown(url)
         self._opener = _opener()
         self._part: _Part | None = None
         self.size = 0
@@ -215,6 +224,12 @@ class UrlSource:
 
     def _checked(self, status: int, headers: Message, offset: int, count: int) -> _Part:
         """Return the part that a response has. Raises SafetensorError if it is not the one asked for."""
+        encoding = headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() not in {"", "identity"}:
+            raise SafetensorError(
+                f"{self._shown}: the server sends bytes in the encoding {quote(encoding)}, which was not "
+                "accepted; download the file"
+            )
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         if status != HTTPStatus.PARTIAL_CONTENT or found is None:
             raise SafetensorError(
@@ -259,13 +274,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         scheme = urlsplit(newurl).scheme
         if scheme not in {"https", req.type}:
             fp.close()
-            raise OSError(f"it redirects to {_shown(newurl)}")
+            raise OSError(f"it redirects to {quote_url(newurl)}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _shown(url: str) -> str:
-    """Return an address for messages, without its query, which may be a signature."""
-    return quote(url.partition("?")[0])
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -5,13 +5,13 @@ What is read of a folder is decided from a tree, so that it can be decided befor
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.manifests.file_names import MAX_DEPTH
 from blobstore.sources.versions import SourceVersions
@@ -137,7 +137,7 @@ class FileTree:
     def is_excluded(self, name: str) -> bool:
         """Return whether a pattern matches a name, or a folder that it is in."""
         while name:
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exclude):
+            if any_glob_matches(name, self._exclude):
                 return True
             name = name.rpartition("/")[0]
         return False

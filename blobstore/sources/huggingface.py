@@ -5,11 +5,11 @@ The tensors of a component get the name of its folder as a prefix.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
+from blobstore.core.globs import any_glob_matches
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
@@ -51,7 +51,7 @@ class HuggingFaceFolder(ShardSet):
         try:
             if path.is_dir():
                 self._open_folder(tree or FileTree(path, exclude=options.exclude), options)
-            elif any(fnmatch.fnmatchcase(path.name, pattern) for pattern in options.keep):
+            elif any_glob_matches(path.name, options.keep):
                 self.versions.record(path)
                 self.files = [SourceFile(path.name, path)]
             else:

@@ -7,7 +7,6 @@ same decision holds for a folder and for the listing of a Hub repository that is
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.files import read_regular
+from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
@@ -134,7 +134,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     selection.notices.extend(
         f"no file of {tree.label()} matches --keep {quote(pattern)}"
         for pattern in options.keep
-        if not fnmatch.filter(stored, pattern)
+        if not any(glob_matches(name, pattern) for name in stored)
     )
     selection.notices.extend(_left_out(tree, folders, used | kept, options))
     return selection
@@ -292,7 +292,9 @@ def _choose(
 ) -> tuple[str | None, Sequence[str]]:
     """Return the index to follow, or the files to read, of one component."""
     indexes = {
-        ending: fnmatch.filter(tree.entries(folder), f"*{ending}.*index*.json")
+        ending: [
+            name for name in tree.entries(folder) if glob_matches(name, f"*{ending}.*index*.json")
+        ]
         for ending in (SAFETENSORS, ".bin")
     }
     if weights is not None:
@@ -339,8 +341,8 @@ def _choose_by(
     # A pattern such as '*.bin' means the model. Training state has to be named exactly.
     chosen = {
         name
-        for name in fnmatch.filter(names, weights)
-        if name == weights or not _TRAINING_STATE.fullmatch(name)
+        for name in names
+        if glob_matches(name, weights) and (name == weights or not _TRAINING_STATE.fullmatch(name))
     }
     for index in indexes:
         mapped = _mapped(tree, folder, index)

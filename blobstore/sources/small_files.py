@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.globs import any_glob_matches
 from blobstore.manifests.file_names import is_valid_name, is_valid_part
 from blobstore.sources.base import KEPT_FILES
 
@@ -20,12 +20,12 @@ _WEIGHT_INDEXES = ("*.safetensors.*index*.json", "*.bin.*index*.json")
 
 def is_kept(name: str) -> bool:
     """Return whether files of this name are kept, whatever folder they are in."""
-    return _matches(name, KEPT_FILES) and not is_weight_index(name)
+    return any_glob_matches(name, KEPT_FILES) and not is_weight_index(name)
 
 
 def is_weight_index(name: str) -> bool:
     """Return whether a file of this name is an index of weight files."""
-    return _matches(name, _WEIGHT_INDEXES)
+    return any_glob_matches(name, _WEIGHT_INDEXES)
 
 
 def small_files(tree: FileTree, names: Iterable[str], notices: list[str]) -> Iterator[str]:
@@ -58,17 +58,13 @@ def matching_files(tree: FileTree, keep: Collection[str], used: Collection[str])
     return {
         name
         for name in (tree.files_below() if keep else ())
-        if name not in used and is_valid_name(name) and _matches(name, keep)
+        if name not in used and is_valid_name(name) and any_glob_matches(name, keep)
         if tree.size(name) is not None
     }
 
 
 def unusable_name(tree: FileTree, name: str, keep: Collection[str] = ()) -> str | None:
     """Return a notice if a file would be kept, but a store cannot hold its name."""
-    if is_valid_part(name) or not (is_kept(name) or _matches(name, keep)):
+    if is_valid_part(name) or not (is_kept(name) or any_glob_matches(name, keep)):
         return None
     return f"left out: {tree.label(name)}; names in a store have only letters, digits, '_', '.' and '-'"
-
-
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

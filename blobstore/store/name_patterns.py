@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
+from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.manifests.reference import Reference
 
@@ -27,10 +27,14 @@ def is_pattern(text: str) -> bool:
 
 
 def name_matches(reference: Reference, pattern: str) -> bool:
-    """Return whether a glob matches a name, with or without the parts that may be left out."""
+    """Return whether a glob matches a name, with or without the parts that may be left out.
+
+    Raises:
+        UsageError: the glob is too long.
+    """
     name = str(reference)
     forms = (name, name.removesuffix(":latest"), reference.full)
-    return any(fnmatchcase(form, pattern) for form in forms)
+    return any(glob_matches(form, pattern) for form in forms)
 
 
 def id_start(text: str) -> str | None:
@@ -55,7 +59,7 @@ def select_references(
     Raises:
         InvalidReference: a text is not a glob, and breaks the grammar of names.
         ModelNotFound: a glob matches nothing.
-        UsageError: an ID is the start of several IDs, or has several names.
+        UsageError: a glob is too long, or an ID is the start of several IDs or has several names.
         StoreError: the names cannot be read.
     """
     found: dict[Reference, None] = {}

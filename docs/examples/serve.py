@@ -269,6 +269,9 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one")
     parser.add_argument("--device", default="cpu", help="a torch device, such as cuda")
     parser.add_argument("--verify", choices=("size", "digest"), default="size")
+    parser.add_argument(
+        "--grace", type=int, default=GRACE, help="seconds for requests to finish at the end"
+    )
     options = parser.parse_args()
     if options.port not in range(1 << 16):
         parser.error(f"port {options.port} is not one of 0 to 65535")
@@ -284,7 +287,7 @@ def main() -> None:
         port=options.port,
         access_log=False,
         limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=GRACE,
+        timeout_graceful_shutdown=options.grace,
     )
 
 

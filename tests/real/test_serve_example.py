@@ -375,7 +375,8 @@ def test_finishes_requests_before_it_stops(models: Models, tmp_path: Path) -> No
     folder = tmp_path / "server"
     store = str(models.store.root)
     before = sorted(models.store.root.rglob("*"))
-    with running(folder, "a", "b", "--store", store) as server:
+    # A busy machine may need longer for the rest of the answer than the server waits by default.
+    with running(folder, "a", "b", "--store", store, "--grace", "3600") as server:
         asked = {"prompt": PROMPT, "max_tokens": 200, "stream": True}
         connection = server.begin("POST", COMPLETIONS, asked)
         answer = events(iter(connection.getresponse()))

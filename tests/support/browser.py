@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import start
+
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -147,7 +149,7 @@ def running_browser(profile: Path) -> Iterator[Browser]:
     answers, answer_end = os.pipe()
     # The browser reads descriptor 3 and writes descriptor 4.
     script = f'exec 3<&{request_end} 4>&{answer_end}; exec "$0" "$@"'
-    process = subprocess.Popen(
+    process = start(
         ["bash", "-c", script, program, *FLAGS, f"--user-data-dir={profile}"],
         pass_fds=(request_end, answer_end),
         stdout=subprocess.DEVNULL,

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import start as start_process
+
 PROGRAM = "weed"
 SECONDS = 60
 KEY, SECRET = "key-of-the-tests", "secret-of-the-tests"
@@ -74,7 +76,7 @@ def running_object_store(folder: Path, bucket: str = "models") -> Iterator[Objec
 
     def start() -> None:
         with (folder / "log").open("ab") as log:
-            process = subprocess.Popen(
+            process = start_process(
                 [program, "server", *arguments], stdout=log, stderr=log, start_new_session=True
             )
         processes.append(process)
@@ -109,7 +111,7 @@ def running_rclone(folder: Path, bucket: str = "models") -> Iterator[str]:
         "--config",
         os.devnull,
     ]
-    process = subprocess.Popen(
+    process = start_process(
         [program, "serve", "s3", *options, str(folder)], stderr=subprocess.DEVNULL
     )
     try:

@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from blobstore.core import strict_json
+from tests.support.processes import start
 from tests.support.token_server import ISSUER, SERVICE, TokenServer
 
 PROGRAM = "docker-registry"
@@ -66,7 +67,7 @@ def running_registry(folder: Path, auth: dict[str, Any] | None = None) -> Iterat
     path = folder / "config.yml"  # JSON is YAML
     path.write_text(strict_json.dumps(config), encoding="utf-8")
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([PROGRAM, "serve", str(path)], stdout=log, stderr=log)
+        process = start([PROGRAM, "serve", str(path)], stdout=log, stderr=log)
     try:
         _wait_until_ready(host, process, folder / "log")
         yield Server(host, root)

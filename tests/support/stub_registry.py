@@ -174,9 +174,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 self.connection.close()
                 return
+            # Counted first: the client may look at the number as soon as it has the bytes.
+            self.registry.sent[digest] += len(piece)
             try:
                 self.wfile.write(piece)
             except OSError:  # the client is gone
+                self.registry.sent[digest] -= len(piece)
                 self.close_connection = True
                 return
-            self.registry.sent[digest] += len(piece)

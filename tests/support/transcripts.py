@@ -31,6 +31,10 @@ _VARIES = (
     (re.compile(r"key [0-9a-f]{16}"), "KEY"),
     (re.compile(r"at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"), "MOMENT"),
     (re.compile(r" {2,}"), "  "),
+    (
+        re.compile(r"^progress: .*\n?", re.MULTILINE),
+        "",
+    ),  # of a command that takes longer than usual
 )
 
 

@@ -7,10 +7,10 @@ manifests and the headers of blobs are read.
 from __future__ import annotations
 
 import contextlib
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
+from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import read_stacks
@@ -120,15 +120,11 @@ def pair_tensors(
             )
     ours, theirs = source_tensors(store, (reference, manifests[0]), (base, manifests[1]))
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in (*ours, *theirs)):
+        if not any(glob_matches(name, pattern) for name in (*ours, *theirs)):
             raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
     if patterns:
         ours, theirs = (
-            {
-                name: part
-                for name, part in parts.items()
-                if any(fnmatchcase(name, pattern) for pattern in patterns)
-            }
+            {name: part for name, part in parts.items() if any_glob_matches(name, patterns)}
             for parts in (ours, theirs)
         )
     pairs = [Pair(part, theirs[name]) for name, part in ours.items() if name in theirs]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import one_or_more
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
@@ -22,7 +23,6 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.index import load_index, rewrite_indexes, write_index
-from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
 from blobstore.operations.create.jobs import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.blobs import BlobPlan, ExpertForm
@@ -169,8 +168,8 @@ def create(
     with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
         plan = plan_source(opened, experts=experts, quantize=options.quantize, decode=decode)
         record, unkept = source_record(opened, plan.blobs, options)
-        notices = [*plan.notices, *unkept, *_same_imports(store, record)]
         source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+        notices = [*plan.notices, *unkept, *_same_imports(store, record, source_layer.data)]
         files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
         total = sum(blob.size for blob in plan.blobs)
         total += sum(file.size for file in files if file.is_large())
@@ -190,8 +189,9 @@ def create(
                 )
             if kept:
                 record, unkept = source_record(opened, plan.blobs, options)
-                notices = [*plan.notices, *unkept, *_same_imports(store, record), *_kept(kept)]
                 source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+                same = _same_imports(store, record, source_layer.data)
+                notices = [*plan.notices, *unkept, *same, *_kept(kept)]
                 files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
             added = [done[blob.name][1] for blob in plan.blobs]
             manifest = _add_files(opened, plan, files, ingest, added, pool)
@@ -300,13 +300,19 @@ def _add_files(
     return Manifest(config=config, layers=tuple(layers))
 
 
-def _same_imports(store: LocalStore, record: SourceRecord) -> Iterator[str]:
-    """Yield a notice for each model that was imported from the same commit with the same options."""
-    for reference in store.references() if record.repository else ():
+def _same_imports(store: LocalStore, record: SourceRecord, source_layer: bytes) -> Iterator[str]:
+    """Yield a notice for each model that was imported from the same commit with the same options.
+
+    Equal imports have equal source layers. So unless the store has that blob, no manifest is read: importing
+    many models would take time that grows with the square of their number.
+    """
+    digest = Digest.of(source_layer)
+    if not (record.repository and store.has(digest)):
+        return
+    for reference in store.references():
         with contextlib.suppress(BlobstoreError):
-            other = read_source_record(store, store.resolve(reference))
-            keys = ("repository", "commit", "options")
-            if all(getattr(other, key, None) == getattr(record, key) for key in keys):
+            layers = store.resolve(reference).layers_of(media_types.SOURCE)
+            if any(layer.digest == digest for layer in layers):
                 yield f"{reference} was imported from the same commit of {record.repository}"
 
 

@@ -10,7 +10,8 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import MissingLibrary, RemoteError, UsageError
+from blobstore.core.libraries import optional_libraries
+from blobstore.errors import RemoteError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,12 +62,8 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
 
 @contextlib.contextmanager
 def _dask_client(name: str) -> Iterator[Any]:
-    try:
+    with optional_libraries():
         import distributed
-    except ImportError as error:
-        raise MissingLibrary(
-            "the executor dask:// needs the package distributed: pip install 'tensor-blobstore[dask]'"
-        ) from error
     try:
         connect: Any = distributed.Client
         client = connect("tcp://" + name.removeprefix("dask://"), timeout=CONNECT_TIMEOUT)
@@ -79,12 +76,8 @@ def _dask_client(name: str) -> Iterator[Any]:
 @contextlib.contextmanager
 def _ray(name: str) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
+    with optional_libraries():
         import ray
-    except ImportError as error:
-        raise MissingLibrary(
-            "the executor ray:// needs the package ray: pip install 'tensor-blobstore[ray]'"
-        ) from error
     address = name.removeprefix("ray://")
     try:
         ray.init(

@@ -127,12 +127,12 @@ def ingest(
     if retries < 0:
         raise UsageError(f"retries must be 0 or more, got {retries}")
     wanted = [Item(*item) for item in items]
+    place: LocalStore | str
     if isinstance(target, str) and is_in_objects(target):
         place = target
     else:
-        store = LocalStore.of(target)
-        store.check_root()
-        place = str(store.root)
+        place = LocalStore.of(target)  # its workers wait as long for its locks
+        place.check_root()
     options.setdefault("jobs", 1)
     done: dict[int, IngestedModel] = {}
     with open_executor(executor) as make:
@@ -150,7 +150,7 @@ class _Run:
         self,
         make: Callable[[], Executor],
         items: Sequence[Item],
-        target: str,
+        target: LocalStore | str,
         options: dict[str, Any],
         retries: int,
     ) -> None:

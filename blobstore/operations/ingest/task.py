@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.remote.reading import is_in_objects
-from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from blobstore.store.local import LocalStore
 
 
 class Outcome(NamedTuple):
@@ -34,7 +34,9 @@ class Outcome(NamedTuple):
     """Whether another attempt would fail in the same way."""
 
 
-def import_model(source: str, name: str, target: str, options: Mapping[str, Any]) -> Outcome:
+def import_model(
+    source: str, name: str, target: LocalStore | str, options: Mapping[str, Any]
+) -> Outcome:
     """Import a model, unless the target has the name already.
 
     A worker may be killed at any time, and do the same again later: the name appears last.
@@ -42,7 +44,7 @@ def import_model(source: str, name: str, target: str, options: Mapping[str, Any]
     Args:
         source: as for :func:`~blobstore.operations.create.create.create`.
         name: the name that the model gets.
-        target: the folder of a store, or the address of one in object storage.
+        target: a store, or the address of one in object storage.
         options: of that function.
     """
     started = time.monotonic()
@@ -54,12 +56,11 @@ def import_model(source: str, name: str, target: str, options: Mapping[str, Any]
 
     try:
         reference = Reference.parse(name)
-        if is_in_objects(target):
+        if isinstance(target, str):
             return _import_remote(source, reference, target, options, outcome)
-        store = LocalStore(target)
-        if store.has_model(reference):
+        if target.has_model(reference):
             return outcome(present=True)
-        created = create(source, reference, store=store, **options)
+        created = create(source, reference, store=target, **options)
         return outcome(blobs=created.blobs, written=created.bytes_written)
     except (BlobstoreError, OSError) as error:
         may_pass = isinstance(error, (RemoteError, StoreError, OSError))

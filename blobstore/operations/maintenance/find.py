@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.tensors import read_tensors
@@ -84,7 +84,7 @@ def _with_name(
         return
 
     def is_wanted(name: str) -> bool:
-        return fnmatchcase(name, text) if is_pattern(text) else name == text
+        return glob_matches(name, text) if is_pattern(text) else name == text
 
     try:
         contents = read_tensors(store, entry.manifest, collect_faults=True)

@@ -793,7 +793,7 @@
         const button = el("button", { type: "button", onclick: async () => {
           button.disabled = true;
           button.textContent = "Reading the weights\u2026";
-          const found = await (await fetch("measure?model=" + encodeURIComponent(chosen), { method: "POST", headers: { "x-blobstore": "1" } })).json().catch(() => ({ error: "the server has ended" }));
+          const found = await (await fetch("measure?model=" + encodeURIComponent(chosen), { method: "POST" })).json().catch(() => ({ error: "the server has ended" }));
           if (found.error) button.textContent = found.error; else { DATA.model[chosen] = found; route(); }
         } }, "Measure values and errors");
         section.append(el("p", {}, button));

@@ -1,8 +1,8 @@
 """Serves the page of a store on this machine, with its verification and the work that is going on.
 
-The server listens on the loopback interface alone. Web pages of others cannot use it: requests for
-another host are refused, as DNS rebinding makes them, and measuring a model needs a header that only
-pages of the same origin can send.
+The server listens on the loopback interface alone, which all users and programs of the machine reach. So
+its address has a random token, and requests without it are refused. So are requests for another host, as
+DNS rebinding makes them, and requests that browsers say another site has caused.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import hmac
 import json
 import os
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +42,9 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 _HOSTS = ("127.0.0.1", "localhost")
-_HEADER = "x-blobstore"
-"""A header that makes browsers ask first before they send a request to another origin."""
+_OWN_SITE = {"same-origin", "none"}
+"""What browsers say of requests that this page makes, and of addresses that a person types."""
+_TOKEN_BYTES = 24
 
 
 def serve_page(
@@ -57,7 +60,7 @@ def serve_page(
         store: the store.
         references: the models whose tensors are shown; none means all that fit.
         port: 0 for any free one.
-        on_ready: called with the address once the port is open.
+        on_ready: called with the address, which has the token, once the port is open.
 
     Raises:
         MissingLibrary: starlette or uvicorn is not installed.
@@ -68,7 +71,8 @@ def serve_page(
     with optional_libraries():
         import uvicorn
 
-        app = page_app(store, references)
+        token = secrets.token_urlsafe(_TOKEN_BYTES)
+        app = page_app(store, references, token=token)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -77,19 +81,20 @@ def serve_page(
             raise BlobstoreError(f"cannot listen on {HOST}:{port}: {error.strerror}") from error
         listener.listen()
         config = uvicorn.Config(app, log_level="error", access_log=False)
-        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/")
+        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlette:
-    """Return the server's application."""
+def page_app(store: LocalStore, references: Sequence[Reference] = (), *, token: str) -> Starlette:
+    """Return the server's application, whose paths begin with ``token``."""
     from starlette.applications import Starlette
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
-    measuring = threading.Lock()
+    # One at a time: each reads the whole store, or whole models, on all processors.
+    reading, measuring = threading.Lock(), threading.Lock()
     headers = {
         "cache-control": "no-store",
         "x-content-type-options": "nosniff",
@@ -104,7 +109,7 @@ def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlet
         @functools.wraps(act)
         def answer(request: Request) -> Response:
             try:
-                response = act(request)
+                response = _refusal(request, token) or act(request)
             except BlobstoreError as error:
                 status = 404 if isinstance(error, NotFound) else 500
                 response = JSONResponse({"error": shown(error)}, status_code=status)
@@ -113,14 +118,18 @@ def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlet
 
         return answer
 
+    def read() -> dict[str, Any]:
+        with reading:
+            return page_data(store, references) | {"live": live_state(store)}
+
     @answered
     def page(request: Request) -> Response:  # noqa: ARG001 - starlette's signature
-        data = page_data(store, references) | {"live": live_state(store)}
+        data = read()
         return HTMLResponse(render_page(f"{data['root']} \u2013 blobstore", data, is_live=True))
 
     @answered
     def data(request: Request) -> Response:  # noqa: ARG001
-        return JSONResponse(page_data(store, references) | {"live": live_state(store)})
+        return JSONResponse(read())
 
     @answered
     def state(request: Request) -> Response:  # noqa: ARG001
@@ -128,8 +137,6 @@ def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlet
 
     @answered
     def measure(request: Request) -> Response:
-        if _HEADER not in request.headers:
-            return JSONResponse({"error": f"the header {_HEADER} is missing"}, status_code=403)
         name = request.query_params.get("model", "")
         disk = read_disk(store)
         found = next((item for item in disk.entries if shown(item) == name), None)
@@ -137,21 +144,35 @@ def page_app(store: LocalStore, references: Sequence[Reference] = ()) -> Starlet
             raise NotFound(f"the store has no model {quote(name)}")
         parents = find_parents(disk)
         base = parents[found].reference if found in parents else None
-        with measuring:  # one at a time: each reads whole models on all processors
+        with measuring:
             measured = {found: measure_model(store, found, base)}
         return JSONResponse(model_views(disk, [found], parents, measured, disk.owners())[name])
 
     return Starlette(
         routes=[
-            Route("/", page),
-            Route("/data", data),
-            Route("/state", state),
-            Route("/measure", measure, methods=["POST"]),
+            Route("/{token}/", page),
+            Route("/{token}/data", data),
+            Route("/{token}/state", state),
+            Route("/{token}/measure", measure, methods=["POST"]),
+            Route("/{other:path}", state),  # has no token, so it is refused
         ],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=list(_HOSTS), www_redirect=False)
         ],
     )
+
+
+def _refusal(request: Request, token: str) -> Response | None:
+    """Return the answer to a request that must not be served, before anything is read for it."""
+    from starlette.responses import JSONResponse
+
+    if request.headers.get("sec-fetch-site", "none") not in _OWN_SITE:
+        return JSONResponse({"error": "another site has caused this request"}, 403)
+    given = request.path_params.get("token", "")
+    if hmac.compare_digest(given.encode(), token.encode()):
+        return None
+    message = "the address has no valid token; open the one that 'blobstore page --serve' printed"
+    return JSONResponse({"error": message}, 403)
 
 
 def live_state(store: LocalStore) -> dict[str, Any]:

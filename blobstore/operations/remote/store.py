@@ -54,7 +54,7 @@ class RemoteStore(LocalStore):
         Raises:
             RemoteError: the remote cannot be reached, or fails.
         """
-        super().__init__(local.root)
+        super().__init__(local.root, lock_timeout=local.lock_timeout)
         self._local = local
         self._source = source
         self.reference = source.address.reference

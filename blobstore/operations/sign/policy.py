@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
+from blobstore.core.globs import MAX_GLOB
 from blobstore.errors import InvalidDigest, InvalidPolicy, UsageError
 from blobstore.operations.sign.keys import PublicKey
 from blobstore.store.name_patterns import name_matches
@@ -147,6 +148,8 @@ def _parse_rule(index: int, value: Any, keys: dict[str, PublicKey]) -> Rule:
     pattern = _typed(value, "match", str, place)
     if not pattern:
         raise InvalidPolicy(f"{place}.match: expected a pattern of names")
+    if len(pattern) > MAX_GLOB:
+        raise InvalidPolicy(f"{place}.match: a pattern has at most {MAX_GLOB} characters")
     action = _action(value.get("action"), f"{place}.action")
     names = _texts(value, "keys", place)
     unknown = [name for name in names or () if name not in keys]

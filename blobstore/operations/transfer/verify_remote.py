@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, WorkerPool
-from blobstore.errors import BlobDamaged, BlobMissing, UsageError
+from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.remote.cold_layer import COLD, parse_cold_index
@@ -90,8 +90,7 @@ def verify_remote(
         UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    if streams < 1:
-        raise UsageError(f"streams must be at least 1, got {streams}")
+    check_jobs(streams)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
     with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
         faults: list[RemoteFault] = []

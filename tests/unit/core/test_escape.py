@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
+from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote, quote_url
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
@@ -94,3 +94,18 @@ def test_suggests_the_nearest_of_many_names() -> None:
     names = [f"layers.{layer}.mlp.up_proj.weight" for layer in range(100_000)]
     found = did_you_mean("layers.99999.mlp.up_prj.weight", names)
     assert found == "did you mean 'layers.99999.mlp.up_proj.weight'?"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://host/a/b", "'https://host/a/b'"),
+        ("https://alice:secret@host:1/a?sig=secret#secret", "'https://host:1/a'"),
+        ("https://secret@host#secret?x", "'https://host'"),
+        ("https://a@secret@host/x@y", "'https://host/x@y'"),
+        ("//secret@host", "'//host'"),
+        ("https://host/a?x=\nsecret", "'https://host/a'"),
+    ],
+)
+def test_urls_are_shown_without_what_may_be_secret(url: str, shown: str) -> None:
+    assert quote_url(url) == shown

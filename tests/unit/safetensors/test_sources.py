@@ -229,6 +229,33 @@ def test_errors_do_not_show_the_signature_of_an_address(web: Web, answer: bytes)
     assert web.url in str(caught.value)
 
 
+@pytest.mark.parametrize("user", ["alice:secret@", "secret@", "secret:@"])
+def test_an_address_with_a_user_is_refused_before_anything_is_sent(web: Web, user: str) -> None:
+    with pytest.raises(SafetensorError, match="user names and passwords in addresses") as caught:
+        safe_open(web.url.replace("//", f"//{user}"), "np")
+    assert "secret" not in str(caught.value)
+    assert not web.ranges
+
+
+def test_a_malformed_address_is_refused() -> None:
+    with pytest.raises(SafetensorError, match=r"is not an address: Invalid IPv6 URL"):
+        safe_open("http://[/file", "np")
+
+
+def test_errors_do_not_show_the_fragment_of_an_address(web: Web) -> None:
+    web.disturb = lambda _: reply(404)
+    with pytest.raises(FileNotFoundError) as caught:
+        safe_open(web.url + "#token=secret", "np")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_compressed_range_is_refused(web: Web) -> None:
+    with safe_open(web.url, "np") as file:
+        web.headers["content_encoding"] = "gzip"
+        with pytest.raises(SafetensorError, match="the encoding 'gzip', which was not accepted"):
+            file.get_tensor("a")
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda web: web.headers.update(etag='"2"'), lambda web: setattr(web, "data", FILE + b"x")],

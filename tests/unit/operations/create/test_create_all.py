@@ -15,6 +15,9 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -149,3 +152,24 @@ def test_the_command_prints_a_table_and_its_status_tells(
     assert found["models"][1]["bytes_written"] == 0
     run("create", "--all", models, "name", exit_code=2)
     run("create", models, exit_code=2)
+
+
+def test_importing_a_model_reads_no_manifest_of_another(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(6):
+        cached(tmp_path / "hub", f"org/model{number}")
+    resolved: list[str] = []
+    resolve = LocalStore.resolve
+
+    def noted(self: LocalStore, reference: str | Reference) -> Manifest:
+        resolved.append(str(reference))
+        return resolve(self, reference)
+
+    monkeypatch.setattr(LocalStore, "resolve", noted)
+    results = create_all(tmp_path / "hub", store=store)
+
+    assert [result.error for result in results] == [None] * 6
+    assert resolved == []
+    again = create(tmp_path / "hub" / "models--org--model3", "again", store=store)
+    assert again.notices == ("org/model3:latest was imported from the same commit of org/model3",)

@@ -170,6 +170,21 @@ def _workers() -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("executor", ["threads:1", "processes:1"])
+def test_workers_wait_for_locks_as_long_as_the_store_says(
+    items: list[Item], store: LocalStore, executor: str
+) -> None:
+    store.lock_timeout = 0
+    with store.exclusive_lock():
+        (model,) = ingest(
+            items[:1], LocalStore(store.root, lock_timeout=0), executor=executor, retries=0
+        )
+    assert (model.kind, "exclusive lock" in model.error or "another process" in model.error) == (
+        "StoreBusy",
+        True,
+    )
+
+
 def test_an_engine_that_is_not_there_is_named(
     items: list[Item], store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, SourceError, StoreBusy
 from blobstore.operations.ingest import task
 from blobstore.operations.ingest.task import import_model
+from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 
 
@@ -31,15 +32,15 @@ def test_failures_that_may_pass_are_not_final(
         raise error
 
     monkeypatch.setattr(task, "create", fail)
-    found = import_model("source", "name", str(tmp_path / "store"), {})
+    found = import_model("source", "name", LocalStore(tmp_path / "store"), {})
     assert found.is_final is is_final
     assert found.error == str(error)
 
 
 def test_a_model_is_imported_once(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", {"a": np.arange(8, dtype=np.float32)})
-    first = import_model(str(folder), "m", str(tmp_path / "store"), {})
-    again = import_model(str(folder), "m", str(tmp_path / "store"), {})
+    first = import_model(str(folder), "m", LocalStore(tmp_path / "store"), {})
+    again = import_model(str(folder), "m", LocalStore(tmp_path / "store"), {})
     assert (first.is_present, again.is_present) == (False, True)
     assert first.bytes_written > 0
     assert again.bytes_written == 0

@@ -27,8 +27,8 @@ pytest.importorskip("starlette", reason="it is in the test group, and in the ext
 
 
 @contextlib.contextmanager
-def serving(store: LocalStore) -> Iterator[int]:
-    """Run the command and return its port."""
+def serving(store: LocalStore) -> Iterator[str]:
+    """Run the command and return the address that it prints."""
     command = (sys.executable, "-m", "blobstore.cli", "page", "--serve", "--port=0")
     process = subprocess.Popen(
         [*command, "--store", str(store.root)], stdout=subprocess.PIPE, text=True
@@ -36,21 +36,22 @@ def serving(store: LocalStore) -> Iterator[int]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r"serving http://127\.0\.0\.1:(\d+)/; stop with Ctrl-C\n", line)
+        found = re.fullmatch(
+            r"serving (http://127\.0\.0\.1:\d+/[\w-]{32}/); stop with Ctrl-C\n", line
+        )
         assert found is not None, line
-        yield int(found[1])
+        yield found[1]
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
 
 
-def request(
-    port: int, path: str, method: str = "GET", **headers: str
-) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+def request(address: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    server, _, path = address.removeprefix("http://").partition("/")
+    connection = http.client.HTTPConnection(server, timeout=60)
     with contextlib.closing(connection):
         connection.request(
-            method, path, headers={k.replace("_", "-"): v for k, v in headers.items()}
+            method, f"/{path}", headers={k.replace("_", "-"): v for k, v in headers.items()}
         )
         answer = connection.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read()
@@ -64,36 +65,59 @@ def models(store: LocalStore, tmp_path: Path) -> LocalStore:
     return store
 
 
-def test_a_page_of_another_site_gets_nothing(models: LocalStore) -> None:
-    with serving(models) as port:
-        rebound = request(port, "/", Host="evil.example")
-        unasked = request(port, "/measure?model=plain:latest", "POST")
-        status, headers, _ = request(port, "/")
-        preflight = request(
-            port,
-            "/measure",
-            "OPTIONS",
-            Origin="http://evil.example",
-            Access_Control_Request_Headers="x-blobstore",
+@pytest.mark.parametrize("path", ["", "data", "state", "measure?model=plain:latest"])
+@pytest.mark.parametrize("token", ["", "guess/", "%C3%A9/"])
+def test_another_user_of_the_machine_gets_nothing(
+    models: LocalStore, path: str, token: str
+) -> None:
+    with serving(models) as address:
+        server = address.rsplit("/", 2)[0]
+        status, _, body = request(
+            f"{server}/{token}{path}", "POST" if path.startswith("measure") else "GET"
         )
 
+    assert status in {403, 405}
+    assert b"plain" not in body
+
+
+def test_a_page_of_another_site_gets_nothing(models: LocalStore) -> None:
+    with serving(models) as address:
+        rebound = request(address, Host="evil.example")
+        caused = [
+            request(address + path, Sec_Fetch_Site=site)
+            for path in ("", "data", "state")
+            for site in ("cross-site", "same-site")
+        ]
+        measured = request(
+            f"{address}measure?model=plain:latest", "POST", Sec_Fetch_Site="cross-site"
+        )
+        status, headers, _ = request(address, Sec_Fetch_Site="none")
+        own = request(f"{address}data", Sec_Fetch_Site="same-origin")
+        preflight = request(f"{address}measure", "OPTIONS", Origin="http://evil.example")
+
     assert rebound[0] == 400
-    assert unasked[0] == 403
-    assert status == 200
+    assert {answer[0] for answer in (*caused, measured)} == {403}
+    assert status == own[0] == 200
     assert headers["x-frame-options"] == "DENY"
     assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
     assert "access-control-allow-origin" not in headers
     assert preflight[0] == 405
+
+
+def test_each_server_has_a_token_of_its_own(models: LocalStore) -> None:
+    with serving(models) as one, serving(models) as two:
+        assert one.split("/")[3] != two.split("/")[3]
 
 
 def test_an_unknown_model_is_not_found_and_a_damaged_one_is_an_error(models: LocalStore) -> None:
     for blob in models.resolve("plain").layers:
         Path(models.blob_path(blob.digest)).unlink(missing_ok=True)
 
-    with serving(models) as port:
-        missing = request(port, "/measure?model=%3Cscript%3E", "POST", x_blobstore="1")
-        damaged = request(port, "/measure?model=plain:latest", "POST", x_blobstore="1")
-        page = request(port, "/")
+    with serving(models) as address:
+        missing = request(f"{address}measure?model=%3Cscript%3E", "POST")
+        damaged = request(f"{address}measure?model=plain:latest", "POST")
+        page = request(address)
 
     assert (missing[0], damaged[0], page[0]) == (404, 500, 200)
     assert "missing" in json.loads(damaged[2])["error"]
@@ -102,8 +126,8 @@ def test_an_unknown_model_is_not_found_and_a_damaged_one_is_an_error(models: Loc
 def test_the_page_follows_the_store_and_measures_on_request(
     browser: Browser, models: LocalStore
 ) -> None:
-    with serving(models) as port:
-        browser.open(f"http://localhost:{port}/#model/plain%3Aint8")
+    with serving(models) as address:
+        browser.open(f"{address}#model/plain%3Aint8")
         assert "no work running" in browser.run("document.querySelector('.live').textContent")
         browser.run(
             "[...document.querySelectorAll('button')].find(b => b.textContent.startsWith('Measure')).click()"
@@ -138,9 +162,11 @@ def test_the_state_changes_with_the_store_and_lists_the_work(
 
 
 def test_a_port_that_is_taken_is_an_error(models: LocalStore) -> None:
-    with serving(models) as port:
+    with serving(models) as address:
+        port = re.search(r":(\d+)/", address)
+        assert port is not None
         done = subprocess.run(
-            [sys.executable, "-m", "blobstore.cli", "page", "--serve", f"--port={port}"],
+            [sys.executable, "-m", "blobstore.cli", "page", "--serve", f"--port={port[1]}"],
             env={**os.environ, "BLOBSTORE_HOME": str(models.root)},
             capture_output=True,
             check=False,

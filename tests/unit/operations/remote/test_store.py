@@ -324,6 +324,16 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
         assert dict(parts(model)) == dict(parts(expected))
 
 
+@pytest.mark.parametrize("seconds", [0.25, 7.0])
+def test_a_model_elsewhere_waits_for_locks_as_long_as_the_store_that_it_is_opened_with(
+    local: LocalStore, objects: ObjectStore, tmp_path: Path, seconds: float
+) -> None:
+    push_objects("one", objects.address, store=local)
+    other = LocalStore(tmp_path / "other", lock_timeout=seconds)
+    with blobstore.open(f"{objects.address}/one", store=other) as model:
+        assert model.store.lock_timeout == seconds
+
+
 # The cache
 
 

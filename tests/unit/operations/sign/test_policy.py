@@ -140,6 +140,16 @@ def test_a_key_may_stand_in_the_file_itself(files: Path) -> None:
     assert verdict.signers == ("here",)
 
 
+def test_a_pattern_that_takes_seconds_to_match_is_refused() -> None:
+    text = (
+        f'version = 1\n[[rules]]\nmatch = "{"[" * 10_000}"\naction = "enforce"\npins = ["{OTHER}"]'
+    )
+    with pytest.raises(
+        InvalidPolicy, match=r"rules\[0\]\.match: a pattern has at most 1000 characters"
+    ):
+        parse_policy(text.encode(), lambda _: b"")
+
+
 RULE = '[[rules]]\nmatch = "*"\naction = "enforce"\n'
 
 
