@@ -15,6 +15,7 @@ a file therefore leaves no file behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -205,7 +206,7 @@ class Ingest:
         Raises:
             OSError: a blob could not be synced or renamed. Only synced blobs get names.
             StoreBusy: waiting for the lock that the replacement of a damaged blob needs timed out.
-            StoreError: another program has removed a partial file.
+            StoreError: another program has removed a partial file, or the lease of this import.
         """
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -219,6 +220,22 @@ class Ingest:
             self._publish_partial(path, item, state)
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
+        self._check_lease()
+
+    def _check_lease(self) -> None:
+        """Check that no other machine has taken this process for dead, and its blobs for garbage."""
+        try:
+            is_lost = self._lease.has_ended
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # what NFS says of a file that another machine removed
+                raise
+            is_lost = True
+        if is_lost:
+            raise StoreError(
+                f"the lease of this import was removed from the store {quote(self._store.root)}: "
+                "locks (flock) do not work between its machines",
+                advice="run 'blobstore gc' only while nothing is written, and run the same command again",
+            )
 
     def _publish(self, path: Path, item: Ingested) -> None:
         """Give a synced file the name of its blob."""

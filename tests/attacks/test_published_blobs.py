@@ -1,7 +1,8 @@
-"""No inode in ``blobs/`` is open for writing, whoever has opened it: strace watches all commands that write."""
+"""No inode in ``blobs/`` is open for writing: strace watches all commands that write."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -49,7 +50,7 @@ def calls(log: str) -> Iterator[tuple[str, str, int, str]]:
 
 
 def violations(log: str) -> list[str]:
-    """Return the calls that write to a blob, or that give a file a blob's name while it can be written."""
+    """Return the calls that write to a blob, or that rename to a blob what can be written."""
     found: list[str] = []
     writers: dict[int, str] = {}
     for name, arguments, result, file in calls(log):
@@ -124,7 +125,6 @@ def _pull(origin: LocalStore, folder: Path) -> None:
     """Pull, continue a pull, and be slower than another pull where locks do nothing."""
     from blobstore.core.digest import BlobId
     from blobstore.registry.shapes.ollama import plan_ollama
-    from blobstore.store import locks
     from blobstore.store.local import LocalStore
     from tests.support.stub_registry import StubRegistry
 
@@ -142,7 +142,7 @@ def _pull(origin: LocalStore, folder: Path) -> None:
                 file.write(0, content[: blob.size // 2])
         _must(store, "pull", address, "a")
         store = LocalStore(folder / "slower")
-        with mock.patch.object(locks.fcntl, "flock"), store.ingest() as ingest:
+        with mock.patch.object(fcntl, "flock"), store.ingest() as ingest:
             file = ingest.open_partial(blob)
             assert file is not None
             with file:
