@@ -25,6 +25,8 @@ _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 _ROOT_USER = 0
 _CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY}
 """Errors of file systems that do not support a sync, such as some of FUSE and SMB for folders."""
+_CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+"""Errors of systems and file systems that do not copy between files."""
 
 
 class FileState(NamedTuple):
@@ -164,6 +166,24 @@ def write_all(descriptor: int, data: Buffer) -> None:
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def copy_bytes(source: int, begin: int, count: int, target: int, offset: int) -> int:
+    """Copy at most ``count`` bytes between files, and return how many: 0 at the end of ``source``.
+
+    The system copies them if it can, and some file systems then share the blocks.
+
+    Raises:
+        OSError: they cannot be read or written.
+    """
+    if hasattr(os, "copy_file_range"):
+        try:
+            return os.copy_file_range(source, target, count, begin, offset)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY:
+                raise
+    data = os.pread(source, min(count, 1 << 20), begin)
+    return os.pwrite(target, data, offset) if data else 0
 
 
 def flush(descriptor: int) -> None:

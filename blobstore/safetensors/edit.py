@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.files import flush, open_regular, read_exactly
+from blobstore.core.files import copy_bytes, flush, open_regular, read_exactly
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, SafetensorError
 from blobstore.safetensors.arguments import check_metadata
 from blobstore.safetensors.header import PREFIX_SIZE, encode_file_header, errors_during
-from blobstore.safetensors.serialization import io_errors, lay_out, replaced_file, write_at
+from blobstore.safetensors.serialization import (
+    check_is_replaceable,
+    io_errors,
+    lay_out,
+    replaced_file,
+    write_at,
+)
 from blobstore.safetensors.table import read_table
 from blobstore.safetensors.writer import named_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from types import EllipsisType
 
     from blobstore.safetensors.table import Table
     from blobstore.safetensors.writer import NamedBytes
 
 _PIECE = 1 << 26
-"""Bytes that are copied with one request, or read into memory if the system cannot copy."""
-_CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+"""Bytes that are copied with one request."""
+_IN_MEMORY = 1 << 28
+"""Bytes of new tensors that an edit in place copies into memory, and not into a file."""
 
 
 def edit_file(
@@ -44,9 +53,12 @@ def edit_file(
     system copies what stays, without a copy in memory; some file systems share the blocks.
 
     With ``in_place``, only what changes is written, if nothing is removed, changed tensors keep type and
-    shape, and the new header is no longer than the old one with its padding. That is not atomic: if the
-    process is killed or the machine fails, a changed tensor may have old and new bytes, and a file that got
-    more tensors may be refused until it is cut to its former size. One process may edit a file at a time.
+    shape, the new header is no longer than the old one with its padding, and the file can be written and has
+    no other name: symbolic and hard links are replaced. That is not atomic: if the process is killed or
+    the machine fails, a changed tensor may have old and new bytes, and a file that got more tensors may be
+    refused until it is cut to its former size. One process may edit a file at a time. The tensors may be views
+    of the file itself: their bytes are copied before the first is written, those over 256 MiB to a temporary
+    file in the same folder. Arrays that map the file show the new bytes afterwards.
 
     Args:
         filename: the file.
@@ -60,11 +72,11 @@ def edit_file(
         Whether the file was changed in place.
 
     Raises:
-        SafetensorError: the file breaks the format, has no tensor of a name in ``remove``, or cannot be written;
-            or the format lacks the type of a tensor.
+        SafetensorError: the file breaks the format, has no tensor of a name in ``remove``, is inside a store, or
+            cannot be written; or the format lacks the type of a tensor.
         OSError: the file cannot be opened or read.
     """
-    path = os.path.realpath(filename)
+    path = os.fsdecode(filename)
     changes = [named_bytes(name, tensor) for name, tensor in (tensors or {}).items()]
     check_metadata(None if metadata is ... else metadata)
     try:
@@ -133,18 +145,33 @@ class _Edit:
                 return False  # readers would have to copy it
             writes.append((data, end))
             end += spec.nbytes
-        with io_errors(), Path(path).open("r+b", buffering=0) as file:
-            target = file.fileno()
-            if not os.path.samestat(os.fstat(target), os.fstat(self._descriptor)):
-                raise SafetensorError(f"{quote(path)} was replaced while it was edited")
-            for read, offset in writes:
-                write_at(target, read(), offset)
-            flush(target)
-            padded = header[PREFIX_SIZE:].ljust(space - PREFIX_SIZE)
-            prefix = len(padded).to_bytes(PREFIX_SIZE, "little")
-            write_at(target, memoryview(prefix + padded), 0)
-            flush(target)
+        check_is_replaceable(Path(path))
+        if not self._is_the_only_name(path):
+            return False
+        with io_errors(), _copied(writes, Path(path).parent) as copies:
+            target = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if not os.path.samestat(os.fstat(target), os.fstat(self._descriptor)):
+                    raise SafetensorError(f"{quote(path)} was replaced while it was edited")
+                for copy, offset in copies:
+                    write_at(target, copy, offset)
+                flush(target)
+                padded = header[PREFIX_SIZE:].ljust(space - PREFIX_SIZE)
+                prefix = len(padded).to_bytes(PREFIX_SIZE, "little")
+                write_at(target, memoryview(prefix + padded), 0)
+                flush(target)
+            finally:
+                os.close(target)
         return True
+
+    def _is_the_only_name(self, path: str) -> bool:
+        """Return whether the file has no other name, and can be written.
+
+        Another name may be that of a blob. Blobs are read-only, which does not stop root.
+        """
+        status = os.fstat(self._descriptor)
+        is_link = stat.S_ISLNK(os.lstat(path).st_mode)
+        return not is_link and status.st_nlink == 1 and bool(status.st_mode & 0o222)
 
     def write_to(self, path: str) -> None:
         """Write a new file, which replaces the one at ``path``."""
@@ -173,6 +200,26 @@ class _Edit:
                 yield TensorSpec(name, *kind), _Stored(begin, self._table.data_start + end)
 
 
+@contextlib.contextmanager
+def _copied(
+    writes: Sequence[tuple[Callable[[], memoryview], int]], folder: Path
+) -> Iterator[Iterator[tuple[memoryview, int]]]:
+    """Copy bytes that are to be written, all of them; yield pieces of the copies with their offsets.
+
+    They may be bytes of the very file, mapped at any address, which the first write would change.
+    """
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=str(folder)) as copies:
+        places: list[tuple[int, int]] = []
+        for read, offset in writes:
+            data = read()
+            for begin in range(0, len(data), _PIECE):
+                piece = data[begin : begin + _PIECE]
+                copies.write(piece)
+                places.append((offset + begin, len(piece)))
+        copies.seek(0)
+        yield ((memoryview(copies.read(size)), offset) for offset, size in places)
+
+
 def _joined(sources: Iterable[Any]) -> Iterable[Any]:
     """Yield sources, with neighbours of the old file as one."""
     last: _Stored | None = None
@@ -193,21 +240,8 @@ def _copy(source: int, place: _Stored, target: int, offset: int) -> None:
     """Copy bytes between files, in the kernel if that is possible."""
     begin = place.begin
     while begin < place.end:
-        count = _copied(source, begin, min(_PIECE, place.end - begin), target, offset)
+        count = copy_bytes(source, begin, min(_PIECE, place.end - begin), target, offset)
         if not count:
             raise SafetensorError("Error while reading: the file has become shorter")
         begin += count
         offset += count
-
-
-def _copied(source: int, begin: int, count: int, target: int, offset: int) -> int:
-    """Copy at most ``count`` bytes, and return how many."""
-    if hasattr(os, "copy_file_range"):
-        try:
-            return os.copy_file_range(source, target, count, begin, offset)
-        except OSError as error:
-            if error.errno not in _CANNOT_COPY:
-                raise
-    data = os.pread(source, min(count, 1 << 20), begin)
-    write_at(target, memoryview(data), offset)
-    return len(data)

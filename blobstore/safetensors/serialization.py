@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import replacing
 from blobstore.core.gc_pause import gc_paused
+from blobstore.core.targets import check_target
 from blobstore.core.tensor import DType
 from blobstore.core.tensor import TensorSpec as NamedSpec
-from blobstore.errors import SafetensorError
+from blobstore.errors import BlobstoreError, SafetensorError
 from blobstore.safetensors.arguments import check_metadata, require
 from blobstore.safetensors.header import (
     HEADER_ALIGNMENT,
@@ -253,10 +254,10 @@ def _lay_out_specs(
 def write_file(filename: str | os.PathLike[str], buffers: Iterable[Buffer]) -> None:
     """Write buffers to a file durably, and then give it the name.
 
-    If the name is a symbolic link, the file that it refers to is replaced.
+    If the name is a symbolic link, the link is replaced.
 
     Raises:
-        SafetensorError: the file cannot be written; the previous one is then unchanged.
+        SafetensorError: the file is inside a store, or cannot be written; the previous one is then unchanged.
     """
     with replaced_file(filename) as descriptor:
         for batch in _batches(buffers):
@@ -270,9 +271,9 @@ def replaced_file(filename: str | os.PathLike[str]) -> Iterator[int]:
     Raises:
         SafetensorError: see :func:`write_file`.
     """
-    target = Path(os.path.realpath(filename))
+    target = Path(os.fsdecode(filename))
     with io_errors():
-        _check_is_replaceable(target)
+        check_is_replaceable(target)
         with replacing(target) as descriptor:
             yield descriptor
 
@@ -285,8 +286,12 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
         offset += written
 
 
-def _check_is_replaceable(target: Path) -> None:
-    """Check that a file is there or none: a device must not become a file."""
+def check_is_replaceable(target: Path) -> None:
+    """Check that a file is there or none, and in no store: neither a device nor a blob must become a file."""
+    try:
+        check_target(target)
+    except BlobstoreError as error:
+        raise SafetensorError(error.message, advice=error.advice) from None
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:

@@ -15,6 +15,7 @@ a file therefore leaves no file behind.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -28,7 +29,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder, write_all
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, StoreError
-from blobstore.store.partial import PartialBlob, locked_file
+from blobstore.store.partial import RUN_AGAIN, PartialBlob, remove_partial
 from blobstore.store.quarantine import replace_damaged
 from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -80,7 +81,7 @@ class Ingest:
         self._syncing: list[Future[None]] = []
         self._unnamed: dict[Path, Ingested] = {}
         self._partial: dict[Path, FileState] = {}
-        """The files among these that other processes may have renamed or replaced."""
+        """The complete partial files among these, which other processes may publish too."""
         self._verified = VerifiedBlobs(store)
         self._damaged: set[Digest] = set()
         self.repaired: dict[Digest, Path | None] = {}
@@ -178,7 +179,7 @@ class Ingest:
                     self._damaged.add(item.digest)
 
     def open_partial(self, blob: BlobId) -> PartialBlob | None:
-        """Return the partial file of a blob, to fill it; None if another process is filling it.
+        """Return a partial file of a blob, to fill it; None if another process is fetching the blob.
 
         The caller closes it. If the import ends without :meth:`publish`, the file stays for the next one.
 
@@ -186,10 +187,10 @@ class Ingest:
             OSError: it cannot be created.
         """
         self._lease.hold([blob.digest])  # so that gc keeps the file
-        return PartialBlob.open(self._layout.partial, blob)
+        return PartialBlob.open(self._layout.partial, blob, self._check_open)
 
     def adopt_partial(self, partial: PartialBlob) -> Ingested:
-        """Publish with this import a partial file that has the right digest."""
+        """Publish with this import a partial file that has the right digest; nobody can write to it any more."""
         digest, size = partial.blob
         item = Ingested(digest, size, written=True, is_repair=digest in self._damaged)
         state = partial.complete()
@@ -205,7 +206,7 @@ class Ingest:
         Raises:
             OSError: a blob could not be synced or renamed. Only synced blobs get names.
             StoreBusy: waiting for the lock that the replacement of a damaged blob needs timed out.
-            StoreError: another program has removed a partial file.
+            StoreError: another program has removed a partial file, or the lease of this import.
         """
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -216,16 +217,25 @@ class Ingest:
             if state is None:
                 self._publish(path, item)
                 continue
-            with locked_file(path, state) as is_same:
-                if is_same:
-                    self._publish(path, item)
-                elif self.find(item.digest, item.size) is None:
-                    raise StoreError(
-                        f"another program has changed or removed {quote(path)}",
-                        advice="run the same command again",
-                    )
+            self._publish_partial(path, item, state)
         self._unnamed.clear()
         sync_folder(self._layout.blobs)
+        self._check_lease()
+
+    def _check_lease(self) -> None:
+        """Check that no other machine has taken this process for dead, and its blobs for garbage."""
+        try:
+            is_lost = self._lease.has_ended
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # what NFS says of a file that another machine removed
+                raise
+            is_lost = True
+        if is_lost:
+            raise StoreError(
+                f"the lease of this import was removed from the store {quote(self._store.root)}: "
+                "locks (flock) do not work between its machines",
+                advice="run 'blobstore gc' only while nothing is written, and run the same command again",
+            )
 
     def _publish(self, path: Path, item: Ingested) -> None:
         """Give a synced file the name of its blob."""
@@ -238,6 +248,19 @@ class Ingest:
         )
         if is_replaced:
             self.repaired[item.digest] = quarantined
+
+    def _publish_partial(self, path: Path, item: Ingested, state: FileState) -> None:
+        """Give a complete partial file the name of its blob, unless another process has done so."""
+        is_published = False
+        if FileState.of(path) == state:
+            with contextlib.suppress(FileNotFoundError):
+                self._publish(path, item)
+                is_published = True
+        if not is_published and self.find(item.digest, item.size) is None:
+            raise StoreError(
+                f"another program has changed or removed {quote(path)}", advice=RUN_AGAIN
+            )
+        remove_partial(self._layout.partial, item.digest)
 
     def exclusive_lock(self) -> AbstractContextManager[None]:
         """Take the store's exclusive lock, and wait longer for it than a command would."""

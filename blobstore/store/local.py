@@ -37,7 +37,7 @@ from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
-from blobstore.store.partial import bytes_done
+from blobstore.store.partial import bytes_done, remove_partial
 from blobstore.store.scan import is_folder, list_names, scan_folder
 from blobstore.store.signatures import Signatures
 
@@ -175,6 +175,10 @@ class LocalStore(BlobReader):
     def partial_bytes(self, blob: BlobId) -> int:
         """Return how many bytes of a blob an unfinished download has."""
         return bytes_done(self._layout.partial, blob)
+
+    def remove_partial(self, digest: Digest) -> None:
+        """Remove what was downloaded of a blob that is not needed any more."""
+        remove_partial(self._layout.partial, digest)
 
     def join_ingest(self, name: str, *, paranoid: bool = False) -> WorkerIngest:
         """Join an import of another process by its :attr:`Ingest.name`, to add blobs to it.

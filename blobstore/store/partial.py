@@ -4,19 +4,25 @@ A partial file holds the bytes of the blob at their offsets. At the offset that 
 follows one little-endian counter of 8 bytes per part of 64 MiB: how many bytes of the part are there. The
 bytes are written before their counter, so a killed process leaves counters that are true. After a power cut
 they may not be, and another program can write anything, so only the digest proves that a file is complete.
-A complete file has no counters.
 
-One process at a time fills a file: the one that has locked it (``flock``). A file is never written to after
-it is complete, and is removed or renamed only by a process that has locked it, or by ``gc``, which leaves
-blobs alone that a lease holds. The file names end with the number of the user: another user could still
-write to a file of theirs after its bytes were verified.
+**A process writes only to files that it has created, and a file that can get the name of a blob has no
+writer.** So no published blob is ever written to, even where locks do nothing:
+
+- The name of a file ends with a random token, and it is created with ``O_EXCL``.
+- When a file is filled, the counters are cut off, the only descriptor that can write is closed, and then the
+  file is made read-only. So a read-only file is complete, and any process may read and publish it.
+- Another file is continued by a copy of the bytes that are there. Some file systems share the blocks.
+
+A file whose process has died is removed after it was copied. Where locks do nothing, its process may be alive;
+so it is removed only if nothing was written to it for a minute. If a process loses its file all the same, it
+finds the blob, or fails. The names also have the number of the user: another user could still write to a file
+of theirs after its bytes were verified.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
 import struct
@@ -24,80 +30,112 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digester
-from blobstore.core.files import FileState, give_to_owner, make_folders, read_exactly
-from blobstore.store.locks import NOT_INHERITED, try_lock
+from blobstore.core.escape import quote
+from blobstore.core.files import FileState, copy_bytes, give_to_owner, read_exactly
+from blobstore.errors import StoreError
+from blobstore.store.locks import NOT_INHERITED
+from blobstore.store.partial_lock import (
+    NOT_OURS,
+    OPEN_FLAGS,
+    PartialLock,
+    belongs_to_us,
+    listed_files,
+    lock_path,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from typing import Self
 
     from typing_extensions import Buffer
 
-    from blobstore.core.digest import BlobId
+    from blobstore.core.digest import BlobId, Digest
 
 PART: Final = 64 * 2**20
 """Bytes of a part, which one stream fills; the last part of a blob may be smaller."""
+RUN_AGAIN: Final = "run the same command again"
 _COUNTER = struct.Struct("<Q")
 _READ = 2**20
-_NOT_OURS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
-"""Errors of opening a link, a pipe, or a file of another user."""
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_ABANDONED = 60.0
+"""Seconds without a write after which no process is thought to fill a file."""
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class PartialBlob:
-    """A locked partial file. Any number of threads fill it, each a part of its own."""
+    """A partial file that this process has created, or a complete one. Threads fill it, each a part of its own."""
 
-    def __init__(self, path: Path, descriptor: int, blob: BlobId) -> None:
+    def __init__(
+        self, lock: PartialLock, path: Path, blob: BlobId, reader: int, writer: int | None
+    ) -> None:
         self.path = path
         self.blob = blob
-        self._descriptor = descriptor
-        self._process = os.getpid()
-        NOT_INHERITED.add(self)
+        self._lock = lock
+        self._reader = reader
+        self._descriptor = -1 if writer is None else writer
+        if writer is not None:
+            NOT_INHERITED.add(self)
         self._digester = Digester()
         self._digester_lock = threading.Lock()
-        self._done = self._read_counters()
+        lengths = _lengths(blob.size)
+        self._done = lengths if writer is None else [0] * len(lengths)
 
     @classmethod
-    def open(cls, folder: Path, blob: BlobId) -> Self | None:
-        """Lock the partial file of a blob, and create it if it is missing; None if it is locked.
+    def open(
+        cls, folder: Path, blob: BlobId, check: Callable[[], object] = lambda: None
+    ) -> Self | None:
+        """Return a file with what was fetched of a blob; None if another process is fetching it.
 
-        A file that cannot be a partial file of this blob and user is replaced.
+        Args:
+            folder: of the partial files.
+            blob: what is fetched.
+            check: called now and then while bytes are copied; what it raises ends that.
 
         Raises:
             OSError: it cannot be created.
             StoreError: the file system has no locks.
         """
-        path = _path(folder, blob)
-        root = folder.parent.parent
-        if not folder.is_dir():
-            make_folders(folder, root)
-        while True:
-            try:
-                descriptor = _open_or_create(path)
-            except OSError as error:
-                if error.errno not in _NOT_OURS:
-                    raise
-                path.unlink()
-                continue
-            is_ours = False
-            try:
-                if not try_lock(descriptor, fcntl.LOCK_EX, root):
-                    return None
-                if not _is_at(path, descriptor):
-                    continue  # another process has renamed or removed it
-                give_to_owner(path)
-                # Only this user or the store's owner may be able to write to it, under this name.
-                status, owners = os.fstat(descriptor), (os.geteuid(), folder.stat().st_uid)
-                is_regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-                if not is_regular or status.st_uid not in owners:
-                    path.unlink()
+        lock = PartialLock.take(folder, blob.digest)
+        if lock is None:
+            return None
+        with contextlib.ExitStack() as reading, contextlib.ExitStack() as failing:
+            failing.callback(lock.close)
+            earlier = []
+            for path in lock.files():
+                descriptor = _opened(path)
+                if descriptor is None:
                     continue
-                is_ours = True
-                return cls(path, descriptor, blob)
-            finally:
-                if not is_ours:
-                    os.close(descriptor)
+                if _is_complete(os.fstat(descriptor), blob):
+                    failing.pop_all()
+                    return cls(lock, path, blob, descriptor, None)
+                reading.callback(os.close, descriptor)
+                earlier.append(descriptor)
+            new = cls._created(lock, blob)
+            failing.pop_all()
+            failing.callback(new.close)
+            new._begin()
+            new._copy_most(earlier, check)
+            new._remove_earlier()
+            failing.pop_all()
+            return new
+
+    @classmethod
+    def _created(cls, lock: PartialLock, blob: BlobId) -> Self:
+        path = lock.add_file()
+        with contextlib.ExitStack() as failing:
+            # Not writable for the group, whatever the umask: it has no other user as a writer.
+            writer = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o644)
+            failing.callback(os.close, writer)
+            give_to_owner(path)
+            status = os.fstat(writer)
+            if not status.st_mode & stat.S_IWUSR:  # an odd umask; it would seem to be complete
+                os.fchmod(writer, status.st_mode & 0o777 | stat.S_IWUSR)
+            reader = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+            failing.callback(os.close, reader)
+            if not os.path.samestat(os.fstat(reader), status):
+                raise StoreError(f"another program has replaced {quote(path)}", advice=RUN_AGAIN)
+            failing.pop_all()
+        return cls(lock, path, blob, reader, writer)
 
     def __enter__(self) -> Self:
         return self
@@ -133,10 +171,14 @@ class PartialBlob:
             raise ValueError(f"{len(view)} bytes for a part that lacks {len(left)}")
         offset = left.start
         while offset - left.start < len(view):
-            count = os.pwrite(self._descriptor, view[offset - left.start :], offset)
+            try:
+                count = os.pwrite(self._descriptor, view[offset - left.start :], offset)
+            except OSError as error:
+                if error.errno not in _FULL or not self._remove_earlier(age=0):
+                    raise
+                continue
             offset += count
-            self._done[part] += count
-            self._write_counter(part)
+            self._count(part, count)
         self._hash_next(view, left.start)
 
     def has_right_digest(self) -> bool:
@@ -146,14 +188,17 @@ class PartialBlob:
         return self._digester.digest() == self.blob.digest
 
     def complete(self) -> FileState:
-        """Remove the counters after the digest was found right; return the state of the file."""
-        if os.fstat(self._descriptor).st_size != self.blob.size:
+        """Make the filled file read-only after the digest was found right, for this process too; return its state."""
+        if self._descriptor >= 0:
             os.ftruncate(self._descriptor, self.blob.size)
-        return FileState.of_status(os.fstat(self._descriptor))
+            self._close_writer()
+            os.fchmod(self._reader, os.fstat(self._reader).st_mode & 0o444)
+            self._remove_earlier()
+        return FileState.of_status(os.fstat(self._reader))
 
     def duplicate(self) -> int:
-        """Return a second descriptor of the file, which the caller closes."""
-        return os.dup(self._descriptor)
+        """Return a second descriptor of the file, for reading and syncing, which the caller closes."""
+        return os.dup(self._reader)
 
     def catch_up(self) -> None:
         """Hash the bytes that follow what has been hashed, unless another thread is doing so."""
@@ -164,31 +209,66 @@ class PartialBlob:
                 self._digester_lock.release()
 
     def discard(self) -> None:
-        """Remove the file, which is wrong."""
+        """Remove the file, which is wrong or not needed."""
         self.path.unlink(missing_ok=True)
+        self._remove_earlier(age=0)
+        self._lock.remove()
 
     def close(self) -> None:
-        """Unlock the file; what is there stays."""
-        NOT_INHERITED.discard(self)
-        # As with the store's lock: a forked process may have a copy of the descriptor.
-        if os.getpid() == self._process:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        """Unlock the blob; what is there of it stays."""
+        self._close_writer()
+        os.close(self._reader)
+        self._lock.close()
 
-    def _read_counters(self) -> list[int]:
-        """Return the bytes that are there of each part; start again with a file that makes no sense."""
-        counters = _counters(self._descriptor, self.blob.size)
-        if counters is not None:
-            return counters
-        self._done = [0] * len(_lengths(self.blob.size))
-        os.ftruncate(self._descriptor, 0)
+    def _close_writer(self) -> None:
+        if self._descriptor >= 0:
+            NOT_INHERITED.discard(self)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _begin(self) -> None:
+        """Give a new file its size and counters: their disk space must not be missing later."""
         os.ftruncate(self._descriptor, self.blob.size)
-        for part in range(len(self._done)):  # their disk space must not be missing later
-            self._write_counter(part)
-        return self._done
+        for part in range(len(self._done)):
+            self._count(part, 0)
 
-    def _write_counter(self, part: int) -> None:
+    def _copy_most(self, descriptors: Iterable[int], check: Callable[[], object]) -> None:
+        """Copy what is there of the file that has most, as far as there is space."""
+        found = [
+            (counters, one) for one in descriptors if (counters := _counters(one, self.blob.size))
+        ]
+        if not found:
+            return
+        counters, source = max(found, key=lambda one: sum(one[0]))
+        with contextlib.suppress(OSError):  # the bytes can be fetched again
+            for part, count in enumerate(counters):
+                while self._done[part] < count:
+                    check()
+                    at = self.missing_bytes(part).start
+                    size = min(count - self._done[part], PART)
+                    copied = copy_bytes(source, at, size, self._descriptor, at)
+                    if not copied:
+                        return
+                    self._count(part, copied)
+
+    def _remove_earlier(self, age: float = _ABANDONED) -> bool:
+        """Remove the other files of the blob to which nothing was written for ``age`` seconds; return whether any."""
+        is_any = False
+        now = os.fstat(self._reader).st_mtime  # of the same clock
+        for path in self._lock.files():
+            if path == self.path:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if not age or (
+                    now - status.st_mtime >= age and not _is_complete(status, self.blob)
+                ):
+                    path.unlink()
+                    is_any = True
+        return is_any
+
+    def _count(self, part: int, new: int) -> None:
+        self._done[part] += new
         place = self.blob.size + _COUNTER.size * part
         os.pwrite(self._descriptor, _COUNTER.pack(self._done[part]), place)
 
@@ -206,36 +286,52 @@ class PartialBlob:
         while self._digester.size < self.blob.size:
             begin = self._digester.size
             end = self.missing_bytes(begin // PART).start
-            data = (
-                os.pread(self._descriptor, min(_READ, end - begin), begin) if end > begin else b""
-            )
+            data = os.pread(self._reader, min(_READ, end - begin), begin) if end > begin else b""
             if not data:
                 return
             self._digester.update(data)
 
 
-def _open_or_create(path: Path) -> int:
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            return os.open(path, os.O_RDWR | _FLAGS)
-        with contextlib.suppress(FileExistsError):  # another process has just created it
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
-
-
 def bytes_done(folder: Path, blob: BlobId) -> int:
-    """Return how many bytes of a blob its partial file has, or 0, without locking it."""
+    """Return how many bytes of a blob its partial files have, or 0, without locking it."""
+    most = 0
+    for path in listed_files(folder, blob.digest):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+            try:
+                most = max(most, sum(_counters(descriptor, blob.size) or ()))
+            finally:
+                os.close(descriptor)
+    return most
+
+
+def remove_partial(folder: Path, digest: Digest) -> None:
+    """Remove the partial files of a blob that is not needed any more, and its lock."""
+    for path in listed_files(folder, digest):
+        path.unlink(missing_ok=True)
+    lock_path(folder, digest).unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> int | None:
+    """Return a descriptor of an earlier file for reading; remove one that may be another user's."""
     try:
-        descriptor = os.open(_path(folder, blob), os.O_RDONLY | _FLAGS)
-    except OSError:
-        return 0
-    try:
-        return sum(_counters(descriptor, blob.size) or ())
-    finally:
+        descriptor = os.open(path, os.O_RDONLY | OPEN_FLAGS)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in NOT_OURS:
+            raise
+    else:
+        if belongs_to_us(descriptor, path.parent):
+            return descriptor
         os.close(descriptor)
+    path.unlink(missing_ok=True)
+    return None
 
 
-def _path(folder: Path, blob: BlobId) -> Path:
-    return folder / f"{blob.digest.hex}-{os.geteuid()}"
+def _is_complete(status: os.stat_result, blob: BlobId) -> bool:
+    """Return whether a file is filled and has no writer."""
+    return status.st_size == blob.size and not status.st_mode & 0o222
 
 
 def _lengths(size: int) -> list[int]:
@@ -253,32 +349,3 @@ def _counters(descriptor: int, size: int) -> list[int] | None:
         return None
     counters = [count for (count,) in _COUNTER.iter_unpack(data)]
     return counters if all(map(int.__le__, counters, lengths)) else None
-
-
-@contextlib.contextmanager
-def locked_file(path: Path, state: FileState) -> Iterator[bool]:
-    """Lock a complete file while the block runs and make it read-only; yield False if it is another one now."""
-    try:
-        descriptor = os.open(path, _FLAGS)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        status = os.fstat(descriptor)
-        is_same = _is_at(path, descriptor) and FileState.of_status(status) == state
-        if is_same:
-            os.fchmod(descriptor, status.st_mode & 0o444)
-        yield is_same
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Return whether the open file is the one that has the name."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

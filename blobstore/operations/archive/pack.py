@@ -22,6 +22,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
+from blobstore.core.targets import check_target
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -145,7 +146,8 @@ def pack_models(
 
 
 def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Check that no file exists that must not be replaced."""
+    """Check that no file exists that must not be replaced, and that the path is in no store."""
+    check_target(target)
     if os.path.lexists(target) and not (overwrite and target.is_file()):
         raise BlobstoreError(
             f"{quote(target)} exists already"

@@ -25,6 +25,7 @@ from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, sync_folder, write_all
 from blobstore.core.mmap import MappedRegion
+from blobstore.core.targets import check_target
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.store.blobs import ADVICE
@@ -286,6 +287,7 @@ def resolve_target(folder: str | os.PathLike[str], *, force: bool = False) -> Pa
     """
     try:
         target = Path(os.path.realpath(local_path(folder)))
+        check_target(target)
         if not os.path.lexists(target):
             return target
         is_empty = target.is_dir() and not any(target.iterdir())

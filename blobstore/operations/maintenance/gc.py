@@ -29,6 +29,7 @@ from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, Us
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Leases, try_lock
+from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
 
@@ -421,6 +422,8 @@ class _Collection:
                 leases = self._leases_of(Digest(entry.name.partition("-")[0]))
                 if not leases and _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), size)
+                    continue
+                if entry.name.endswith(PARTIAL_LOCK):
                     continue
                 below = Path(entry.path).relative_to(self._store.root)
                 removable = status.st_mtime + self._partial_age

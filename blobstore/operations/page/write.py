@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
 from blobstore.core.gc_pause import gc_paused
+from blobstore.core.targets import check_target
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.disk_usage import read_disk, usage_of
@@ -159,4 +160,5 @@ def free_target(file: str | os.PathLike[str]) -> Path:
         raise BlobstoreError(
             f"cannot write {quote(file)}: there is no folder {quote(target.parent)}"
         )
+    check_target(target)
     return target

@@ -14,6 +14,7 @@ from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
+from blobstore.core.targets import check_target
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, InvalidManifest, UsageError
 from blobstore.manifests.reference import Reference
@@ -106,6 +107,8 @@ def sign_model(
         raise UsageError(f"unknown layout {quote(layout)}; expected export or link")
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = None if out is None else local_path(out)
+    if target is not None:
+        check_target(target)
     if target is not None and target.exists() and not overwrite:
         raise BlobstoreError(
             f"{quote(target)} exists already", advice="replace it with overwrite=True"

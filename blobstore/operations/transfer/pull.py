@@ -338,5 +338,5 @@ def _import(
             progress(what, transfer.size + done, transfer.size + total)
 
     import_files(source.files, path_of, reference, store=store, jobs=jobs, progress=report)
-    for path in transfer.paths.values():
-        path.unlink(missing_ok=True)
+    for digest in transfer.paths:
+        store.remove_partial(digest)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.safetensors import SafetensorError, edit_file, safe_open
+import blobstore
+import blobstore.safetensors.torch
+from blobstore.safetensors import SafetensorError, edit, edit_file, safe_open
 from blobstore.safetensors.numpy import load_file, save, save_file
 
 TENSORS: dict[str, Any] = {
@@ -106,14 +110,97 @@ def test_tensors_may_be_of_any_framework(path: Path, tensor: Any) -> None:
         assert file["t"].tolist() == [[1, 1, 1]] * 2
 
 
-def test_mode_and_link_stay(path: Path, tmp_path: Path) -> None:
+def test_the_mode_stays(path: Path) -> None:
     path.chmod(0o640)
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    edit_file(link, remove=["a"])
-    assert link.is_symlink()
+    edit_file(path, remove=["a"])
     assert path.stat().st_mode & 0o777 == 0o640
     assert sorted(load_file(path)) == ["b", "c"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_another_name_of_a_file_keeps_its_bytes(
+    path: Path, tmp_path: Path, link: Callable[[Path, Path], None], in_place: bool
+) -> None:
+    other, before = tmp_path / "other", path.read_bytes()
+    link(other, path)
+    assert not edit_file(other, {"b": TENSORS["b"] + 1}, in_place=in_place)
+    assert path.read_bytes() == before
+    assert content(other) == (expected(b=TENSORS["b"] + 1), {"x": "y"})
+
+
+def test_a_file_that_nobody_may_write_to_is_not_edited_in_place(path: Path) -> None:
+    path.chmod(0o444)  # which does not stop root
+    inode = path.stat().st_ino
+    assert not edit_file(path, {"b": TENSORS["b"] + 1}, in_place=True)
+    assert path.stat().st_ino != inode
+    assert content(path) == (expected(b=TENSORS["b"] + 1), {"x": "y"})
+
+
+def _torch_views(path: Path) -> dict[str, Any]:
+    return blobstore.safetensors.torch.load_file(path)
+
+
+def _handle_views(framework: str) -> Callable[[Path], dict[str, Any]]:
+    def read(path: Path) -> dict[str, Any]:
+        with safe_open(path, framework) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    return read
+
+
+def _views_of_a_hard_link(path: Path) -> dict[str, Any]:
+    other = path.with_name("other")
+    other.hardlink_to(path)
+    found = load_file(other)
+    other.unlink()
+    return found
+
+
+def _views_of_a_map(path: Path) -> dict[str, Any]:
+    """Map the file as any program can, at an address that the library does not know."""
+    mapped = np.memmap(path, np.uint8, "r")
+    size = int.from_bytes(mapped[:8].tobytes(), "little") + 8
+    return {
+        name: mapped[size + entry["data_offsets"][0] : size + entry["data_offsets"][1]].view("f4")
+        for name, entry in json.loads(mapped[8:size].tobytes()).items()
+    }
+
+
+@pytest.mark.parametrize("in_memory", [1 << 28, 1000], ids=["memory", "file"])
+@pytest.mark.parametrize(
+    "views",
+    [
+        load_file,
+        _torch_views,
+        _handle_views("np"),
+        _handle_views("pt"),
+        _handle_views("mlx"),
+        _views_of_a_hard_link,
+        _views_of_a_map,
+    ],
+)
+def test_tensors_of_a_file_may_be_exchanged_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, views: Callable[[Path], Any], in_memory: int
+) -> None:
+    monkeypatch.setattr(edit, "_IN_MEMORY", in_memory)
+    path = tmp_path / "exchanged"
+    save_file({"a": np.full(5000, 1, np.float32), "b": np.full(5000, 2, np.float32)}, path)
+    tensors = views(path)
+    assert edit_file(path, {"a": tensors["b"], "b": tensors["a"]}, in_place=True)
+    found = load_file(path)
+    assert set(found["a"].tolist()) == {2}
+    assert set(found["b"].tolist()) == {1}
+    assert [file.name for file in tmp_path.iterdir()] == ["exchanged"]
+
+
+def test_a_tensor_may_be_moved_within_its_own_bytes_in_place(tmp_path: Path) -> None:
+    path, values = tmp_path / "moved", np.arange(1 << 20, dtype=np.int32)
+    save_file({"a": values[:1], "b": values}, path)
+    mapped = np.memmap(path, np.int32, "r")
+    begin = len(mapped) - len(values) - 1
+    assert edit_file(path, {"b": mapped[begin:-1]}, in_place=True)
+    assert np.array_equal(load_file(path)["b"], np.concatenate([[0], values[:-1]]))
 
 
 @pytest.mark.parametrize(

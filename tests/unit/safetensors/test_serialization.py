@@ -315,17 +315,19 @@ def test_the_mode_follows_the_umask(tmp_path: Path, umask: int) -> None:
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
 
 
-def test_the_target_of_a_symlink_is_replaced(tmp_path: Path) -> None:
-    target, link = tmp_path / "real" / "a", tmp_path / "link"
-    target.parent.mkdir()
-    target.write_bytes(b"old")
-    link.symlink_to(Path("real") / "a")
+def test_a_symlink_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    for module in safetensors.numpy.save_file, save_file:
+        target, link = tmp_path / "real" / "a", tmp_path / f"{module.__module__} link"
+        target.parent.mkdir(exist_ok=True)
+        target.write_bytes(b"old")
+        link.symlink_to(Path("real") / "a")
 
-    save_file({"a": ARRAY}, link)
+        module({"a": ARRAY}, link)
 
-    assert link.is_symlink()
-    assert target.read_bytes() == save({"a": ARRAY})
-    assert list(target.parent.iterdir()) == [target]
+        assert not link.is_symlink()
+        assert link.read_bytes() == save({"a": ARRAY})
+        assert target.read_bytes() == b"old"
+        assert list(target.parent.iterdir()) == [target]
 
 
 def test_another_name_of_a_file_keeps_its_bytes(tmp_path: Path) -> None:

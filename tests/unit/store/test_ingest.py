@@ -427,6 +427,16 @@ def test_a_worker_leaves_no_file_once_the_import_has_ended(store: LocalStore) ->
     assert temporary(store) == []
 
 
+def test_an_import_fails_if_another_machine_has_taken_it_for_dead(store: LocalStore) -> None:
+    """A gc that does not see the lock of a lease removes it, and then what it held."""
+    with store.ingest() as ingest:
+        ingest.add(3, lambda: [b"abc"])
+        (lease,) = store.folder("leases").iterdir()
+        lease.unlink()
+        with pytest.raises(StoreError, match="locks .flock. do not work between its machines"):
+            ingest.publish()
+
+
 def test_a_worker_fails_if_its_blob_cannot_be_synced(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import BlobId, Digest
+from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreError
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import NOT_INHERITED
-from blobstore.store.partial import PartialBlob
+from blobstore.store.partial import PartialBlob, bytes_done
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.sandbox import NOBODY
 
@@ -139,29 +144,31 @@ def test_a_forked_process_does_not_keep_a_file_locked(folder: Path) -> None:
     with here:
         there.close()
         here.recv(7)
-        NOT_INHERITED.discard(file)
-        os.close(file._descriptor)  # as if the parent had been killed
+        for owner in (file, file._lock):
+            NOT_INHERITED.discard(owner)
+            os.close(owner._descriptor)  # as if the parent had been killed
         opened(folder).close()
     os.waitpid(child, 0)
 
 
-def test_a_link_or_pipe_in_place_of_the_file_is_replaced(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_lock", [False, True])
+@pytest.mark.parametrize(
+    "make", [Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)]
+)
+def test_a_link_or_pipe_in_place_of_a_file_is_replaced(
+    folder: Path, tmp_path: Path, make: Callable[[Path, Path], None], of_lock: bool
+) -> None:
     with opened(folder) as file:
-        path = file.path
+        path = file._lock._path if of_lock else file.path
     victim = tmp_path / "victim"
     victim.write_bytes(DATA + bytes(24))
-    for make in (
-        lambda: path.symlink_to(victim),
-        lambda: path.hardlink_to(victim),
-        lambda: os.mkfifo(path),
-    ):
-        path.unlink()
-        make()
-        with opened(folder) as file:
-            fill(file, 0, 1, 2)
-            assert file.has_right_digest()
-            file.complete()
-        assert path.read_bytes() == DATA
+    path.unlink()
+    make(path, victim)
+    with opened(folder) as file:
+        assert file.done == 0
+        fill(file, 0, 1, 2)
+        file.complete()
+        assert file.path.read_bytes() == DATA
     assert victim.read_bytes() == DATA + bytes(24)
 
 
@@ -173,7 +180,8 @@ def test_a_file_of_another_user_is_replaced(folder: Path) -> None:
     os.chown(path, NOBODY, NOBODY)
     with opened(folder) as file:
         assert file.done == 0
-        assert path.stat().st_uid == os.geteuid()
+        assert file.path.stat().st_uid == os.geteuid()
+    assert not path.exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -194,6 +202,141 @@ def test_no_descriptor_stays_open(folder: Path) -> None:
     assert open_files(ANYWHERE) == before
 
 
+# Processes that do not see each other's locks
+
+
+@pytest.fixture
+def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system where ``flock`` does nothing."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_no_process_writes_to_the_file_of_another_even_if_locks_do_nothing(folder: Path) -> None:
+    with opened(folder) as slow, opened(folder) as fast:
+        slow.write(0, DATA[:10])
+        fill(fast, 0, 1, 2)
+        assert fast.has_right_digest()
+        fast.complete()
+        blob = fast.path.rename(folder / "blob")
+        fill(slow, 0, 1, 2)
+        assert slow.has_right_digest()
+        slow.complete()
+        assert blob.read_bytes() == slow.path.read_bytes() == DATA
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_two_pulls_publish_one_blob_even_if_locks_do_nothing(store: LocalStore) -> None:
+    with store.ingest() as first, store.ingest() as second:
+        files = [ingest.open_partial(BLOB) for ingest in (first, second)]
+        for file, ingest in zip(files, (first, second), strict=True):
+            assert file is not None
+            with file:
+                fill(file, *file.missing)
+                ingest.adopt_partial(file)
+        second.publish()
+        first.publish()
+    assert Path(store.blob_path(BLOB.digest)).read_bytes() == DATA
+    assert partial_files(store) == []
+
+
+def test_a_complete_file_has_no_descriptor_that_can_write(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0, 1, 2)
+        file.complete()
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if descriptor.samefile(file.path):
+                    flags = fcntl.fcntl(int(descriptor.name), fcntl.F_GETFL)
+                    assert flags & os.O_ACCMODE == os.O_RDONLY
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(file._descriptor, b"x", 0)
+
+
+def test_a_file_is_continued_by_a_copy_of_what_is_there(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+        before = file.path
+    content = before.read_bytes()
+    with opened(folder) as file:
+        assert file.done == 100
+        assert file.path != before
+        fill(file, 1, 2)
+        assert file.has_right_digest()
+    assert before.read_bytes() == content
+
+
+def test_the_file_that_has_most_is_continued(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+    with opened(folder) as file:
+        fill(file, 1)
+    with opened(folder) as file:
+        assert file.missing == [2]
+
+
+def test_a_file_to_which_nothing_was_written_for_a_minute_is_removed(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+        before = file.path
+    opened(folder).close()
+    assert before.exists()
+    os.utime(before, (before.stat().st_atime, before.stat().st_mtime - 61))
+    with opened(folder) as file:
+        assert file.done == 100
+        assert not before.exists()
+
+
+def test_an_earlier_file_makes_space_on_a_full_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+        before = file.path
+    write = os.pwrite
+
+    def written(descriptor: int, data: bytes, offset: int) -> int:
+        if before.exists() and offset >= 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    with opened(folder) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", written)
+            fill(file, 1)
+        assert not before.exists()
+        fill(file, 2)
+        assert file.has_right_digest()
+
+
+def test_a_stopped_import_ends_a_copy(folder: Path) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+        before = file.path
+    used = open_files(ANYWHERE)
+
+    def stop() -> None:
+        raise Cancelled("stopped")
+
+    with pytest.raises(Cancelled):
+        PartialBlob.open(folder, BLOB, stop)
+    assert open_files(ANYWHERE) == used
+    assert before.exists()
+    with opened(folder) as file:
+        assert file.done == 100
+
+
+def test_the_bytes_of_a_blob_are_counted_without_its_lock(folder: Path) -> None:
+    assert bytes_done(folder, BLOB) == 0
+    with opened(folder) as file:
+        fill(file, 0)
+        file.write(2, DATA[200:201])
+        assert bytes_done(folder, BLOB) == 101
+        fill(file, 1, 2)
+        file.complete()
+    assert bytes_done(folder, BLOB) == 250
+
+
 # In an import
 
 
@@ -210,7 +353,7 @@ def filled(store: LocalStore, *, is_published: bool) -> None:
 
 
 def partial_files(store: LocalStore) -> list[Path]:
-    return list(store.folder("partial").iterdir())
+    return [path for path in store.folder("partial").iterdir() if path.suffix != ".lock"]
 
 
 def test_an_import_publishes_a_complete_file_read_only(store: LocalStore) -> None:
@@ -218,7 +361,7 @@ def test_an_import_publishes_a_complete_file_read_only(store: LocalStore) -> Non
     path = Path(store.blob_path(BLOB.digest))
     assert path.read_bytes() == DATA
     assert stat.S_IMODE(path.stat().st_mode) == 0o444
-    assert partial_files(store) == []
+    assert list(store.folder("partial").iterdir()) == []
 
 
 def test_the_umask_holds_for_published_files(store: LocalStore) -> None:

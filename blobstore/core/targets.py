@@ -1,0 +1,41 @@
+"""Where files of users may be written: everywhere but inside a store, whose files only the store writes."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobstoreError
+
+_BLOB_NAME = re.compile(r"sha256-[0-9a-f]{64}")
+_PARTS = ("blobs", "manifests", ".blobstore")
+
+
+def check_target(target: str | os.PathLike[str]) -> None:
+    """Check that a file or folder may be written at a path. If there is a link, that is replaced.
+
+    Raises:
+        BlobstoreError: the path is that of a blob, or inside a store.
+        OSError: a part of the path cannot be read.
+    """
+    path = Path(os.path.abspath(target))  # noqa: PTH100 - the last part may be a link
+    real = Path(os.path.realpath(path.parent), path.name)
+    is_blob = _BLOB_NAME.fullmatch(real.name) is not None
+    if is_blob or any(
+        _is_store(Path(*real.parts[:at]), part) for at, part in enumerate(real.parts)
+    ):
+        raise BlobstoreError(
+            f"{quote(target)} is a file of a store, which other models may share",
+            advice="write to another folder, and import that with 'blobstore create'",
+        )
+
+
+def _is_store(root: Path, part: str) -> bool:
+    """Return whether a part of a path below ``root`` belongs to a store."""
+    return (
+        part in _PARTS
+        and (root / "blobs").is_dir()
+        and any((root / other).is_dir() for other in _PARTS[1:])
+    )
