@@ -23,6 +23,7 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digester
 from blobstore.core.files import FileState, give_to_owner, make_folders, read_exactly
 from blobstore.store.locks import NOT_INHERITED, try_lock
@@ -40,6 +41,8 @@ PART: Final = 64 * 2**20
 """Bytes of a part, which one stream fills; the last part of a blob may be smaller."""
 _COUNTER = struct.Struct("<Q")
 _READ = 2**20
+_LOCK_PAUSE = 0.01
+"""Seconds between two attempts to lock a complete file, which others lock to copy it to its name."""
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 """Errors of opening a link, a pipe, or a file of another user."""
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -264,7 +267,8 @@ def locked_file(path: Path, state: FileState) -> Iterator[bool]:
         yield False
         return
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not try_lock(descriptor, fcntl.LOCK_EX, path.parent):
+            interrupts.sleep(_LOCK_PAUSE)
         status = os.fstat(descriptor)
         is_same = _is_at(path, descriptor) and FileState.of_status(status) == state
         if is_same:
