@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import click
 
 from blobstore.cli import options, render
+from blobstore.core import interrupts
 from blobstore.core.escape import escape
 from blobstore.errors import UsageError
 
@@ -32,13 +34,9 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
     host = host_in(registry)
     if not (password_stdin and username) and not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask; give --username and --password-stdin")
-    user = username or click.prompt("Username", err=True)
+    user = username or options.ask("Username")
     check_user(user)
-    password = (
-        _read_password()
-        if password_stdin
-        else click.prompt("Password", hide_input=True, err=True, default="", show_default=False)
-    )
+    password = _read_password() if password_stdin else options.ask("Password", is_hidden=True)
     if not password:
         raise UsageError("the password is empty")
     login = Login(user, password)
@@ -56,7 +54,7 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
 
 def _read_password() -> str:
     """Return what standard input holds, without the line break at its end."""
-    data = sys.stdin.buffer.read(_MAX_PASSWORD)
+    data: bytes = interrupts.call(partial(sys.stdin.buffer.read, _MAX_PASSWORD))
     try:
         return data.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError:

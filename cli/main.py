@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import resource
 import signal
 import sys
 from importlib import import_module
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,12 +21,13 @@ import click
 import blobstore
 from blobstore.cli import options
 from blobstore.cli.render import OutputClosed, is_verbose, printable_lines, show_error, show_json
+from blobstore.core import interrupts
 from blobstore.core.escape import escape, quote
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
     from typing import IO
 
 _COMMANDS = (
@@ -56,10 +57,7 @@ _SYNONYMS = {
     "scan": "inspect",
     "mount": "link",
 }
-_INTERRUPTED = 128 + signal.SIGINT
 _BROKEN_PIPE = 128 + signal.SIGPIPE
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_stop_requests = count()
 _MAX_DESCRIPTORS = 10240
 """As many as macOS allows if it says that there is no limit."""
 _ARGUMENT = re.compile(r"\b(?:force|overwrite)=True\b")
@@ -83,17 +81,6 @@ Completion in bash, zsh or fish, for example:
 """
 
 
-class Stopped(BaseException):
-    """A signal, such as that of Ctrl-C, asks the process to end.
-
-    This is not a KeyboardInterrupt, because click turns those into "Aborted!" and exit code 1.
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__()
-        self.exit_code = 128 + signal_number
-
-
 class _UsageError(click.UsageError):
     """A usage error of click, shown as other errors are: in one line."""
 
@@ -111,6 +98,7 @@ class _Program(click.Group):
         if name not in _COMMANDS:
             return None
         command: click.Command = import_module(f"blobstore.cli.{name}").command
+        interrupts.check()
         if command.params[-1] is not options.COMMON[-1]:
             command.params.extend(options.COMMON)
         return command
@@ -132,14 +120,12 @@ class _Program(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            interrupts.check()  # imports take long enough for an impatient user
             with _usage_errors_in_one_line(ctx):
                 return super().invoke(ctx)
         except click.UsageError as error:
             _report_json(ctx, "UsageError", error.format_message(), error.exit_code)
             raise
-        except KeyboardInterrupt:
-            click.echo("blobstore: interrupted", err=True)
-            ctx.exit(_INTERRUPTED)
         except OutputClosed:
             ctx.exit(_BROKEN_PIPE)
         except Stopped as stopped:
@@ -149,10 +135,11 @@ class _Program(click.Group):
             raise
         # A RuntimeError is that of a thread that cannot be started.
         except (BlobstoreError, OSError, MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, Stopped):
-                # An interrupt in Condition.wait may leave its lock unlocked, which is then unlocked again.
-                _report_json(ctx, "Interrupted", "interrupted", error.__context__.exit_code)
-                raise error.__context__ from None
+            if interrupts.is_requested():
+                # Ctrl-C reaches the processes of a terminal together: what fails now is a consequence.
+                request = interrupts.stopped()
+                _report_json(ctx, "Interrupted", "interrupted", request.exit_code)
+                raise request from None
             if not isinstance(error, BlobstoreError):
                 reason = getattr(error, "strerror", None) or str(error) or "out of memory"
                 name = getattr(error, "filename", None)
@@ -194,10 +181,7 @@ program.params.extend(options.COMMON)
 
 def main() -> None:
     """Run the command line and exit the process."""
-    for number in _STOP_SIGNALS:
-        # A signal that the caller ignores stays ignored: nohup does that with SIGHUP.
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _stop)
+    interrupts.listen()
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode are escaped; they must not be an error.
         if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it
@@ -207,7 +191,8 @@ def main() -> None:
         program(prog_name="blobstore")
     except Stopped as stopped:
         click.echo("blobstore: interrupted", err=True)
-        sys.exit(stopped.exit_code)
+        # Not sys.exit, which would wait for the calls that were left behind. All output is flushed.
+        os._exit(stopped.exit_code)
 
 
 def _raise_descriptor_limit() -> None:
@@ -217,14 +202,6 @@ def _raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    del frame
-    # The first request starts the clean-up. The second is ignored, so that an impatient user does
-    # not interrupt that. The third ends the process.
-    if next(_stop_requests) != 1:
-        raise Stopped(number)
 
 
 def _show_version(ctx: click.Context) -> None:

@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from blobstore.cli.render import VOLUME_KEYS
+from blobstore.core import interrupts
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobstoreError, UsageError
 
@@ -364,8 +366,25 @@ def read_passphrase() -> str:
         return given
     if not sys.stdin.isatty():
         raise UsageError(f"the key is encrypted; set {_PASSPHRASE} to its passphrase")
-    entered: str = click.prompt("Passphrase of the key", hide_input=True, err=True)
-    return entered
+    return ask("Passphrase of the key", is_hidden=True)
+
+
+def ask(what: str, *, is_hidden: bool = False) -> str:
+    """Ask on the terminal; return the answer, which may be empty if it is hidden."""
+    import termios
+
+    prompt = partial(click.prompt, what, hide_input=is_hidden, err=True)
+    if is_hidden:
+        prompt = partial(prompt, default="", show_default=False)
+    try:
+        before = termios.tcgetattr(sys.stdin.fileno())
+    except (OSError, termios.error):  # a test, or no terminal
+        return str(prompt())
+    try:
+        return str(interrupts.call(prompt))
+    except interrupts.Stopped:  # the question is left behind, with its characters hidden
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
+        raise
 
 
 @contextlib.contextmanager

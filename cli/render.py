@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from blobstore.core import interrupts
 from blobstore.core.escape import MAX_SHOWN, escape
 from blobstore.errors import BlobstoreError
 
@@ -50,6 +51,8 @@ _NARROW = 100
 """Columns of a terminal from which on the progress bar has a rate."""
 _LINE_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
+_OUTPUT_PATIENCE = 1.0
+"""Seconds that a result may take to be written after a request to stop."""
 VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
 _DUMB_TERMINALS = ("dumb", "unknown")
 
@@ -66,7 +69,7 @@ def show(text: str) -> None:
         BlobstoreError: standard output cannot be written, for example because a disk is full.
     """
     with _output() as stream:
-        stream.write(text if text.endswith("\n") or not text else f"{text}\n")
+        _write(stream, text if text.endswith("\n") or not text else f"{text}\n")
 
 
 def show_bytes(data: bytes) -> None:
@@ -75,8 +78,7 @@ def show_bytes(data: bytes) -> None:
         show(printable_lines(data.decode(errors="backslashreplace")))
         return
     with _output() as stream:
-        stream.flush()
-        stream.buffer.write(data)
+        _write(stream.buffer, data)
 
 
 def show_pieces(pieces: Iterable[Buffer]) -> None:
@@ -85,9 +87,9 @@ def show_pieces(pieces: Iterable[Buffer]) -> None:
         show_bytes(b"".join(bytes(piece) for piece in pieces))  # a piece is valid until the next
         return
     with _output() as stream:
-        stream.flush()
         for piece in pieces:
-            stream.buffer.write(piece)
+            interrupts.check()
+            _write(stream.buffer, piece)
 
 
 def since(begin: float) -> float:
@@ -439,13 +441,22 @@ def _scaled(count: int, units: Sequence[str]) -> str:
     return f"{shown} {unit}"
 
 
+def _write(stream: Any, data: str | Buffer) -> None:
+    """Write and flush. A reader that does not read keeps a command from ending only for so long."""
+
+    def write() -> None:
+        stream.write(data)
+        stream.flush()
+
+    interrupts.call(write, patience=_OUTPUT_PATIENCE)
+
+
 @contextlib.contextmanager
 def _output() -> Iterator[Any]:
     if sys.stdout is None:
         raise BlobstoreError("cannot write to standard output: it is closed")
     try:
         yield sys.stdout
-        sys.stdout.flush()
     except OSError as error:
         # The interpreter flushes on exit and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

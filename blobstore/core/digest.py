@@ -7,6 +7,7 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidDigest
 
@@ -94,6 +95,7 @@ class Digester:
 
     def update(self, data: Buffer) -> None:
         """Add the next bytes; large buffers are hashed without the GIL."""
+        interrupts.check()
         self._hash.update(data)
         self.size += memoryview(data).nbytes
 

@@ -10,6 +10,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecu
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from blobstore.core import interrupts
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobstoreError, UsageError
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
 
-
-_MAX_WAIT = 0.5
-"""Seconds until the main thread looks for signals: one that arrives just before it waits does not wake it."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -121,7 +119,7 @@ class WorkerPool:
         is_success = False
         try:
             try:
-                futures += (executor.submit(job, item) for item in items)
+                futures += (_submitted(executor, job, item) for item in items)
             except BrokenExecutor:
                 raise
             except (RuntimeError, OSError) as refusal:  # it is shut down, or lost its connection
@@ -132,7 +130,7 @@ class WorkerPool:
             is_success = all(map(_has_succeeded, futures))
         except BrokenExecutor as lost:
             errors.append(lost)
-        finally:  # also after Ctrl-C
+        finally:  # also after a request to stop
             if not is_success:
                 self.stopping.set()
                 on_stop()
@@ -175,6 +173,11 @@ class Steps:
         return WorkerPool(jobs or self._streams, report, size)
 
 
+def _submitted(executor: Executor, job: Callable[[Item], Result], item: Item) -> Future[Result]:
+    interrupts.check()
+    return executor.submit(job, item)
+
+
 def _in_order_of_end(futures: Sequence[Future[Result]]) -> Iterator[Future[Result]]:
     """Yield futures as they end."""
     ended: SimpleQueue[Future[Result]] = SimpleQueue()
@@ -182,8 +185,9 @@ def _in_order_of_end(futures: Sequence[Future[Result]]) -> Iterator[Future[Resul
         future.add_done_callback(ended.put)
     for _ in futures:
         while True:
+            interrupts.check()
             with contextlib.suppress(Empty):
-                yield ended.get(timeout=_MAX_WAIT)
+                yield ended.get(timeout=interrupts.POLL)
                 break
 
 

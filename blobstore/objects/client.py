@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, Conflict, MissingLibrary, RemoteError, RemoteRefused
 
@@ -311,11 +312,11 @@ class ObjectClient:
         with _translated(self._name(key)):
             settings = self._settings
             try:
-                return send()
+                return interrupts.call(send)
             except Exception as error:
                 if not (_is_denied(error) and self._renew(settings) and may_repeat):
                     raise
-            return send()
+            return interrupts.call(send)
 
     def _renew(self, used: dict[str, str]) -> bool:
         """Read the user's settings again; return whether they differ from those that were used."""

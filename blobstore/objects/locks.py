@@ -17,7 +17,7 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from blobstore.core import strict_json
+from blobstore.core import interrupts, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import Conflict, RemoteError, StoreBusy
@@ -42,7 +42,7 @@ def leased(
     client: ObjectClient,
     digests: Iterable[Digest],
     wait: float = 60,
-    pause: Callable[[float], object] = time.sleep,
+    pause: Callable[[float], object] = interrupts.sleep,
 ) -> Iterator[None]:
     """Keep blobs from being collected until the block ends, whether they are there yet or not.
 

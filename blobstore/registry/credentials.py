@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from blobstore.core import strict_json
+from blobstore.core import interrupts, strict_json
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, UsageError
@@ -196,8 +196,14 @@ def _ask(helper: str, action: str, text: str) -> dict[str, Any] | None:
             f"the credential helper {quote(program)} of Docker's configuration is not installed"
         )
     try:
-        done = subprocess.run(
-            [path, action], input=text.encode(), capture_output=True, timeout=_SECONDS, check=False
+        done = interrupts.call(
+            lambda: subprocess.run(
+                [path, action],
+                input=text.encode(),
+                capture_output=True,
+                timeout=_SECONDS,
+                check=False,
+            )
         )
     except subprocess.TimeoutExpired:
         raise BlobstoreError(f"{quote(program)} did not answer within {_SECONDS} s") from None

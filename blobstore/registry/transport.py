@@ -27,6 +27,7 @@ from weakref import WeakSet
 
 import httpx2
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
@@ -105,10 +106,14 @@ class Transport:
         Raises:
             RemoteError: the registry cannot be reached, refuses, or sends more.
         """
-        for attempt in self.retry():
-            with attempt:
-                return self.exchange(request, limit)
-        raise AssertionError("unreachable")
+
+        def exchange() -> Reply:
+            for attempt in self.retry():
+                with attempt:
+                    return self.exchange(request, limit)
+            raise AssertionError("unreachable")
+
+        return interrupts.call(exchange)
 
     def exchange(self, request: Request, limit: int = 0) -> Reply:
         """Send a request once, and return its response with ``limit`` bytes at most.

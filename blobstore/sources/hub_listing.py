@@ -11,11 +11,13 @@ import json
 import os
 import re
 import time
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, SourceError
@@ -110,16 +112,18 @@ class _Pages:
             tries += 1
             # Without a timeout, it would wait forever for a Hub that is silent.
             token = None if url.startswith(f"{constants.ENDPOINT}/") else False  # the Hub's own
-            response = get_session().get(
+            get = partial(
+                get_session().get,
                 url,
                 headers=build_hf_headers(token=token),
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
+            response = interrupts.call(get)
             if response.status_code in _BUSY and tries < _MAX_TRIES:
                 seconds = retry_after(response.headers, default=2 ** (tries - 1))
                 if seconds <= self._left:
                     self._left -= seconds
-                    time.sleep(seconds)
+                    interrupts.sleep(seconds)
                     continue
             hf_raise_for_status(response)
             yield response.json()

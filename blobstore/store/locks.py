@@ -24,6 +24,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import give_to_owner, make_folders, read_exactly, write_all
@@ -140,7 +141,7 @@ class Locks:
                     f"{quote(self._layout.root)}, which another process holds; try again, or "
                     "wait longer"
                 )
-            time.sleep(min(pause, left))
+            interrupts.sleep(min(pause, left))
             pause = min(2 * pause, _LAST_PAUSE)
 
 
@@ -162,7 +163,7 @@ class Lease:
             NOT_INHERITED.add(self)
         try:
             while not try_lock(self._descriptor, fcntl.LOCK_EX, layout.root):
-                time.sleep(_FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
+                interrupts.sleep(_FIRST_PAUSE)  # a dry run of gc is looking whether it is locked
         except BaseException:
             self.close()
             raise

@@ -11,6 +11,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidDigest, StoreError
@@ -35,6 +36,7 @@ def list_names(folder: str | Path) -> list[str]:
 
 def scan_folder(folder: str | Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder, sorted by name. Raises as :func:`list_names`."""
+    interrupts.check()
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)

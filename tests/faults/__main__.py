@@ -39,6 +39,7 @@ KINDS = {
     "push": Kind("pushes", 300, 6),
     "objects": Kind("objects", 100, 6),
     "kill": Kind("kill", 300, 16),
+    "signals": Kind("signals", 200, 16),
     "inject": Kind("inject", 100_000, 24),
 }
 

@@ -73,6 +73,7 @@ def _start(request: dict[str, Any], living: dict[int, float]) -> int:
     code = 70
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
         code = _run(request)
     finally:
         os._exit(code)

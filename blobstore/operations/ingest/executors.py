@@ -6,9 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import RemoteError, UsageError
@@ -44,7 +46,7 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
             lambda: (
                 ThreadPoolExecutor(count)
                 if is_threads
-                else ProcessPoolExecutor(count, mp_context=context)
+                else _Processes(count, mp_context=context, initializer=_begin_worker)
             )
         )
     elif name.startswith("dask://"):
@@ -58,6 +60,30 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
             f"no executor {quote(name)}: use threads[:N], processes[:N], dask://HOST:PORT or "
             "ray://HOST:PORT"
         )
+
+
+class _Processes(ProcessPoolExecutor):
+    """Worker processes that stop as a program does: see :mod:`blobstore.core.interrupts`."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start a task. Ctrl-C waits in a new worker until that has its handler."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.SIGNALS)
+        try:
+            return super().submit(fn, *args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the tasks, or stop them: a signal to this process alone does not reach the workers."""
+        if cancel_futures:
+            for process in list((self._processes or {}).values()):
+                process.terminate()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+def _begin_worker() -> None:
+    interrupts.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.SIGNALS)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidReference, SourceError, UsageError
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
 
 RETRIES = 3
-_MAX_WAIT = 0.5
-"""Seconds until the main thread looks for signals."""
 
 
 class Item(NamedTuple):
@@ -171,7 +170,8 @@ class _Run:
                 for index in waiting:
                     self._submit(executor, index)
                 waiting = []
-                ended, _ = wait(self._running, _MAX_WAIT, FIRST_COMPLETED)
+                interrupts.check()
+                ended, _ = wait(self._running, interrupts.POLL, FIRST_COMPLETED)
                 is_broken = False
                 for future in sorted(ended, key=lambda one: self._running[one][0]):
                     index, runner = self._running.pop(future)

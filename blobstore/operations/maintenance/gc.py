@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
@@ -269,12 +270,13 @@ class _Collection:
                 self._update()
                 end = time.monotonic() + _HOLD
                 while remaining:
+                    interrupts.check()
                     removed += self._visit(remaining.pop())
                     if time.monotonic() >= end:
                         break
                 self._cold_version = self._version_of_cold()
             if remaining and not self._is_dry:
-                time.sleep(_PAUSE)
+                interrupts.sleep(_PAUSE)
         if not self._is_dry:
             for folder in dict.fromkeys(item.folder for item in candidates):
                 sync_folder(folder)

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
@@ -134,8 +135,9 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
-            for entry in entries:
-                store.remove(entry.reference)
+            with interrupts.deferred():
+                for entry in entries:
+                    store.remove(entry.reference)
     return left
 
 
@@ -169,9 +171,10 @@ def _rename(
                 f"another model has the name {quote(target)}", advice="replace it with force=True"
             )
         # Even if the name has this manifest already: its writer may not have synced it.
-        store.place(target, data, manifest.blobs)
-        if not keeps_source:
-            store.remove(source)
+        with interrupts.deferred():
+            store.place(target, data, manifest.blobs)
+            if not keeps_source:
+                store.remove(source)
     return Named(
         source=source, target=target, digest=Digest.of(data), replaced=is_taken, is_new=is_new
     )

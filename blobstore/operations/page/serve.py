@@ -17,6 +17,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, NotFound
@@ -82,7 +83,14 @@ def serve_page(
         listener.listen()
         config = uvicorn.Config(app, log_level="error", access_log=False)
         on_ready(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")
-        uvicorn.Server(config).run(sockets=[listener])
+
+        class Server(uvicorn.Server):
+            # A request to stop that came before the server had its own handlers.
+            async def on_tick(self, counter: int) -> bool:
+                return interrupts.is_requested() or await super().on_tick(counter)
+
+        Server(config).run(sockets=[listener])
+        interrupts.check()
 
 
 def page_app(store: LocalStore, references: Sequence[Reference] = (), *, token: str) -> Starlette:

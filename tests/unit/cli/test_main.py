@@ -6,15 +6,16 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import blobstore
-from blobstore.cli.main import Stopped, program
-from blobstore.errors import NameTaken
+from blobstore.cli.main import program
+from blobstore.core import interrupts
+from blobstore.core.interrupts import Stopped
+from blobstore.errors import NameTaken, StoreError
 from blobstore.store.local import LocalStore
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 
@@ -390,16 +391,16 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
     assert done.stderr == b"blobstore: interrupted\n"
 
 
-def test_an_interrupt_that_leaves_a_lock_unlocked_is_an_interrupt(
+def test_an_error_after_a_request_to_stop_is_the_interrupt(
     stored: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def wait_and_fail(*_: object, **__: object) -> None:
-        lock = threading.Lock()
-        with lock:
-            lock.release()  # as Condition.wait does
-            raise Stopped(signal.SIGINT)
+    def fail(*_: object, **__: object) -> None:
+        # As a helper that the same Ctrl-C has ended makes its caller fail.
+        monkeypatch.setattr(interrupts._State, "number", signal.SIGINT)
+        monkeypatch.setattr(interrupts._State, "is_raised", False)
+        raise StoreError("the helper failed")
 
-    monkeypatch.setattr(LocalStore, "references", wait_and_fail)
+    monkeypatch.setattr(LocalStore, "references", fail)
     with pytest.raises(Stopped):
         program.main(["list", "--json"])
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "Interrupted"

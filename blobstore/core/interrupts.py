@@ -1,0 +1,170 @@
+"""Requests to end the process, which signals make and work obeys at points that it chooses.
+
+A handler of signals only records the request: an exception that it raised would strike between any two
+instructions, also while a lock is taken or a module is imported. The main thread calls :func:`check` where
+work is divided and where it waits, and stops the threads that work for it as after any other error. Calls
+that block for an unknown time are made by :func:`call`, on a thread that can be left behind.
+
+The request is raised once: the clean-up after it runs to its end. A command checks for it before its last
+rename and not afterwards, so that a command that is complete reports success.
+
+Only a program calls :func:`listen`. In a program that does not, nothing here has an effect, and Ctrl-C is
+Python's KeyboardInterrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+POLL = 0.1
+"""Seconds between two looks for a request, where something else is waited for."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a program to end."""
+_PATIENCE = 2
+"""Requests that are recorded; the next one ends the process at once."""
+
+Result = TypeVar("Result")
+
+
+class Stopped(BaseException):
+    """A signal, such as that of Ctrl-C, asks the process to end.
+
+    This is not a KeyboardInterrupt, because click turns those into "Aborted!" and exit code 1.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.exit_code = 128 + signal_number
+
+
+class _State:
+    """What the handler has recorded."""
+
+    number = 0
+    """The first signal; 0 if there was none."""
+    count = 0
+    is_raised = False
+    is_listening = False
+    deferred = 0
+    """How many blocks of :func:`deferred` the main thread is in."""
+
+
+def listen() -> None:
+    """Record SIGINT, SIGTERM and SIGHUP from now on, unless the caller of the process ignores them."""
+    import atexit
+
+    if _State.is_listening:
+        return
+    _State.is_listening = True
+    atexit.register(_ignore)
+    for number in SIGNALS:
+        # A signal that the caller ignores stays ignored: nohup does that with SIGHUP.
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _record)
+
+
+def _record(number: int, frame: FrameType | None) -> None:
+    # The second request is ignored, so that an impatient user does not interrupt the clean-up. The third
+    # ends the process as SIGKILL does.
+    del frame
+    _State.number = _State.number or number
+    _State.count += 1
+    if _State.count > _PATIENCE:
+        os._exit(128 + number)
+
+
+def _ignore() -> None:
+    """Ignore what is recorded: the interpreter is about to restore the defaults, which kill it."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is _record:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def is_requested() -> bool:
+    """Return whether the process is to end."""
+    return _State.number != 0
+
+
+def check() -> None:
+    """Stop the main thread if the process is to end. Call this wherever an error may be raised.
+
+    Raises:
+        Stopped: the first time after the request. In other threads it is not raised.
+    """
+    if _State.number and not (_State.is_raised or _State.deferred) and _is_main():
+        raise stopped()
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Let a request wait until the block ends: for the last rename of a command and all that follows."""
+    is_main = _is_main()
+    _State.deferred += is_main
+    try:
+        yield
+    finally:
+        _State.deferred -= is_main
+
+
+def stopped() -> Stopped:
+    """Return the request as an exception; :func:`check` does not raise it any more."""
+    _State.is_raised = True
+    return Stopped(_State.number)
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; the main thread wakes up if the process is to end. Raises as :func:`check`."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        check()
+        time.sleep(min(left, POLL) if _is_main() else left)
+
+
+def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
+    """Call ``function``, which may block for long, so that a request ends the wait for it.
+
+    The main thread of a program that listens calls it on a daemon thread, and leaves that behind. So the
+    function must change nothing that the clean-up needs.
+
+    Args:
+        function: the call.
+        patience: seconds that it may still take after the request.
+
+    Raises:
+        Stopped: the process is to end. The function was not called, or has not returned.
+    """
+    if not _State.is_listening or _State.is_raised or not _is_main():
+        return function()
+    if not patience:
+        check()
+    from concurrent.futures import Future, wait
+
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="blobstore-call", daemon=True).start()
+    end = 0.0
+    while not wait([future], POLL).done:
+        if is_requested():
+            end = end or time.monotonic() + patience
+            if time.monotonic() >= end:
+                check()
+    return future.result()
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
