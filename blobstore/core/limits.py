@@ -42,7 +42,7 @@ TAGS: Final = Limit(4 * _MIB, 64 * _MIB, 1_000_000)
 CATALOG: Final = Limit(128 * _MIB, 128 * _MIB, 100_000)
 """The first tar of an image; its entries."""
 SMALL_FILES: Final = Limit(256 * _MIB, 512 * _MIB, 100_000)
-"""Configs and other files of a model that are no tensors; those beyond are read when they are asked for."""
+"""Configs and other files of a model besides its tensors; those beyond are read when they are asked for."""
 HEADERS: Final = Limit(100_000_008, 512 * _MIB, 1_000_000)
 """Headers of blobs with their prefixes."""
 PACKED_HEADERS: Final = Limit(256 * _MIB, 256 * _MIB, 1)

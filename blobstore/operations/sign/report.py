@@ -126,7 +126,7 @@ def check_signatures(
 def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
     """Check one signature. What it states is parsed only if a known key made it."""
     if kept.data is None:
-        return _invalid(f"the file {quote(kept.path)} is damaged; 'blobstore gc' removes it")
+        return _invalid(f"the file {quote(kept.path.name)} is damaged; 'blobstore gc' removes it")
     try:
         envelope = read_envelope(kept.data)
     except InvalidSignature as error:
