@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20
+_ADVICE: Final = "no known model needs so much; check the address, and who can write there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ ERROR: Final = Limit(64 * _KIB, 64 * _KIB, 1)
 class Budget:
     """What may still arrive of a kind of document. Any number of threads may use it."""
 
-    def __init__(self, limit: Limit, what: str, advice: str = "") -> None:
+    def __init__(self, limit: Limit, what: str, advice: str = _ADVICE) -> None:
         """Take the name of the documents for messages, and what to do if there is too much of them."""
         self._limit = limit
         self._what = what

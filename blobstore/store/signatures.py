@@ -83,6 +83,7 @@ class Signatures:
                 make_folders(missing, self._layout.root)
             with contextlib.suppress(FileNotFoundError):  # gc has removed the folder, still empty
                 write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+                return
 
     def of(self, manifest: Digest) -> Iterator[KeptSignature]:
         """Yield the signatures of a manifest, one at a time: unverified ones last, the newest first.

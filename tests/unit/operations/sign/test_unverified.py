@@ -196,6 +196,14 @@ def test_sign_fails_if_it_cannot_read_what_it_wrote(
         blobstore.sign("model", key.private, store=store)
 
 
+def test_a_signature_that_is_too_large_to_be_read_is_written_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.store.signatures.MAX_SIGNATURE_SIZE", 3)
+    store.keep_signature(Digest.of(b"m"), b"data")
+    assert [one.data for one in store.kept_signatures(Digest.of(b"m"))] == [None]
+
+
 def test_signing_again_replaces_a_damaged_file(store: LocalStore, key: KeyFiles) -> None:
     store.keep_signature(Digest.of(b"m"), b"data")
     (kept,) = store.kept_signatures(Digest.of(b"m"))
