@@ -40,6 +40,8 @@ class KeptSignature(NamedTuple):
     path: Path
     data: bytes | None
     """None if the file is damaged or cannot be read."""
+    is_damaged: bool = False
+    """Whether it was read, and does not match its name."""
 
     @property
     def is_verified(self) -> bool:
@@ -93,7 +95,8 @@ class Signatures:
         folder = self.folder(manifest)
         for ending in (_VERIFIED, _UNVERIFIED):
             for path, _ in _files(folder, ending)[:MAX_SIGNATURES]:
-                yield KeptSignature(path, _read(path))
+                data = _read(path)
+                yield KeptSignature(path, data, is_damaged=data is None and _is_damaged(path))
 
     def manifests(self) -> Iterator[Digest]:
         """Yield the digests of the manifests that have signatures."""
@@ -133,3 +136,11 @@ def _read(path: Path) -> bytes | None:
     except (OSError, BlobstoreError):
         return None
     return data if Digest.of(data).hex == path.stem else None
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a signature can be read and does not match its name."""
+    try:
+        return Digest.of(read_regular(path, MAX_SIGNATURE_SIZE)).hex != path.stem
+    except (OSError, BlobstoreError):
+        return False

@@ -126,7 +126,8 @@ def check_signatures(
 def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
     """Check one signature. What it states is parsed only if a known key made it."""
     if kept.data is None:
-        return _invalid(f"the file {quote(kept.path.name)} is damaged; 'blobstore gc' removes it")
+        problem = "is damaged; 'blobstore gc' removes it" if kept.is_damaged else "cannot be read"
+        return _invalid(f"the file {quote(kept.path.name)} {problem}")
     try:
         envelope = read_envelope(kept.data)
     except InvalidSignature as error:

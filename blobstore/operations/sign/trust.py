@@ -155,10 +155,10 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
         keys = policy.keys if policy is not None else ()
     for manifest in manifests:
         for kept in store.kept_signatures(manifest):
-            data = kept.data
-            if data is None or (
-                keys and not any(one.manifest == manifest for one in signed_by([data], keys))
-            ):
+            if kept.data is None:
+                if kept.is_damaged:  # one that cannot be read may be intact
+                    yield kept
+            elif keys and not any(one.manifest == manifest for one in signed_by([kept.data], keys)):
                 yield kept
 
 

@@ -256,6 +256,15 @@ def test_gc_removes_signatures_that_no_key_of_the_policy_made(
     assert set(store.signatures(manifest)) == real
 
 
+def test_gc_keeps_a_signature_that_it_cannot_read(store: LocalStore, key: KeyFiles) -> None:
+    blobstore.sign("model", key.private, store=store)
+    policy(store, key)
+    for kept in store.kept_signatures(manifest_of(store)):
+        kept.path.unlink()
+        kept.path.mkdir()
+    assert not collect_garbage(store).leftovers
+
+
 def test_a_signature_from_a_file_is_the_one_that_the_store_has(
     store: LocalStore, key: KeyFiles, tmp_path: Path
 ) -> None:
