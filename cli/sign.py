@@ -70,7 +70,7 @@ def command(
             progress=progress,
         )
     if as_json:
-        fields = "name=reference digest key files hashed bytes_hashed file=out seconds"
+        fields = "name=reference digest key files hashed bytes_hashed file=out notices seconds"
         render.show_json(render.record(signed, fields))
         return
     place = f", written to {escape(str(signed.out))}" if signed.out else ""
@@ -79,6 +79,8 @@ def command(
         f"{signed.key[:_SHOWN]}: {render.count_of(signed.files, 'file')}{place}; "
         f"{render.human_seconds(signed.seconds)}"
     )
+    for notice in signed.notices:
+        render.show_note(notice)
     if not signed.files:
         render.show_note(
             "the model has no folder of safetensors files; only its manifest is signed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from blobstore.core import limits
 from blobstore.core import strict_json as strictjson
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 SCHEMA_VERSION: Final = 2
-MAX_MANIFEST_SIZE: Final = 64 * 2**20
+MAX_MANIFEST_SIZE: Final = limits.MANIFEST.one
 """Bytes; a larger manifest is refused before it is parsed."""
 REQUIRES: Final = "0.19.0"
 """The oldest Ollama that understands tensor models; what its own importer writes."""

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from blobstore.core import interrupts
+from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, Conflict, MissingLibrary, RemoteError, RemoteRefused
 
@@ -42,7 +42,7 @@ _RETRIES: Final = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=10)},
 }
-_MAX_LISTED: Final = 10_000_000
+_MAX_LISTED: Final = limits.LISTING.count
 _MAX_LIST_SECONDS: Final = 3600.0
 _PROBE: Final = ".blobstore/probe"
 _ENVIRONMENT_KEYS: Final = {

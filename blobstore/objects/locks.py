@@ -17,7 +17,7 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from blobstore.core import interrupts, strict_json
+from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import Conflict, RemoteError, StoreBusy
@@ -34,7 +34,7 @@ _LEASES: Final = ".blobstore/leases"
 _NOTE: Final = ".blobstore/gc"
 _PAUSE: Final = 1.0
 """Seconds between two looks at the note of a collection."""
-_MAX_LEASE: Final = 64 * 2**20
+_MAX_LEASE: Final = limits.LEASE.one
 
 
 @contextlib.contextmanager
@@ -127,6 +127,7 @@ class Collection:
         """
         found: set[Digest] = set()
         since: datetime | None = None
+        budget = limits.Budget(limits.LEASE, f"leases in {quote(self._client.address)}")
         for item in self._client.list(_LEASES):
             if item.modified + LEASE_TIME < self.now:
                 self._client.delete([item.key])
@@ -134,6 +135,7 @@ class Collection:
             version = self._client.get(item.key, _MAX_LEASE)
             if version is None:  # the import has ended
                 continue
+            budget.spend(len(version.data))
             since = item.modified if since is None else min(since, item.modified)
             try:
                 found.update(map(Digest, strict_json.loads(version.data)))

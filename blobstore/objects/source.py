@@ -15,7 +15,7 @@ from blobstore.objects.address import model_addresses
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
     from blobstore.core.workers import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
@@ -123,6 +123,6 @@ class ObjectSource:
             if self._stopping.is_set():
                 raise Cancelled("stopped")
 
-    def signatures(self) -> list[bytes]:
-        """Return the signatures that are kept with the manifest; none of them is verified."""
+    def signatures(self) -> Iterator[bytes]:
+        """Yield the signatures that are kept with the manifest; none of them is verified."""
         return self.store.read_signatures(self.root.digest)

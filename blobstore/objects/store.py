@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import (
@@ -28,7 +29,6 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient, ObjectInfo
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
-from blobstore.store.signatures import MAX_SIGNATURE_SIZE, MAX_SIGNATURES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -41,8 +41,6 @@ PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""
 _HEADER: Final = 64 * 2**10
 _STREAMS: Final = 16
-_MAX_SMALL: Final = 256 * 2**20
-_MAX_MANIFEST_FILE: Final = 256 * 2**20
 _ATTEMPTS: Final = 5
 COLD_INDEXES: Final = ".blobstore/cold"
 HEADERS: Final = ".blobstore/headers"
@@ -181,9 +179,9 @@ class ObjectStore:
 
     def read_blob(self, digest: Digest, size: int) -> bytes:
         """Return the bytes of a small blob after checking its digest. Raises as :meth:`read`."""
-        if size > _MAX_SMALL:
+        if size > limits.SMALL_FILES.one:
             raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
-        data = b"".join(self.read_pieces(digest, size))
+        data = limits.gather(self.read_pieces(digest, size))
         if (found := Digest.of(data)) != digest:
             raise BlobDamaged(f"{self._blob(digest)} has other bytes, with the digest {found}")
         return data
@@ -225,7 +223,8 @@ class ObjectStore:
 
     def read_for_manifest(self, folder: str, manifest: Digest) -> bytes | None:
         """Return what :data:`COLD_INDEXES` or :data:`HEADERS` has for a manifest; nothing of it is checked."""
-        found = self.client.get(f"{folder}/{manifest.hex}", _MAX_MANIFEST_FILE)
+        limit = limits.COLD_INDEX if folder == COLD_INDEXES else limits.PACKED_HEADERS
+        found = self.client.get(f"{folder}/{manifest.hex}", limit.one)
         return None if found is None else found.data
 
     def put_headers(self, manifest: Digest, data: bytes) -> None:
@@ -242,7 +241,7 @@ class ObjectStore:
         """
         key = f"{COLD_INDEXES}/{manifest.hex}"
         for attempt in range(_ATTEMPTS):
-            found = self.client.get(key, _MAX_MANIFEST_FILE)
+            found = self.client.get(key, limits.COLD_INDEX.one)
             data, tag = (None, None) if found is None else (found.data, found.tag)
             changed = change(data)
             if changed is None or changed == data:
@@ -257,15 +256,15 @@ class ObjectStore:
 
     # Signatures
 
-    def read_signatures(self, manifest: Digest) -> list[bytes]:
-        """Return the signatures of a manifest; those whose bytes do not fit their names are left out."""
-        found = []
-        for item in islice(self.client.list(_signature_key(manifest)), MAX_SIGNATURES):
-            if item.size <= MAX_SIGNATURE_SIZE:
-                version = self.client.get(item.key, MAX_SIGNATURE_SIZE)
+    def read_signatures(self, manifest: Digest) -> Iterator[bytes]:
+        """Yield the signatures of a manifest; those beyond the limits or of other bytes are left out."""
+        limit, size = limits.SIGNATURES, 0
+        for item in islice(self.client.list(_signature_key(manifest)), limit.count):
+            if item.size <= limit.one and size + item.size <= limit.all:
+                size += item.size
+                version = self.client.get(item.key, limit.one)
                 if version and item.key.endswith(f"/{Digest.of(version.data).hex}.sig"):
-                    found.append(version.data)
-        return found
+                    yield version.data
 
     def keep_signature(self, manifest: Digest, data: bytes) -> None:
         """Keep a signature of a manifest."""
@@ -273,14 +272,11 @@ class ObjectStore:
 
     def _header(self, digest: Digest, size: int) -> Header | Damaged | StoreError:
         try:
-            start = bytearray(min(size, _HEADER))
-            self.read_into(digest, size, 0, memoryview(start))
-            end = PREFIX_SIZE + header_size(bytes(start[:PREFIX_SIZE]), size)
+            start = limits.gather(self.read(digest, size, 0, min(size, _HEADER)))
+            end = PREFIX_SIZE + header_size(start[:PREFIX_SIZE], size)
             if end > len(start):
-                rest = bytearray(end - len(start))
-                self.read_into(digest, size, len(start), memoryview(rest))
-                start += rest
-            return parse_header(bytes(start[PREFIX_SIZE:end]), size)
+                start += limits.gather(self.read(digest, size, len(start), end))
+            return parse_header(start[PREFIX_SIZE:end], size)
         except InvalidHeader as error:
             return BlobDamaged(f"{self._blob(digest)}: {error}")
         except Damaged as error:

@@ -6,9 +6,10 @@ import contextlib
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
-from blobstore.core import strict_json
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.limits import Budget
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -19,7 +20,14 @@ from blobstore.errors import (
 )
 from blobstore.registry import protocol
 from blobstore.registry.credentials import Credentials, DockerCredentials
-from blobstore.registry.manifest import ACCEPTED, MAX_SIZE, OCI_INDEX, ImageIndex, RemoteManifest
+from blobstore.registry.manifest import (
+    ACCEPTED,
+    MAX_SIZE,
+    OCI_INDEX,
+    ImageIndex,
+    RemoteDescriptor,
+    RemoteManifest,
+)
 from blobstore.registry.protocol import Patience, Reply, Request, TransientError
 from blobstore.registry.reference import check_host, check_reference, check_repository, is_tag
 from blobstore.registry.transport import Transport
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.workers import RateLimiter
-    from blobstore.registry.manifest import RemoteDescriptor
 
 _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
@@ -38,7 +45,8 @@ _PULL: Final = "pull"
 _PUSH: Final = "pull,push"
 _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
-_MAX_REFERRERS: Final = 10_000
+_MAX_TYPE: Final = 255
+"""Letters of a media type."""
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
 _MISSING: Final = (HTTPStatus.OK, HTTPStatus.NOT_FOUND)
@@ -273,7 +281,8 @@ class RegistryClient:
         """
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
-        for reply in self._pages(repository, what, url):
+        budget = Budget(limits.TAGS, what)
+        for reply in self._pages(repository, what, url, budget):
             if reply.status == HTTPStatus.NOT_FOUND:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             try:
@@ -283,6 +292,7 @@ class RegistryClient:
             found = [] if found is None else found
             if not isinstance(found, list) or not all(map(is_tag, found)):
                 raise RemoteError(f"{what}: the registry sent no list of tags")
+            budget.spend(0, len(found))
             yield from found
 
     def referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
@@ -295,19 +305,20 @@ class RegistryClient:
         what = f"referrers of {digest.short}"
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
-        for reply in self._pages(repository, what, url):
+        budget = Budget(limits.REFERRERS, what)
+        for reply in self._pages(repository, what, url, budget):
             if reply.status == HTTPStatus.NOT_FOUND:
                 try:
                     tagged = self.get_manifest(repository, f"sha256-{digest.hex}")
                 except ModelNotFound:
                     return ()
                 return _index(tagged).manifests
-            found += _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
-            if len(found) > _MAX_REFERRERS:
-                raise RemoteError(f"{what}: the list has more than {_MAX_REFERRERS} entries")
+            listed = _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
+            budget.spend(0, len(listed))
+            found += map(_without_texts, listed)
         return tuple(found)
 
-    def _pages(self, repository: str, what: str, first: str) -> Iterator[Reply]:
+    def _pages(self, repository: str, what: str, first: str, budget: Budget) -> Iterator[Reply]:
         """Yield the responses to a request for a list, which may be missing."""
         url: str | None = first
         for _ in range(_MAX_PAGES):
@@ -316,6 +327,7 @@ class RegistryClient:
             scopes = _scopes(repository, _PULL)
             request = Request(what=what, method="GET", url=url, expected=_MISSING, scopes=scopes)
             reply = self._transport.fetch(request, MAX_SIZE)
+            budget.spend(len(reply.body), 0)
             yield reply
             url = protocol.next_page(reply.headers.get("link"), reply.url)
         raise RemoteError(f"{what}: the list has more than {_MAX_PAGES} pages")
@@ -386,6 +398,16 @@ class RegistryClient:
 
 def _scopes(repository: str, actions: str) -> frozenset[str]:
     return frozenset({protocol.scope(repository, actions)})
+
+
+def _without_texts(item: RemoteDescriptor) -> RemoteDescriptor:
+    """Return what is used of an entry in a list of referrers, which may be long."""
+    return RemoteDescriptor(
+        item.media_type[:_MAX_TYPE],
+        item.digest,
+        item.size,
+        artifact_type=item.artifact_type[:_MAX_TYPE],
+    )
 
 
 def _index(manifest: RemoteManifest) -> ImageIndex:

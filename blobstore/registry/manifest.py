@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from blobstore.core import strict_json
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidManifest
@@ -18,7 +18,7 @@ from blobstore.manifests.descriptor import Descriptor, text_field, wrong_type
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_SIZE: Final = 4 * 2**20
+MAX_SIZE: Final = limits.REGISTRY_MANIFEST.one
 """Bytes of one manifest: what registries accept."""
 OCI_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 OCI_INDEX: Final = "application/vnd.oci.image.index.v1+json"

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode, urljoin, urlsplit
 
-from blobstore.core import strict_json
+from blobstore.core import limits, strict_json
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import (
     BlobDamaged,
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 MAX_URL: Final = 16 * 2**10
 """Characters; signed URLs of object stores have up to 3,000."""
-MAX_ERROR: Final = 64 * 2**10
+MAX_ERROR: Final = limits.ERROR.one
 """Bytes that are read of the document that explains an error."""
-MAX_TOKEN: Final = 64 * 2**10
+MAX_TOKEN: Final = limits.ERROR.one
 """Bytes of a token with the JSON around it; those of large registries have about 5,000."""
 DAMAGED_ADVICE: Final = (
     "push the model again under another repository, or ask the operator to restore the blob"

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
-from blobstore.core import interrupts
+from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
@@ -31,7 +32,10 @@ _BUSY = (429, 503)
 _MAX_TRIES = 5
 _MAX_WAIT = 120
 """Seconds to wait for a busy Hub, over all requests of a listing."""
-_MAX_CACHED_LISTING = 256 * 2**20
+_MAX_CACHED_LISTING = limits.HUB_LISTING.all
+_PIECE = 1 << 20
+_OF_THE_TRANSFER = frozenset({"content-encoding", "content-length", "transfer-encoding"})
+"""Headers that say how a body was sent, not what it is."""
 _TREE_VERSION = 1
 """Version of the client's cached listings."""
 
@@ -94,6 +98,25 @@ class _Pages:
 
     def __init__(self) -> None:
         self._left = float(_MAX_WAIT)
+        self._budget = limits.Budget(limits.HUB_LISTING, "the list of files of the Hub")
+
+    def _complete(self, send: Callable[[], AbstractContextManager[Any]]) -> Any:
+        """Send a request, read the response, of so many bytes at most, and return it with its body."""
+        with send() as stream:
+            body = bytearray()
+            for piece in stream.iter_bytes(_PIECE):
+                body += piece
+                if len(body) > limits.HUB_LISTING.one:
+                    raise SourceError(
+                        f"the Hub sends a page of more than {limits.HUB_LISTING.one} bytes; "
+                        "check HF_ENDPOINT"
+                    )
+            self._budget.spend(len(body), 0)
+            headers = stream.headers.multi_items()
+            kept = [item for item in headers if item[0] not in _OF_THE_TRANSFER]
+            return type(stream)(
+                stream.status_code, headers=kept, content=bytes(body), request=stream.request
+            )
 
     def get(self, path: str) -> Iterator[Any]:
         """Yield the decoded pages of an answer."""
@@ -112,13 +135,14 @@ class _Pages:
             tries += 1
             # Without a timeout, it would wait forever for a Hub that is silent.
             token = None if url.startswith(f"{constants.ENDPOINT}/") else False  # the Hub's own
-            get = partial(
-                get_session().get,
+            stream = partial(
+                get_session().stream,
+                "GET",
                 url,
                 headers=build_hf_headers(token=token),
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
-            response = interrupts.call(get)
+            response = interrupts.call(partial(self._complete, stream))
             if response.status_code in _BUSY and tries < _MAX_TRIES:
                 seconds = retry_after(response.headers, default=2 ** (tries - 1))
                 if seconds <= self._left:

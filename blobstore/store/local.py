@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import BlobId
     from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
+    from blobstore.store.signatures import KeptSignature
 
 
 def default_root() -> Path:
@@ -465,22 +466,36 @@ class LocalStore(BlobReader):
 
     # Signatures and the policy; see blobstore.operations.sign
 
-    def keep_signature(self, manifest: Digest, data: bytes) -> None:
+    def keep_signature(self, manifest: Digest, data: bytes, *, is_verified: bool = True) -> None:
         """Store a signature of the manifest with that digest durably. Its content is not checked.
+
+        Those of strangers that no key has verified are kept apart, and only some of them.
 
         Raises:
             StoreError: the store cannot be written.
         """
         with self.writing():
-            self._signatures.keep(manifest, data)
+            self._signatures.keep(manifest, data, is_verified=is_verified)
 
-    def signatures(self, manifest: Digest) -> tuple[bytes, ...]:
-        """Return the signatures that :meth:`keep_signature` stored for a manifest.
+    def signatures(self, manifest: Digest) -> Iterator[bytes]:
+        """Yield what :meth:`keep_signature` stored for a manifest, one at a time; damaged ones are left out.
 
         Raises:
             StoreError: the folder cannot be listed.
         """
-        return tuple(self._signatures.of(manifest))
+        return (one.data for one in self._signatures.of(manifest) if one.data is not None)
+
+    def kept_signatures(self, manifest: Digest) -> Iterator[KeptSignature]:
+        """Yield the files of the signatures of a manifest, damaged ones too. Raises as :meth:`signatures`."""
+        return self._signatures.of(manifest)
+
+    def signature_folder(self, manifest: Digest) -> Path:
+        """Return where the signatures of a manifest are kept."""
+        return self._signatures.folder(manifest)
+
+    def signed_manifests(self) -> Iterator[Digest]:
+        """Yield the digests of the manifests that have signatures."""
+        return self._signatures.manifests()
 
     def lost_signatures(self, manifests: set[Digest]) -> Iterator[Path]:
         """Yield the files of signatures of manifests that neither ``manifests`` nor the history has."""

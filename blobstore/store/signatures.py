@@ -2,30 +2,51 @@
 
 They belong to the digest of a manifest, so they apply to all of its names, and a model that is renamed
 keeps them. Each is a file named by its own digest, in a folder named by the manifest's. The store does not
-read what is in them. :mod:`gc` removes the signatures of manifests that are gone.
+read what is in them.
+
+Those that a stranger sent, and that no key has verified, have another ending and are few: they take the place
+of each other only, never of those that were made here or verified.
 """
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders, read_regular, write_file
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, InvalidDigest
 from blobstore.store.scan import list_names, walk_files
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterator
 
     from blobstore.store.layout import Layout
 
-MAX_SIGNATURE_SIZE: Final = 32 * 2**20
+MAX_SIGNATURE_SIZE: Final = limits.SIGNATURES.one
 """Bytes. A bundle lists the files of a folder, of which a model may have tens of thousands."""
-MAX_SIGNATURES: Final = 100
-"""Signatures of one manifest that are read."""
-_ENDING = ".sig"
+MAX_SIGNATURES: Final = 10_000
+"""Signatures of one manifest that are read, the newest first."""
+_VERIFIED = ".sig"
+_UNVERIFIED = ".unverified"
+
+
+class KeptSignature(NamedTuple):
+    """A signature that is kept."""
+
+    path: Path
+    data: bytes | None
+    """None if the file is damaged or cannot be read."""
+    is_damaged: bool = False
+    """Whether it was read, and does not match its name."""
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether it was made here or verified when it was kept, which proves nothing later."""
+        return self.path.suffix == _VERIFIED
 
 
 class Signatures:
@@ -34,35 +55,54 @@ class Signatures:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
-    def keep(self, manifest: Digest, data: bytes) -> Path:
-        """Store a signature of a manifest durably, and return its path; it may exist already.
+    def folder(self, manifest: Digest) -> Path:
+        """Return the folder of the signatures of a manifest."""
+        return self._layout.signatures / manifest.hex
+
+    def keep(self, manifest: Digest, data: bytes, *, is_verified: bool) -> None:
+        """Store a signature of a manifest durably; a damaged file of it is replaced.
 
         Raises:
             OSError: the store cannot be written.
         """
-        folder = self._layout.signatures / manifest.hex
-        path = folder / f"{Digest.of(data).hex}{_ENDING}"
-        while not path.exists():
-            for missing in (folder, self._layout.temporary):
+        folder, name = self.folder(manifest), Digest.of(data).hex
+        verified, unverified = folder / f"{name}{_VERIFIED}", folder / f"{name}{_UNVERIFIED}"
+        if is_verified:
+            self._write(verified, data)
+            unverified.unlink(missing_ok=True)
+        elif _read(verified) is None and len(data) <= limits.UNVERIFIED.one:
+            self._write(unverified, data)
+            count = size = 0
+            for path, status in _files(folder, _UNVERIFIED):
+                count, size = count + 1, size + status.st_size
+                is_over = count > limits.UNVERIFIED.count or size > limits.UNVERIFIED.all
+                if is_over and path != unverified:
+                    path.unlink(missing_ok=True)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        while _read(path) is None:
+            for missing in (path.parent, self._layout.temporary):
                 make_folders(missing, self._layout.root)
             with contextlib.suppress(FileNotFoundError):  # gc has removed the folder, still empty
                 write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
-        return path
+                return
 
-    def of(self, manifest: Digest) -> Iterator[bytes]:
-        """Yield the signatures of a manifest that can be read, in the order of their digests.
+    def of(self, manifest: Digest) -> Iterator[KeptSignature]:
+        """Yield the signatures of a manifest, one at a time: unverified ones last, the newest first.
 
-        A file whose content does not match its name is damaged, and left out.
+        The order is that of their times, because a stranger can choose digests.
         """
-        folder = self._layout.signatures / manifest.hex
-        names = sorted(name for name in list_names(folder) if name.endswith(_ENDING))
-        for name in names[:MAX_SIGNATURES]:
-            with contextlib.suppress(
-                OSError, BlobstoreError
-            ):  # removed since, or not a file of ours
-                data = read_regular(folder / name, MAX_SIGNATURE_SIZE)
-                if name == f"{Digest.of(data).hex}{_ENDING}":
-                    yield data
+        folder = self.folder(manifest)
+        for ending in (_VERIFIED, _UNVERIFIED):
+            for path, _ in _files(folder, ending)[:MAX_SIGNATURES]:
+                data = _read(path)
+                yield KeptSignature(path, data, is_damaged=data is None and _is_damaged(path))
+
+    def manifests(self) -> Iterator[Digest]:
+        """Yield the digests of the manifests that have signatures."""
+        for name in list_names(self._layout.signatures):
+            with contextlib.suppress(InvalidDigest):
+                yield Digest.parse(f"sha256:{name}")
 
     def without(self, manifests: set[Digest]) -> Iterator[Path]:
         """Yield the files of the signatures of all other manifests."""
@@ -77,3 +117,30 @@ class Signatures:
         for folder in list_names(self._layout.signatures):
             with contextlib.suppress(OSError):  # it has files
                 (self._layout.signatures / folder).rmdir()
+
+
+def _files(folder: Path, ending: str) -> list[tuple[Path, os.stat_result]]:
+    """Return the entries of a folder whose names have an ending, the newest first."""
+    found = []
+    for name in list_names(folder):
+        if name.endswith(ending):
+            with contextlib.suppress(FileNotFoundError):  # removed since
+                found.append((folder / name, (folder / name).lstat()))
+    return sorted(found, key=lambda item: item[1].st_mtime_ns, reverse=True)
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a signature; None if there is none, or if its content does not match its name."""
+    try:
+        data = read_regular(path, MAX_SIGNATURE_SIZE)
+    except (OSError, BlobstoreError):
+        return None
+    return data if Digest.of(data).hex == path.stem else None
+
+
+def _is_damaged(path: Path) -> bool:
+    """Return whether a signature can be read and does not match its name."""
+    try:
+        return Digest.of(read_regular(path, MAX_SIGNATURE_SIZE)).hex != path.stem
+    except (OSError, BlobstoreError):
+        return False

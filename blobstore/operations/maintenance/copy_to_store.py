@@ -89,8 +89,9 @@ def copy_to_store(
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
         ingest.publish()
         digest = Digest.of(data)
-        for signature in store.signatures(digest):
-            other.keep_signature(digest, signature)
+        for kept in store.kept_signatures(digest):
+            if kept.data is not None:
+                other.keep_signature(digest, kept.data, is_verified=kept.is_verified)
         with other.writing(), ingest.exclusive_lock():
             replaced = _check_name(other, target, data, force=force)
             other.place(target, data, manifest.blobs)

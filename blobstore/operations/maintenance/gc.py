@@ -28,6 +28,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
+from blobstore.operations.sign.trust import unusable_signatures
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
@@ -401,10 +402,15 @@ class _Collection:
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
             ages += [(Path(entry.path), age) for entry in entries]
         ages += [(path, 0.0) for path in self._store.lost_history()]
+        unsigned: list[Path] = []
         if not self._marks.lost():  # else a damaged manifest may be the one that was signed
             # An import stores signatures before it publishes their manifest.
-            lost = self._store.lost_signatures(self._marks.manifests())
-            ages += [(path, self._older_than) for path in lost]
+            unsigned = list(self._store.lost_signatures(self._marks.manifests()))
+        gone = {path.parent.name for path in unsigned}
+        signed = (one for one in self._store.signed_manifests() if one.hex not in gone)
+        ages += [(path, self._older_than) for path in unsigned]
+        for kept in unusable_signatures(self._store, signed):
+            ages.append((kept.path, 0.0 if kept.data is None else self._older_than))
         for path, age in ages:
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()

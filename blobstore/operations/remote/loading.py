@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest, Digester
+from blobstore.core.limits import gather
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
 from blobstore.models.parts import new_buffer
@@ -113,6 +114,29 @@ class RemoteLoader:
         parts = [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)]
         try:
             pool.run(parts, read)
+        finally:
+            if batch is not None:
+                batch.publish()  # each was verified, even if another failed
+
+    def load_small(self, blobs: Iterable[BlobId]) -> dict[Digest, bytes]:
+        """Return the bytes of small blobs after checking their digests. Memory grows as they arrive.
+
+        Raises as :meth:`load`.
+        """
+        batch = self._cache.batch() if self._cache is not None else None
+
+        def read(blob: BlobId) -> tuple[Digest, bytes]:
+            data = gather(self._source.read(*blob, 0, blob.size))
+            if (found := Digest.of(data)) != blob.digest:
+                raise BlobDamaged(
+                    f"the remote sent bytes with digest {found} for blob {blob.digest}"
+                )
+            if batch is not None:
+                batch.keep(blob.digest, memoryview(data))
+            return blob.digest, data
+
+        try:
+            return dict(WorkerPool(STREAMS, None, 0).run(list(blobs), read))
         finally:
             if batch is not None:
                 batch.publish()  # each was verified, even if another failed
@@ -249,7 +273,7 @@ class _Load:
             return self.memory
         with self._lock:
             if self._compressed is None:
-                self._compressed = memoryview(bytearray(self.layer.stored.size))
+                self._compressed = new_buffer(self.layer.stored.size)
             return self._compressed
 
     def release(self) -> None:

@@ -12,6 +12,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, Protocol
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 HEADER_REQUEST: Final = 64 * 2**10
 """Bytes of a blob that are fetched to read its header; larger headers take a second request."""
-_MAX_SMALL_BLOB = 256 * 2**20
 _LENGTH = struct.Struct("<Q")
 _STREAMS: Final = 8
 
@@ -160,11 +160,11 @@ class RemoteReader:
                 buffer[: len(piece)] = piece
                 buffer = buffer[len(piece) :]
 
-    def read_blob(self, digest: Digest, size: int, limit: int = _MAX_SMALL_BLOB) -> bytes:
+    def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob after checking its digest. Raises as :meth:`read_pieces`."""
         if size > limit:
             raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
-        data = b"".join(map(bytes, self.read_pieces(digest, size)))
+        data = limits.gather(self.read_pieces(digest, size))
         if (found := Digest.of(data)) != digest:
             raise BlobDamaged(f"the remote sent bytes with digest {found} for blob {digest}")
         return data
@@ -205,8 +205,15 @@ class RemoteReader:
         if not is_cached:
             for source in {id(found): found for found, _ in self._owners.values()}.values():
                 known |= unpack_headers(source.headers())
+        budget = limits.Budget(
+            limits.HEADERS, "headers of blobs", "'blobstore pull' reads one at a time"
+        )
+
+        def start_of(blob: tuple[Digest, int]) -> bytes | Damaged:
+            return known.get(blob[0]) or self._start(*blob, budget)
+
         with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers") as threads:
-            starts = list(threads.map(lambda blob: known.get(blob[0]) or self._start(*blob), blobs))
+            starts = list(threads.map(start_of, blobs))
         found = {
             digest: start
             for (digest, _), start in zip(blobs, starts, strict=True)
@@ -217,17 +224,16 @@ class RemoteReader:
             self._local.write_index(key, pack_headers(found))
         return starts
 
-    def _start(self, digest: Digest, size: int) -> bytes | Damaged:
-        """Return the header of a blob with its prefix, or the error that reading it raised."""
+    def _start(self, digest: Digest, size: int, budget: limits.Budget) -> bytes | Damaged:
+        """Return the header of a blob elsewhere with its prefix, or the error that reading it raised."""
         try:
-            start = bytearray(min(size, HEADER_REQUEST))
-            self.read_into(digest, size, 0, memoryview(start))
-            end = PREFIX_SIZE + header_size(bytes(start[:PREFIX_SIZE]), size)
+            source = self._owner(digest, size)
+            start = limits.gather(source.read(digest, size, 0, min(size, HEADER_REQUEST)))
+            end = PREFIX_SIZE + header_size(start[:PREFIX_SIZE], size)
+            budget.spend(end)
             if end > len(start):
-                rest = bytearray(end - len(start))
-                self.read_into(digest, size, len(start), memoryview(rest))
-                start += rest
-            return bytes(start[:end])
+                start += limits.gather(source.read(digest, size, len(start), end))
+            return start[:end]
         except InvalidHeader as error:
             return BlobDamaged(f"blob {digest}: {error}")
         except Damaged as error:

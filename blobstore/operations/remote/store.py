@@ -6,8 +6,11 @@ kept in the local store as in a cache: the second model that needs it finds it t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged
 from blobstore.manifests import media_types
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from blobstore.objects.source import ObjectSource
     from blobstore.operations.remote.reading import Cache
     from blobstore.safetensors.header import Header
-
-_MAX_SMALL: Final = 256 * 2**20
-"""Bytes of a small file, at most."""
 
 
 class RemoteStore(LocalStore):
@@ -86,15 +86,19 @@ class RemoteStore(LocalStore):
         if self._cache is not None:
             self._cache.begin()
         tensors = {layer.digest for layer in self._source.manifest.layers_of(media_types.TENSOR)}
-        wanted = [
-            (*blob.id, memoryview(bytearray(blob.size)))
+        small = [
+            blob.id
             for blob in self._source.blobs
             if blob.digest not in tensors
-            and blob.size <= _MAX_SMALL
+            and blob.size <= limits.SMALL_FILES.one
             and self.remote.is_elsewhere(blob.digest)
         ]
-        self.remote.load(wanted)
-        self._small = {digest: bytes(memory) for digest, _, memory in wanted}
+        small.sort(
+            key=attrgetter("size")
+        )  # those beyond the limit are read when they are asked for
+        sizes = accumulate(blob.size for blob in small)
+        count = sum(size <= limits.SMALL_FILES.all for size in sizes)
+        self._small = self.remote.load_small(small[: min(count, limits.SMALL_FILES.count)])
 
     def close(self) -> None:
         """Wait until the blobs that are kept are in the store."""
@@ -143,7 +147,11 @@ class RemoteStore(LocalStore):
         """Return the bytes of a small blob after checking its digest."""
         if digest in self._small:
             return self._small[digest]
-        return super().read_blob(digest, size, limit)
+        try:
+            return super().read_blob(digest, size, limit)
+        except BlobMissing:
+            self._check_listed(digest, size)
+            return self._reader.read_blob(digest, size, limit)
 
     def read_headers(
         self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None

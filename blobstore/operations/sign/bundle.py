@@ -5,8 +5,8 @@ of a folder with their digests, and its subject is the digest of these digests. 
 field, ``manifest``, with the digest of the model's manifest; v1.0 tells verifiers to ignore it. With it,
 one signature covers the folder and the model in a store.
 
-Nothing in a bundle is trusted before its signature is verified, and the envelope's type is part of what is
-signed, so a payload of another type never passes for a statement.
+Nothing in a bundle is trusted before its signature is verified, and the statement is not even parsed. The
+envelope's type is part of what is signed, so a payload of another type never passes for a statement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidSignature
 from blobstore.manifests.file_names import is_safe_name
-from blobstore.operations.sign.signature import Signature
+from blobstore.operations.sign.signature import Envelope, Signature
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -86,11 +86,11 @@ def write_bundle(payload: bytes, signature: bytes, fingerprint: str) -> bytes:
     return strict_json.dumps(value).encode()
 
 
-def parse_bundle(data: bytes, value: Mapping[str, Any]) -> Signature:
-    """Return the signature in a bundle, whose decoded JSON is ``value``. It is not verified.
+def read_bundle(data: bytes, value: Mapping[str, Any]) -> Envelope:
+    """Return the envelope of a bundle, whose decoded JSON is ``value``.
 
     Raises:
-        InvalidSignature: it is malformed, contradicts itself, or is not made with a key.
+        InvalidSignature: it is malformed, or is not made with a key.
     """
     if value.get("mediaType") != BUNDLE:
         raise wrong("mediaType", BUNDLE, value.get("mediaType"))
@@ -110,21 +110,22 @@ def parse_bundle(data: bytes, value: Mapping[str, Any]) -> Signature:
     signatures = member(envelope, "signatures", list)
     if len(signatures) != 1 or not isinstance(signatures[0], dict):
         raise wrong("signatures", "one signature", signatures)
-    name, files, manifest = _parse_statement(payload)
-    return Signature(
+    return Envelope(
         kind="oms",
-        manifest=manifest,
         signed=pre_authentication_encoding(payload),
         signature=decoded(member(signatures[0], "sig", str), "sig"),
         hint=hint or "",
-        name=name,
-        files=files,
         data=data,
     )
 
 
-def _parse_statement(payload: bytes) -> tuple[str, dict[str, Digest], Digest | None]:
-    """Return the name of the model, the digests of its files, and that of its manifest."""
+def parse_statement(envelope: Envelope) -> Signature:
+    """Return what a bundle states about a model, its files and its manifest.
+
+    Raises:
+        InvalidSignature: the statement is malformed, or contradicts itself.
+    """
+    payload = envelope.signed.split(b" ", 4)[4]  # see pre_authentication_encoding
     value = json_object(payload, "the statement")
     for key, expected in (("_type", _STATEMENT), ("predicateType", PREDICATE)):
         if value.get(key) != expected:
@@ -149,7 +150,16 @@ def _parse_statement(payload: bytes) -> tuple[str, dict[str, Digest], Digest | N
     manifest = None
     if "manifest" in predicate:
         manifest = _digest(member(predicate, "manifest", dict).get("sha256"), "manifest.sha256")
-    return name[:_MAX_TEXT], files, manifest
+    return Signature(
+        kind=envelope.kind,
+        hint=envelope.hint,
+        signed=envelope.signed,
+        signature=envelope.signature,
+        data=envelope.data,
+        manifest=manifest,
+        name=name[:_MAX_TEXT],
+        files=files,
+    )
 
 
 def _parse_resource(resource: Any) -> tuple[str, Digest]:

@@ -19,10 +19,12 @@ from blobstore.operations.sign.bundle import (
     decoded,
     json_object,
     member,
-    parse_bundle,
+    parse_statement,
+    read_bundle,
     wrong,
 )
-from blobstore.operations.sign.signature import Signature
+from blobstore.operations.sign.signature import Envelope, Signature
+from blobstore.registry.manifest import MAX_SIZE
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 from blobstore.store.signatures import MAX_SIGNATURE_SIZE
 
@@ -34,7 +36,9 @@ SIMPLE_SIGNING: Final = "application/vnd.dev.cosign.simplesigning.v1+json"
 ANNOTATION: Final = "dev.cosignproject.cosign/signature"
 """The annotation of a layer that holds the signature, in base64."""
 MAX_PAYLOAD: Final = 64 * 2**10
-"""Bytes of a payload in a registry."""
+"""Bytes of a payload."""
+_MAX_VALUES: Final = 10_000
+"""Values in the JSON of a signature; what it signs is one of them, as base64."""
 _TYPE = "cosign container image signature"
 _MAX_TEXT = 500
 
@@ -71,34 +75,67 @@ def write_signature(signed: bytes, signature: bytes, subject: bytes = b"") -> by
     return strict_json.dumps(value).encode()
 
 
-def parse_signature(data: bytes) -> Signature:
-    """Return the signature in a file of either kind. It is not verified.
+def read_envelope(data: bytes) -> Envelope:
+    """Return the signature in a file of either kind. It is not verified, and what it signs is not parsed.
 
     Raises:
-        InvalidSignature: it is malformed, contradicts itself, or is of another kind.
+        InvalidSignature: it is malformed, too large or of another kind.
     """
     if len(data) > MAX_SIGNATURE_SIZE:
         raise InvalidSignature(f"a signature of {len(data)} bytes is over {MAX_SIGNATURE_SIZE}")
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise InvalidSignature(
+            f"a signature has at most {_MAX_VALUES} values besides what it signs"
+        )
     value = json_object(data, "the signature")
     kind = value.get("mediaType")
     if kind == BUNDLE:
-        return parse_bundle(data, value)
-    if kind == SIMPLE_SIGNING:
-        return _parse_cosign(data, value)
-    raise InvalidSignature(f"signatures of type {quote(kind)} are not supported")
+        return read_bundle(data, value)
+    if kind != SIMPLE_SIGNING:
+        raise InvalidSignature(f"signatures of type {quote(kind)} are not supported")
+    return Envelope(
+        kind="cosign",
+        signed=_part(value, "payload", MAX_PAYLOAD),
+        signature=decoded(member(value, "signature", str), "signature"),
+        subject=_part(value, "subject", MAX_SIZE) if "subject" in value else None,
+        data=data,
+    )
 
 
-def _parse_cosign(data: bytes, value: Mapping[str, Any]) -> Signature:
-    signed = decoded(member(value, "payload", str), "payload")
-    content = json_object(signed, "the payload")
+def parse_envelope(envelope: Envelope) -> Signature:
+    """Return what a signature states, which means nothing unless a trusted key made it.
+
+    Raises:
+        InvalidSignature: what it signs is malformed, or contradicts itself.
+    """
+    return parse_statement(envelope) if envelope.kind == "oms" else _parse_payload(envelope)
+
+
+def parse_signature(data: bytes) -> Signature:
+    """Return what the signature in a file states, whose key nobody has asked for yet.
+
+    Raises:
+        InvalidSignature: as :func:`read_envelope` and :func:`parse_envelope`.
+    """
+    return parse_envelope(read_envelope(data))
+
+
+def _part(value: Mapping[str, Any], key: str, limit: int) -> bytes:
+    found = decoded(member(value, key, str), key)
+    if len(found) > limit:
+        raise InvalidSignature(f"{key}: {len(found)} bytes are over {limit}")
+    return found
+
+
+def _parse_payload(envelope: Envelope) -> Signature:
+    content = json_object(envelope.signed, "the payload")
     critical = member(content, "critical", dict)
     if critical.get("type") != _TYPE:
         raise wrong("critical.type", _TYPE, critical.get("type"))
     image = member(critical, "image", dict)
     stated = _digest(member(image, "docker-manifest-digest", str), "critical.image")
-    manifest = stated
-    if "subject" in value:
-        subject = decoded(member(value, "subject", str), "subject")
+    manifest, subject = stated, envelope.subject
+    if subject is not None:
         if Digest.of(subject) != stated:
             raise InvalidSignature(f"the subject is not the manifest {stated}, which is signed")
         annotations = member(json_object(subject, "the subject"), "annotations", dict)
@@ -112,9 +149,10 @@ def _parse_cosign(data: bytes, value: Mapping[str, Any]) -> Signature:
         stated=stated,
         name=name[:_MAX_TEXT],
         created=created if type(created) is int and 0 <= created < 2**40 else None,
-        signed=signed,
-        signature=decoded(member(value, "signature", str), "signature"),
-        data=data,
+        signed=envelope.signed,
+        signature=envelope.signature,
+        subject=subject,
+        data=envelope.data,
     )
 
 

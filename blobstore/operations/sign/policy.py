@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
 from blobstore.core.globs import MAX_GLOB
-from blobstore.errors import InvalidDigest, InvalidPolicy, UsageError
+from blobstore.errors import InvalidDigest, InvalidPolicy, InvalidSignature, UsageError
+from blobstore.operations.sign.cosign import parse_envelope
 from blobstore.operations.sign.keys import PublicKey
 from blobstore.store.name_patterns import name_matches
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.sign.signature import Signature
+    from blobstore.operations.sign.signature import Envelope
 
 Action = Literal["off", "warn", "enforce"]
 MAX_POLICY_SIZE: Final = 2**20
@@ -67,7 +68,7 @@ class Verdict:
     is_trusted: bool
     """Whether the model has what its rule asks for; true if that is nothing."""
     signers: tuple[str, ...] = ()
-    """The names of the rule's keys that signed it."""
+    """The name of the first of the rule's keys that was found to have signed it."""
     reason: str = ""
     """What is missing."""
 
@@ -82,9 +83,12 @@ class Verdict:
 
 
 def decide(
-    policy: Policy, reference: Reference, manifest: Digest, signatures: Iterable[Signature]
+    policy: Policy, reference: Reference, manifest: Digest, signatures: Iterable[Envelope]
 ) -> Verdict:
     """Return what a policy says about a model.
+
+    Signatures are taken one at a time, only if keys are needed, and only until one of these made one. What
+    a signature states is parsed after that.
 
     Args:
         policy: the policy.
@@ -101,14 +105,26 @@ def decide(
     if rule.pins is not None and manifest not in rule.pins:
         reason = f"its ID {manifest} is not one that rule {quote(rule.pattern)} pins"
         return Verdict(action=rule.action, is_trusted=False, reason=reason)
-    own = [one for one in signatures if one.manifest == manifest] if rule.keys else []
-    signers = tuple(key.name for key in rule.keys if any(one.is_by(key) for one in own))
-    if rule.keys and not signers:
-        names = join_some([quote(key.name) for key in rule.keys], _SHOWN)
-        found = f"none of its signatures ({len(own)}) is" if own else "it has no signature"
-        reason = f"{found} by a key that rule {quote(rule.pattern)} trusts: {names}"
-        return Verdict(action=rule.action, is_trusted=False, reason=reason)
-    return Verdict(action=rule.action, is_trusted=True, signers=signers)
+    if not rule.keys:
+        return Verdict(action=rule.action, is_trusted=True)
+    count = 0
+    for one in signatures:
+        count += 1
+        signer = next((key.name for key in rule.keys if one.is_by(key)), None)
+        if signer is not None and _manifest_of(one) == manifest:
+            return Verdict(action=rule.action, is_trusted=True, signers=(signer,))
+    names = join_some([quote(key.name) for key in rule.keys], _SHOWN)
+    found = f"none of its signatures ({count}) is" if count else "it has no signature"
+    reason = f"{found} by a key that rule {quote(rule.pattern)} trusts: {names}"
+    return Verdict(action=rule.action, is_trusted=False, reason=reason)
+
+
+def _manifest_of(envelope: Envelope) -> Digest | None:
+    """Return the digest of the manifest that is signed, if any."""
+    try:
+        return parse_envelope(envelope).manifest
+    except InvalidSignature:
+        return None
 
 
 def parse_policy(data: bytes, read_key: Callable[[str], bytes]) -> Policy:

@@ -7,23 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import escape
+from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.cosign import parse_signature
+from blobstore.operations.sign.cosign import parse_envelope, read_envelope
 from blobstore.operations.sign.keys import PublicKey, read_key
 from blobstore.operations.sign.policy import Verdict, decide
-from blobstore.operations.sign.trust import read_policy
+from blobstore.operations.sign.trust import envelopes, read_policy
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from blobstore.errors import StoreError
     from blobstore.manifests.reference import Names
     from blobstore.operations.sign.policy import Action
-    from blobstore.operations.sign.signature import Kind, Signature
+    from blobstore.operations.sign.signature import Kind
+    from blobstore.store.signatures import KeptSignature
 
 State = Literal["valid", "invalid", "unknown key"]
 
@@ -40,7 +41,7 @@ class CheckedSignature:
     key: str = ""
     """Its fingerprint, or the one that the signature states."""
     signed_as: str = ""
-    """The name that the model had."""
+    """The name that the model had, if a known key made the signature; nothing else is parsed."""
     created: int | None = None
     """In seconds since the epoch, if the signature says so."""
     message: str = ""
@@ -110,10 +111,10 @@ def check_signatures(
     found = []
     for reference in Reference.all_of(references) or tuple(store.references(on_error=on_error)):
         digest = Digest.of(store.read_manifest(reference))
-        parsed: list[Signature] = []
-        checked = [_check(data, digest, known, parsed) for data in store.signatures(digest)]
+        checked = [_check(kept, digest, known) for kept in store.kept_signatures(digest)]
         checked.sort(key=lambda one: (one.kind, one.created or 0, one.key))
-        verdict = decide(policy, reference, digest, parsed) if policy is not None else None
+        signatures = envelopes(store.signatures(digest))
+        verdict = decide(policy, reference, digest, signatures) if policy is not None else None
         found.append(
             SignedModel(
                 reference=reference, digest=digest, signatures=tuple(checked), verdict=verdict
@@ -122,29 +123,39 @@ def check_signatures(
     return tuple(found)
 
 
-def _check(
-    data: bytes, manifest: Digest, keys: Iterable[PublicKey], parsed: list[Signature]
-) -> CheckedSignature:
-    """Check one signature, and add it to ``parsed`` if it can be parsed."""
+def _check(kept: KeptSignature, manifest: Digest, keys: Sequence[PublicKey]) -> CheckedSignature:
+    """Check one signature. What it states is parsed only if a known key made it."""
+    if kept.data is None:
+        problem = "is damaged; 'blobstore gc' removes it" if kept.is_damaged else "cannot be read"
+        return _invalid(f"the file {quote(kept.path.name)} {problem}")
     try:
-        signature = parse_signature(data)
+        envelope = read_envelope(kept.data)
     except InvalidSignature as error:
-        return CheckedSignature(kind="unknown", state="invalid", message=str(error))
-    parsed.append(signature)
-    state: State = "unknown key"
-    signer, key, message = "", signature.hint, ""
+        return _invalid(str(error))
+    kind, hint = envelope.kind, escape(envelope.hint, 64)
+    found = next((one for one in keys if envelope.is_by(one)), None)
+    if found is None:
+        if envelope.hint and any(one.fingerprint == envelope.hint for one in keys):
+            return _invalid("it was altered: it names a key that did not make it", kind, hint)
+        return CheckedSignature(kind=kind, state="unknown key", key=hint)
+    try:
+        signature = parse_envelope(envelope)
+    except InvalidSignature as error:
+        return _invalid(str(error), kind, found.fingerprint)
     if signature.manifest != manifest:
-        state, message = "invalid", f"it signs {signature.manifest or 'no manifest'}"
-    elif found := next((one for one in keys if signature.is_by(one)), None):
-        state, signer, key = "valid", found.name, found.fingerprint
-    elif signature.hint and any(one.fingerprint == signature.hint for one in keys):
-        state, message = "invalid", "it was altered: it names a key that did not make it"
+        message = f"it signs {signature.manifest or 'no manifest'}"
+        return _invalid(message, kind, found.fingerprint)
     return CheckedSignature(
-        kind=signature.kind,
-        state=state,
-        signer=signer,
-        key=escape(key, 64),
+        kind=kind,
+        state="valid",
+        signer=found.name,
+        key=found.fingerprint,
         signed_as=signature.name,
         created=signature.created,
-        message=message,
     )
+
+
+def _invalid(
+    message: str, kind: Kind | Literal["unknown"] = "unknown", key: str = ""
+) -> CheckedSignature:
+    return CheckedSignature(kind=kind, state="invalid", key=key, message=message)

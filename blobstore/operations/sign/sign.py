@@ -16,7 +16,13 @@ from blobstore.core.escape import quote
 from blobstore.core.files import write_file
 from blobstore.core.targets import check_target
 from blobstore.core.workers import check_jobs
-from blobstore.errors import BlobstoreError, InvalidManifest, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidManifest,
+    InvalidPolicy,
+    StoreError,
+    UsageError,
+)
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign import cosign
 from blobstore.operations.sign.bundle import (
@@ -32,7 +38,8 @@ from blobstore.operations.sign.folder_digests import (
     has_folder,
 )
 from blobstore.operations.sign.keys import PrivateKey, read_key
-from blobstore.operations.sign.trust import parsed
+from blobstore.operations.sign.policy import decide
+from blobstore.operations.sign.trust import read_policy, signed_by
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.operations.sign.keys import Passphrase
+    from blobstore.operations.sign.signature import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,8 @@ class Signed:
     out: Path | None
     """The file of the bundle, if one was asked for."""
     seconds: float
+    notices: tuple[str, ...] = ()
+    """Why the policy does not accept the signatures that were made, if it does not."""
 
 
 def sign_model(
@@ -131,6 +141,7 @@ def sign_model(
     made = list(_signatures(private, reference, digest, digests.files, store))
     for item in made:
         store.keep_signature(digest, item)
+    notices = tuple(_unused(store, reference, digest, private))
     if target is not None:
         try:
             write_file(target, [made[-1], b"\n"])
@@ -144,8 +155,38 @@ def sign_model(
         hashed=digests.hashed,
         bytes_hashed=digests.bytes_hashed,
         out=target,
+        notices=notices,
         seconds=time.monotonic() - started,
     )
+
+
+def _unused(
+    store: LocalStore, reference: Reference, manifest: Digest, key: PrivateKey
+) -> Iterator[str]:
+    """Read the signatures again as ``open`` does, and yield why the policy does not accept them.
+
+    Raises:
+        StoreError: they cannot be read.
+    """
+
+    def own() -> Iterator[Signature]:
+        return signed_by(store.signatures(manifest), [key.public])
+
+    if not any(one.manifest == manifest for one in own()):
+        folder = quote(store.signature_folder(manifest))
+        raise StoreError(f"the signature was written to {folder}, and cannot be read there")
+    try:
+        policy = read_policy(store)
+    except InvalidPolicy as error:
+        yield f"the policy cannot be used: {error}"
+        return
+    if policy is None:
+        return
+    verdict = decide(policy, reference, manifest, own())
+    if not verdict.is_trusted:
+        is_known = any(one.fingerprint == key.public.fingerprint for one in policy.keys)
+        loss = "" if is_known else "; until the policy has the key, 'gc' removes its signatures"
+        yield f"the policy does not accept this signature: {verdict.reason}{loss}"
 
 
 def _signatures(
@@ -159,7 +200,7 @@ def _signatures(
 
     Those that the store has are not made again.
     """
-    own = [one for one in parsed(store.signatures(manifest)) if one.is_by(key.public)]
+    own = list(signed_by(store.signatures(manifest), [key.public]))
     former = next((one.data for one in own if one.stated == manifest), None)
     identity = f"{reference.host}/{reference.namespace}/{reference.model}"
     simple = cosign.payload(identity, manifest, int(time.time()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,12 +21,14 @@ from blobstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.sign.keys import PublicKey
     from blobstore.operations.sign.policy import Policy, Verdict
-    from blobstore.operations.sign.signature import Signature
+    from blobstore.operations.sign.signature import Envelope, Signature
     from blobstore.store.local import LocalStore
+    from blobstore.store.signatures import KeptSignature
 
 VARIABLE: Final = "BLOBSTORE_TRUST"
 """The environment variable with the path of the policy file."""
@@ -67,20 +70,30 @@ def read_policy(store: LocalStore) -> Policy | None:
         raise InvalidPolicy(f"policy {quote(path)}: {error}") from None
 
 
-def parsed(signatures: Iterable[bytes]) -> Iterator[Signature]:
-    """Yield the signatures that can be parsed. The others prove nothing."""
-    from blobstore.operations.sign.cosign import parse_signature
+def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
+    """Yield the signatures that are in form, one at a time; what they sign is not parsed."""
+    from blobstore.operations.sign.cosign import read_envelope
 
     for data in signatures:
         with suppress(InvalidSignature):
-            yield parse_signature(data)
+            yield read_envelope(data)
+
+
+def signed_by(signatures: Iterable[bytes], keys: Sequence[PublicKey]) -> Iterator[Signature]:
+    """Yield the signatures that keys have made, one at a time. The others are not parsed."""
+    from blobstore.operations.sign.cosign import parse_envelope
+
+    for one in envelopes(signatures):
+        if any(map(one.is_by, keys)):
+            with suppress(InvalidSignature):
+                yield parse_envelope(one)
 
 
 def check_trust(
     store: LocalStore,
     reference: Reference,
     data: bytes,
-    signatures: Iterable[Signature] = (),
+    signatures: Iterable[Envelope] = (),
     policy: Policy | None = None,
 ) -> Verdict | None:
     """Return what the policy says about a model; None if there is no policy.
@@ -89,7 +102,7 @@ def check_trust(
         store: the store, whose policy and signatures count.
         reference: the model's name.
         data: the bytes of its manifest.
-        signatures: more signatures, which came with the model.
+        signatures: more signatures, which came with the model; the store may have them too.
         policy: the policy, if it was read before.
 
     Raises:
@@ -102,15 +115,51 @@ def check_trust(
     from blobstore.operations.sign.policy import decide
 
     manifest = Digest.of(data)
-    found = {one.data: one for one in (*parsed(store.signatures(manifest)), *signatures)}
-    verdict = decide(policy, reference, manifest, found.values())
+    kept = envelopes(store.signatures(manifest))
+    verdict = decide(policy, reference, manifest, _distinct(chain(kept, signatures)))
     if verdict.is_refused:
-        command = f"'blobstore verify {reference} --quick --signatures'"
         raise NotTrusted(
             f"the policy refuses model {reference}: {verdict.reason}",
-            advice=f"{command} lists its signatures" if store.has_model(reference) else "",
+            advice=_advice(store, reference, manifest) if store.has_model(reference) else "",
         )
     return verdict
+
+
+def _distinct(signatures: Iterable[Envelope]) -> Iterator[Envelope]:
+    seen = set[Digest]()
+    for one in signatures:
+        if (digest := Digest.of(one.data)) not in seen:
+            seen.add(digest)
+            yield one
+
+
+def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
+    """Return what lists the signatures of a model, replaces damaged ones, and adds one."""
+    folder = quote(store.signature_folder(manifest))
+    damaged = sum(one.data is None for one in store.kept_signatures(manifest))
+    return (
+        f"'blobstore verify {reference} --quick --signatures' lists its signatures in {folder}"
+        f"{f' (damaged: {damaged})' if damaged else ''}; "
+        f"'blobstore sign {reference} --key FILE' adds one by a key of yours"
+    )
+
+
+def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Iterator[KeptSignature]:
+    """Yield the signatures that are damaged, or that no rule of the policy can use.
+
+    A policy without keys, or one that cannot be read, does not say which can be used.
+    """
+    keys: Sequence[PublicKey] = ()
+    with suppress(InvalidPolicy, MissingLibrary):
+        policy = read_policy(store)
+        keys = policy.keys if policy is not None else ()
+    for manifest in manifests:
+        for kept in store.kept_signatures(manifest):
+            if kept.data is None:
+                if kept.is_damaged:  # one that cannot be read may be intact
+                    yield kept
+            elif keys and not any(one.manifest == manifest for one in signed_by([kept.data], keys)):
+                yield kept
 
 
 def require_trust(store: LocalStore, reference: Reference, data: bytes) -> None:
@@ -136,7 +185,9 @@ def read_signature(path: Path) -> Signature:
     from blobstore.store.signatures import MAX_SIGNATURE_SIZE
 
     try:
-        signature = parse_signature(read_regular(path, MAX_SIGNATURE_SIZE))
+        # Without the end of line that 'sign --out' adds, it is the signature that the store may have.
+        data = read_regular(path, MAX_SIGNATURE_SIZE + 1).removesuffix(b"\n")
+        signature = parse_signature(data)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(f"there is no file {quote(path)}") from None
     except OSError as error:

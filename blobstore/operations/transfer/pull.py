@@ -28,26 +28,25 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.remote.cold_layer import parse_cold_index
 from blobstore.operations.remote.reading import find_model, is_in_objects
-from blobstore.operations.sign.trust import check_trust, parsed
+from blobstore.operations.sign.trust import check_trust, envelopes, read_policy
 from blobstore.operations.transfer.cold import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.signatures import fetch_signatures
+from blobstore.operations.transfer.signatures import SelectedSignatures, fetch_signatures
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
     from blobstore.operations.remote.cold_layer import ColdLayer
-    from blobstore.operations.sign.signature import Signature
     from blobstore.registry.shapes.files import RemoteFile
     from blobstore.registry.store import RemoteSource
 
@@ -80,7 +79,7 @@ class Pulled:
     repaired: dict[Digest, Path | None]
     """The damaged blobs that were replaced, and where the damaged files are now."""
     signatures: int
-    """Signatures that came with the model; none of them has to be trusted."""
+    """Signatures that came with the model and are kept: with a policy that has keys, those by its keys."""
     replaced: bool
     """Whether the name belonged to another model, which ``restore`` brings back."""
     seconds: float
@@ -151,8 +150,10 @@ def pull_model(
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
-        signatures, fetch_layers = _attached(source, digest)
-        verdict = check_trust(store, reference, signed, signatures)
+        policy = read_policy(store)
+        found, fetch_layers = _attached(source, digest)
+        signatures = SelectedSignatures.of(found, digest, policy)
+        verdict = check_trust(store, reference, signed, envelopes(signatures.data), policy)
         if source.files or not cold:
             fetch_layers = dict
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
@@ -160,9 +161,16 @@ def pull_model(
         elif dry_run:
             done = _planned(store, source, fetch_layers)
         else:
-            kept = [(digest, signature.data) for signature in signatures]
             done = _pull(
-                store, reference, source, kept, fetch_layers, streams, jobs, progress, force=force
+                store,
+                reference,
+                source,
+                signatures,
+                fetch_layers,
+                streams,
+                jobs,
+                progress,
+                force=force,
             )
     return Pulled(
         remote=source.address,
@@ -176,7 +184,7 @@ def pull_model(
         bytes_saved=done.bytes_saved,
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=dict(done.repaired),
-        signatures=len(signatures),
+        signatures=len(signatures.data),
         replaced=done.former is not None,
         seconds=time.monotonic() - started,
         notices=(
@@ -189,11 +197,10 @@ def pull_model(
 
 def _attached(
     source: RemoteSource | ObjectSource, manifest: Digest
-) -> tuple[list[Signature], Callable[[], Mapping[Digest, ColdLayer]]]:
+) -> tuple[Iterator[bytes], Callable[[], Mapping[Digest, ColdLayer]]]:
     """Return the signatures of a model, none of them verified, and what fetches its compressed forms."""
     if isinstance(source, ObjectSource):
-        signatures = [one for one in parsed(source.signatures()) if one.manifest == manifest]
-        return signatures, lambda: parse_cold_index(source.cold_index() or b"")
+        return source.signatures(), lambda: parse_cold_index(source.cold_index() or b"")
     client, repository = source.client, source.address.repository
     referrers = fetch_referrers(client, repository, source.root)
     signatures = fetch_signatures(client, repository, source.root, manifest, referrers)
@@ -271,7 +278,7 @@ def _pull(
     store: LocalStore,
     reference: Reference,
     source: RemoteSource | ObjectSource,
-    signatures: Iterable[tuple[Digest, bytes]],
+    signatures: SelectedSignatures,
     fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
     streams: int,
     jobs: int | None,
@@ -306,8 +313,9 @@ def _pull(
         ingest.publish()
         transfer.remove_cold_files()
         store.check_manifest(model.manifest, source.manifest)
-        for digest, signature in signatures:
-            store.keep_signature(digest, signature)
+        digest = Digest.of(model.manifest)
+        for data in signatures.data:
+            store.keep_signature(digest, data, is_verified=signatures.is_verified)
         with ingest.exclusive_lock():
             _check_name(store, reference, source, force=force)
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):

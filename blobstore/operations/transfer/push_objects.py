@@ -242,10 +242,11 @@ class _Push:
         digest = Digest.of(manifest)
         if former != manifest:
             self.target.place(name, manifest, tag)
-        signatures = self._store.signatures(digest)
-        for signature in signatures:
+        count = 0
+        for signature in self._store.signatures(digest):
             self.target.keep_signature(digest, signature)
-        return len(signatures)
+            count += 1
+        return count
 
     def send_cold(
         self, forms: ColdForms, workers: WorkerPool, manifest: Digest, *, dry_run: bool

@@ -2,7 +2,7 @@
 
 Signatures for cosign are layers of one image manifest, whose tag is made of the signed digest. An OMS bundle
 is a manifest of its own that refers to the signed one. Nothing that a registry returns is trusted: what is
-fetched counts only if the policy's keys have signed it.
+fetched counts only if the policy's keys have signed it, and is not parsed before.
 """
 
 from __future__ import annotations
@@ -11,33 +11,62 @@ import base64
 import contextlib
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from blobstore.core import strict_json
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound
+from blobstore.core.limits import Budget, gather
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    InvalidSignature,
+    ModelNotFound,
+    RemoteError,
+)
 from blobstore.operations.sign import cosign
 from blobstore.operations.sign.bundle import BUNDLE, PREDICATE, decoded
 from blobstore.operations.sign.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
-from blobstore.operations.sign.trust import parsed
+from blobstore.operations.sign.trust import envelopes, signed_by
 from blobstore.operations.transfer.referrers import image_manifest, send_blob, send_referrers
 from blobstore.registry.manifest import ImageManifest
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
-from blobstore.store.signatures import MAX_SIGNATURE_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from blobstore.operations.sign.keys import PrivateKey
-    from blobstore.operations.sign.signature import Signature
+    from blobstore.operations.sign.policy import Policy
+    from blobstore.operations.sign.signature import Envelope
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
     from blobstore.registry.reference import RemoteReference
     from blobstore.store.local import LocalStore
 
-MAX_FETCHED: Final = 20
-"""Signatures of one manifest that are fetched of each kind."""
 _IMAGE_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
+
+
+class SelectedSignatures(NamedTuple):
+    """The signatures that came with a model and are kept."""
+
+    data: list[bytes]
+    is_verified: bool
+    """Whether a key of the policy made each of them."""
+
+    @classmethod
+    def of(
+        cls, found: Iterable[bytes], manifest: Digest, policy: Policy | None
+    ) -> SelectedSignatures:
+        """Keep what keys of the policy have signed; without such keys, a few of those that are in form."""
+        if policy is not None and policy.keys:
+            trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
+            return cls([one.data for one in trusted], is_verified=True)
+        budget = Budget(limits.UNVERIFIED, "signatures")
+        kept = []
+        for one in envelopes(found):
+            with contextlib.suppress(RemoteError):  # smaller ones may follow
+                budget.spend(len(one.data))
+                kept.append(one.data)
+        return cls(kept, is_verified=False)
 
 
 def fetch_signatures(
@@ -46,10 +75,10 @@ def fetch_signatures(
     root: RemoteManifest,
     manifest: Digest,
     referrers: Iterable[RemoteDescriptor],
-) -> list[Signature]:
-    """Return the signatures that a registry has of a model; none of them is verified.
+) -> Iterator[bytes]:
+    """Yield the signatures that a registry has of a model, one at a time; none of them is parsed or verified.
 
-    Those that are malformed, or cannot be fetched, are left out.
+    Those that cannot be fetched are left out, as are those beyond the limits.
 
     Args:
         client: the registry.
@@ -58,17 +87,16 @@ def fetch_signatures(
         manifest: the digest of its manifest in a store.
         referrers: what the registry says refers to ``root``.
     """
-    found: list[bytes] = []
+    budget = Budget(limits.SIGNATURES, f"signatures of {root.digest.short}")
     with contextlib.suppress(BlobstoreError):
         content = client.get_manifest(repository, cosign.tag_of(root.digest)).parse()
         if isinstance(content, ImageManifest):
             subject = b"" if root.digest == manifest else root.data
-            found += _fetch_cosign(client, repository, content.layers, subject)
+            yield from _fetch_cosign(client, repository, content.layers, subject, budget)
     bundles = (item for item in referrers if item.artifact_type == BUNDLE)
-    for item in islice(bundles, MAX_FETCHED):
+    for item in islice(bundles, limits.SIGNATURES.count):
         with contextlib.suppress(BlobstoreError):
-            found += _fetch_bundles(client, repository, item)
-    return [one for one in parsed(found) if one.manifest == manifest]
+            yield from _fetch_bundles(client, repository, item, budget)
 
 
 def _fetch_cosign(
@@ -76,33 +104,35 @@ def _fetch_cosign(
     repository: str,
     layers: Iterable[RemoteDescriptor],
     subject: bytes,
+    budget: Budget,
 ) -> Iterator[bytes]:
     wanted = (one for one in layers if one.media_type == SIMPLE_SIGNING)
-    for layer in islice(wanted, MAX_FETCHED):
+    for layer in islice(wanted, limits.SIGNATURES.count):
         with contextlib.suppress(BlobstoreError):
             signature = decoded(layer.annotations.get(ANNOTATION, ""), ANNOTATION)
-            payload = _fetch_blob(client, repository, layer, MAX_PAYLOAD)
+            payload = _fetch_blob(client, repository, layer, MAX_PAYLOAD, budget)
             yield cosign.write_signature(payload, signature, subject)
 
 
 def _fetch_bundles(
-    client: RegistryClient, repository: str, item: RemoteDescriptor
+    client: RegistryClient, repository: str, item: RemoteDescriptor, budget: Budget
 ) -> Iterator[bytes]:
     content = client.get_manifest(repository, str(item.digest)).parse()
     layers = content.layers if isinstance(content, ImageManifest) else ()
     for layer in islice((one for one in layers if one.media_type == BUNDLE), 1):
-        yield _fetch_blob(client, repository, layer, MAX_SIGNATURE_SIZE)
+        yield _fetch_blob(client, repository, layer, limits.SIGNATURES.one, budget)
 
 
 def _fetch_blob(
-    client: RegistryClient, repository: str, layer: RemoteDescriptor, limit: int
+    client: RegistryClient, repository: str, layer: RemoteDescriptor, limit: int, budget: Budget
 ) -> bytes:
     """Return a small blob. Raises BlobDamaged if it is too large, or has another digest."""
     if layer.size > limit:
         raise BlobDamaged(f"blob {layer.digest.short} of {layer.size} bytes is over {limit}")
+    budget.spend(layer.size)
     pieces = client.read_blob(repository, layer.digest, 0, layer.size, size=layer.size)
     with contextlib.closing(pieces):
-        data = b"".join(pieces)
+        data = gather(pieces)
     if Digest.of(data) != layer.digest:
         raise BlobDamaged(f"blob {layer.digest.short} has another digest")
     return data
@@ -125,19 +155,17 @@ def push_signatures(
     """
     spelled = root.parse().annotations.get(LOCAL_MANIFEST)
     manifest = root.digest if spelled is None else Digest.parse(spelled)
-    signatures = list(parsed(store.signatures(manifest)))
-    own = [one for one in signatures if one.stated == root.digest]
-    if key is not None and not any(one.is_by(key.public) for one in own):
+    own = signed_by(store.signatures(manifest), [] if key is None else [key.public])
+    if key is not None and not any(one.stated == root.digest for one in own):
         signed = cosign.payload(f"{target.host}/{target.repository}", root.digest, int(time.time()))
         subject = b"" if root.digest == manifest else root.data
         data = cosign.write_signature(signed, key.sign(signed, is_sha256=True), subject)
         store.keep_signature(manifest, data)
-        signatures.append(cosign.parse_signature(data))
-    return send_signatures(client, target.repository, root, signatures)
+    return send_signatures(client, target.repository, root, store.signatures(manifest))
 
 
 def send_signatures(
-    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Signature]
+    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[bytes]
 ) -> int:
     """Give a registry the signatures of a model that it does not have; return how many are there.
 
@@ -146,28 +174,31 @@ def send_signatures(
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    listed = list(signatures)
-    own = [one for one in listed if one.kind == "cosign" and one.stated == root.digest]
+    own, parts = [], []
+    for one in envelopes(signatures):
+        if one.kind == "oms":
+            parts.append(
+                {
+                    "artifactType": BUNDLE,
+                    "layers": [send_blob(client, repository, BUNDLE, one.data)],
+                    "annotations": {
+                        "dev.sigstore.bundle.content": "dsse-envelope",
+                        "dev.sigstore.bundle.predicateType": PREDICATE,
+                    },
+                }
+            )
+            continue
+        with contextlib.suppress(InvalidSignature):
+            if cosign.parse_envelope(one).stated == root.digest:
+                own.append(one)
     if own:
         _send_cosign(client, repository, root, own)
-    bundles = [one for one in listed if one.kind == "oms"]
-    parts = [
-        {
-            "artifactType": BUNDLE,
-            "layers": [send_blob(client, repository, BUNDLE, one.data)],
-            "annotations": {
-                "dev.sigstore.bundle.content": "dsse-envelope",
-                "dev.sigstore.bundle.predicateType": PREDICATE,
-            },
-        }
-        for one in bundles
-    ]
     send_referrers(client, repository, root, parts)
-    return len(own) + len(bundles)
+    return len(own) + len(parts)
 
 
 def _send_cosign(
-    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Signature]
+    client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Envelope]
 ) -> None:
     """Add signatures to those that the tag of a manifest has."""
     tag = cosign.tag_of(root.digest)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from blobstore.core import strict_json
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidManifest
 from blobstore.manifests import media_types
@@ -42,7 +42,7 @@ TAR_LAYER: Final = "application/vnd.oci.image.layer.v1.tar"
 ROOT: Final = "models"
 MAX_TARS: Final = 100
 """Layers of an image. Docker stops at 125."""
-MAX_CATALOG: Final = 128 * 2**20
+MAX_CATALOG: Final = limits.CATALOG.one
 """Bytes of the first layer; a larger one is refused before it is read."""
 ARCHITECTURES: Final = ("amd64", "arm64")
 _BLOCK = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
@@ -252,12 +252,20 @@ def read_catalog(catalog: bytes) -> tuple[bytes, Any]:
     import io
     import tarfile
 
-    found = []
+    found = {}
+    budget = limits.Budget(limits.CATALOG, "the first layer")
     try:
         with tarfile.open(fileobj=io.BytesIO(catalog), mode="r:") as tar:
-            for path in (_MANIFEST, _PLACES):
-                file = tar.extractfile(f"{ROOT}/{path}")
-                found.append(file.read() if file is not None else b"")
-        return found[0], strict_json.loads(found[1])
-    except (tarfile.TarError, KeyError, ValueError, RecursionError) as error:
-        raise InvalidManifest(f"the first layer is not that of a model: {error}") from None
+            while (entry := tar.next()) is not None:
+                budget.spend(0)
+                tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+                path = entry.name.removeprefix(f"{ROOT}/")
+                file = tar.extractfile(entry) if path in {_MANIFEST, _PLACES} else None
+                if file is not None:
+                    found[path] = file.read()
+        return found[_MANIFEST], strict_json.loads(found[_PLACES])
+    except KeyError as error:
+        reason = f"there is no file {error}"
+    except (tarfile.TarError, ValueError, RecursionError) as error:
+        reason = str(error)
+    raise InvalidManifest(f"the first layer is not that of a model: {reason}")

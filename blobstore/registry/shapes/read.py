@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest, UnsupportedSource
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
@@ -21,13 +23,11 @@ from blobstore.registry.shapes.plan import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
 
-MAX_PARTS: Final = 1024
-"""Manifests that an index may list."""
 FILE_CONFIGS: Final = ("application/vnd.docker.ai.model.config.", MODEL_CONFIG)
 """How the media types of configs of models begin that other tools push file by file."""
 
@@ -82,21 +82,21 @@ def read_model(
         BlobDamaged: the registry has other bytes than the manifest lists.
     """
     content = root.parse()
+    others: Iterator[ImageManifest] = iter(())
     if root.media_type == DOCKER_MANIFEST and isinstance(content, ImageManifest):
         return _from_docker(root.data, content)
     spelled = content.annotations.get(LOCAL_MANIFEST)
     if isinstance(content, ImageManifest):
-        parts = [content]
+        first = content
     elif spelled is None:
         raise _not_a_model()
     else:
-        if not 0 < len(content.manifests) <= MAX_PARTS:
-            raise InvalidManifest(f"$.manifests: expected a list of 1 to {MAX_PARTS} parts")
-        parts = [_part(entry, get_manifest) for entry in content.manifests]
-    config = parts[0].config
+        others = _parts(content.manifests, get_manifest)
+        first = next(others)
+    config = first.config
     if spelled is None:
         if config.media_type.startswith(FILE_CONFIGS):
-            return RemoteFiles(config=config, layers=parts[0].layers)
+            return RemoteFiles(config=config, layers=first.layers)
         raise _not_a_model()
     try:
         digest = Digest.parse(spelled)
@@ -104,13 +104,29 @@ def read_model(
         raise InvalidManifest(f"$.annotations.{LOCAL_MANIFEST}: {error}") from None
     if config.media_type == image.IMAGE_CONFIG:
         # The other parts are for other processors, and have the same layers.
-        return _from_tars(digest, parts[0].layers, read_blob)
-    return _from_layers(digest, [layer for part in parts for layer in part.layers], read_blob)
+        return _from_tars(digest, first.layers, read_blob)
+    sizes = {layer.digest: layer.size for part in chain((first,), others) for layer in part.layers}
+    return _from_layers(digest, sizes, read_blob)
 
 
-def _part(entry: RemoteDescriptor, get_manifest: GetManifest) -> ImageManifest:
+def _parts(
+    entries: Sequence[RemoteDescriptor], get_manifest: GetManifest
+) -> Iterator[ImageManifest]:
+    """Yield the manifests that an index lists, one at a time."""
+    limit = limits.REGISTRY_MANIFEST
+    if not 0 < len(entries) <= limit.count:
+        raise InvalidManifest(f"$.manifests: expected a list of 1 to {limit.count} parts")
+    budget = limits.Budget(limit, "the parts of the index")
+    for entry in entries:
+        yield _part(entry, get_manifest, budget)
+
+
+def _part(
+    entry: RemoteDescriptor, get_manifest: GetManifest, budget: limits.Budget
+) -> ImageManifest:
     """Return a manifest that an index lists."""
     manifest = get_manifest(entry.digest)
+    budget.spend(len(manifest.data))
     if Digest.of(manifest.data) != entry.digest:
         raise BlobDamaged(f"the registry returned another manifest than {entry.digest}")
     content = manifest.parse()
@@ -129,11 +145,8 @@ def _from_docker(data: bytes, content: ImageManifest) -> RemoteModel | RemoteFil
     return RemoteModel(shape="ollama", manifest=data, blobs=manifest.blobs)
 
 
-def _from_layers(
-    digest: Digest, layers: Sequence[RemoteDescriptor], read_blob: ReadBlob
-) -> RemoteModel:
-    """Return a model whose blobs are layers, and its local manifest, named ``digest``, is one too."""
-    sizes = {layer.digest: layer.size for layer in layers}
+def _from_layers(digest: Digest, sizes: Mapping[Digest, int], read_blob: ReadBlob) -> RemoteModel:
+    """Return a model whose blobs are layers of these sizes, and its local manifest, named ``digest``, too."""
     data = _read_small(digest, sizes.get(digest), read_blob, MAX_MANIFEST_SIZE)
     manifest = Manifest.from_bytes(data)
     for blob in manifest.blobs:

@@ -101,7 +101,7 @@ def test_a_signature_of_another_manifest_does_not_count(store: LocalStore, key: 
     policy(store, key)
     for data in store.signatures(Digest.of(store.read_manifest("other"))):
         store.keep_signature(Digest.of(store.read_manifest("model")), data)
-    with pytest.raises(NotTrusted, match="no signature"):
+    with pytest.raises(NotTrusted, match="none of its signatures"):
         check_trust(store, MODEL, store.read_manifest("model"))
 
 
@@ -176,7 +176,7 @@ def test_a_signature_that_came_with_a_model_and_is_in_the_store_counts_once(
     blobstore.sign("model", key_files(tmp_path / "other").private, store=store)
     policy(store, key)
     data = store.read_manifest("model")
-    kept = list(trust.parsed(store.signatures(Digest.of(data))))
+    kept = list(trust.envelopes(store.signatures(Digest.of(data))))
     with pytest.raises(NotTrusted, match=rf"none of its signatures \({len(kept)}\) is"):
         check_trust(store, MODEL, data, kept)
 
@@ -186,10 +186,9 @@ def test_the_command_that_lists_signatures_is_named_for_models_of_the_store_only
 ) -> None:
     policy(store, key)
     data = store.read_manifest("model")
-    for name, advice in (
-        ("model", "'blobstore verify model:latest --quick --signatures' lists its signatures"),
-        ("absent", ""),
-    ):
+    listing = "'blobstore verify model:latest --quick --signatures' lists its signatures"
+    for name, advice in (("model", listing), ("absent", "")):
         with pytest.raises(NotTrusted) as caught:
             check_trust(store, Reference.parse(name), data)
-        assert caught.value.advice == advice
+        assert caught.value.advice.startswith(advice)
+        assert bool(caught.value.advice) == bool(advice)

@@ -1,0 +1,96 @@
+"""What may arrive from a stranger: the limits of every kind of document, and how their bytes are gathered.
+
+A number that a stranger wrote allocates nothing. Memory grows with the bytes that arrive, up to the limit of
+one document, and up to the limit of all documents of a kind that one command reads from one remote.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from blobstore.errors import RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_KIB: Final = 2**10
+_MIB: Final = 2**20
+_ADVICE: Final = "no known model needs so much; check the address, and who can write there"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How much of a kind of document is read."""
+
+    one: int
+    """Bytes of one."""
+    all: int
+    """Bytes of all."""
+    count: int
+    """Entries of a list, or documents."""
+
+
+MANIFEST: Final = Limit(64 * _MIB, 64 * _MIB, 1)
+"""The manifest of a model as stores have it."""
+REGISTRY_MANIFEST: Final = Limit(4 * _MIB, 256 * _MIB, 1024)
+"""Manifests and indexes of a registry: the parts of a model that was divided, or its cold layers."""
+REFERRERS: Final = Limit(4 * _MIB, 64 * _MIB, 10_000)
+"""Pages of a list of what refers to a manifest; its entries."""
+TAGS: Final = Limit(4 * _MIB, 64 * _MIB, 1_000_000)
+"""Pages of a list of tags; its entries."""
+CATALOG: Final = Limit(128 * _MIB, 128 * _MIB, 100_000)
+"""The first tar of an image; its entries."""
+SMALL_FILES: Final = Limit(256 * _MIB, 512 * _MIB, 100_000)
+"""Configs and other files of a model besides its tensors; those beyond are read when they are asked for."""
+HEADERS: Final = Limit(100_000_008, 512 * _MIB, 1_000_000)
+"""Headers of blobs with their prefixes."""
+PACKED_HEADERS: Final = Limit(256 * _MIB, 256 * _MIB, 1)
+"""The headers of a model in one object."""
+COLD_INDEX: Final = Limit(64 * _MIB, 64 * _MIB, 1)
+"""The list of compressed forms in object storage."""
+SIGNATURES: Final = Limit(32 * _MIB, 128 * _MIB, 100)
+"""Signatures that come with a model."""
+UNVERIFIED: Final = Limit(32 * _MIB, 32 * _MIB, 20)
+"""Signatures of a manifest that no key has verified and that are kept; the oldest ones are removed."""
+LISTING: Final = Limit(4 * _MIB, 10_000 * _MIB, 10_000_000)
+"""Pages of a list of objects, which are not kept; its entries."""
+LEASE: Final = Limit(64 * _MIB, 256 * _MIB, 10_000)
+"""Leases in object storage."""
+HUB_LISTING: Final = Limit(32 * _MIB, 256 * _MIB, 1_000_000)
+"""Pages of a list of the Hub; its entries."""
+ERROR: Final = Limit(64 * _KIB, 64 * _KIB, 1)
+"""The body of a response that reports an error, or that has a token."""
+
+
+class Budget:
+    """What may still arrive of a kind of document. Any number of threads may use it."""
+
+    def __init__(self, limit: Limit, what: str, advice: str = _ADVICE) -> None:
+        """Take the name of the documents for messages, and what to do if there is too much of them."""
+        self._limit = limit
+        self._what = what
+        self._advice = advice
+        self._bytes = self._count = 0
+        self._lock = threading.Lock()
+
+    def spend(self, size: int, count: int = 1) -> None:
+        """Count bytes and entries. Raises RemoteError if there are more than the limit of all."""
+        with self._lock:
+            self._bytes += size
+            self._count += count
+            if self._bytes > self._limit.all:
+                raise RemoteError(
+                    f"{self._what}: more than {self._limit.all} bytes", advice=self._advice
+                )
+            if self._count > self._limit.count:
+                raise RemoteError(
+                    f"{self._what}: more than {self._limit.count} entries", advice=self._advice
+                )
+
+
+def gather(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """Return bytes that arrive in pieces, each of which is valid until the next one is asked for."""
+    found = [bytes(piece) for piece in pieces]
+    return found[0] if len(found) == 1 else b"".join(found)

@@ -1,0 +1,327 @@
+"""Documents of remotes that are huge, many, or claim to be: memory follows the bytes that arrive, up to a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+import blobstore
+from blobstore.core import limits
+from blobstore.core.digest import Digest
+from blobstore.core.limits import Limit
+from blobstore.errors import BlobMissing, InvalidManifest, RemoteError
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.objects.address import StoreAddress
+from blobstore.objects.locks import Collection
+from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore, manifest_key
+from blobstore.operations.remote.cold_layer import parse_cold_index
+from blobstore.operations.remote.reader import RemoteReader
+from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
+from blobstore.registry.shapes import image
+from blobstore.registry.shapes.plan import LOCAL_MANIFEST
+from blobstore.registry.shapes.read import read_model
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, write_folder
+
+MIB = 2**20
+CHILD = """
+import sys
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+{imports}
+before = peak()
+try:
+    {action}
+    print("done")
+except Exception as error:
+    print(type(error).__name__, error)
+print((peak() - before) // 1024)
+"""
+
+
+def run_child(imports: str, action: str, *arguments: str, **environment: str) -> tuple[str, int]:
+    """Return what an action in another process says, and by how many MiB its memory grew at its peak."""
+    code = CHILD.format(imports=imports, action=action)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment,
+    )
+    said, grown = done.stdout.splitlines()
+    return said, int(grown)
+
+
+def traced(action: Callable[[], object], kind: type[Exception], message: str) -> int:
+    """Check that an action fails, and return the bytes of Python's memory at its peak."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(kind, match=message) as caught:
+            action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 500
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    """Return the folder of a store in object storage that has the model ``m``."""
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", dense_tensors()), "m", store=store)
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    blobstore.push("m", f"file://{folder}", store=store)
+    return folder
+
+
+def change_manifest(bucket: Path, change: Callable[[dict[str, Any]], object]) -> Digest:
+    path = bucket / manifest_key(Reference.parse("m"))
+    value = json.loads(path.read_bytes())
+    change(value)
+    path.unlink()
+    path.write_bytes(json.dumps(value).encode())
+    return Digest.of(path.read_bytes())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_small_files_that_a_manifest_claims_take_no_memory(bucket: Path, tmp_path: Path) -> None:
+    def claim(value: dict[str, Any]) -> None:
+        sample = next(one for one in value["layers"] if one["mediaType"].endswith("json"))
+        value["layers"] += [
+            sample | {"name": f"{n}.json", "digest": str(Digest.of(b"%d" % n)), "size": 256 * MIB}
+            for n in range(400)
+        ]
+
+    change_manifest(bucket, claim)
+    said, grown = run_child(
+        "import blobstore",
+        "blobstore.open(sys.argv[1], store=sys.argv[2])",
+        f"file://{bucket}/m:latest",
+        str(tmp_path / "reader"),
+    )
+    assert said.startswith("BlobMissing")
+    assert grown < 64
+
+
+def test_small_files_beyond_the_limit_of_all_are_read_when_they_are_asked_for(
+    bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SMALL_FILES", Limit(256 * MIB, 10, 1))
+    with blobstore.open(f"file://{bucket}/m:latest", store=tmp_path / "reader") as model:
+        assert model.config["model_type"]
+
+
+class OneRequest:
+    """A model elsewhere that answers the first request for a blob and no other."""
+
+    def __init__(self, sizes: list[int], header: int) -> None:
+        self.blobs = [Descriptor("x", Digest.of(b"%d" % n), size) for n, size in enumerate(sizes)]
+        self._start = header.to_bytes(8, "little")
+
+    def read(self, digest: Digest, size: int, begin: int, end: int) -> Iterator[bytes]:
+        if begin:
+            raise BlobMissing(f"{digest} of {size} bytes")
+        yield self._start + bytes(end - 8)
+
+    def headers(self) -> None:
+        return None
+
+
+def test_headers_that_blobs_claim_take_no_memory() -> None:
+    source: Any = OneRequest([200 * MIB] * 20, 99_000_000)
+    with pytest.raises(RemoteError, match="headers of blobs: more than"):
+        list(
+            RemoteReader({Reference.parse("m"): source}).read_headers([b.id for b in source.blobs])
+        )
+    few: Any = OneRequest([200 * MIB] * 4, 99_000_000)
+    reader = RemoteReader({Reference.parse("m"): few})
+
+    def read() -> None:
+        for found in reader.read_headers([blob.id for blob in few.blobs]):
+            assert isinstance(found, BlobMissing)
+        raise BlobMissing("all")
+
+    assert traced(read, BlobMissing, "all") < 8 * MIB
+
+
+class Pages(BaseHTTPRequestHandler):
+    """A registry whose lists have many large pages."""
+
+    bodies: ClassVar[dict[str, bytes]] = {
+        "tags": json.dumps({"tags": ["t" * 128] * 8000}).encode(),
+        "referrers": json.dumps(
+            {
+                "schemaVersion": 2,
+                "mediaType": OCI_INDEX,
+                "manifests": [
+                    {
+                        "mediaType": OCI_MANIFEST,
+                        "digest": f"sha256:{'0' * 64}",
+                        "size": 2,
+                        "artifactType": "x" * MIB,
+                        "annotations": {"k": "v" * (2 * MIB)},
+                    }
+                ],
+            }
+        ).encode(),
+    }
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        body = self.bodies["tags" if "/tags/" in self.path else "referrers"]
+        path, _, page = self.path.partition("?p=")
+        self.send_response(200)
+        self.send_header("Content-Type", OCI_INDEX)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Link", f'<{path.partition("?")[0]}?p={int(page or 0) + 1}>; rel="next"')
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("action", "allowed"),
+    [
+        ("for _ in client.tags('team/m'): pass", 64),
+        ("client.referrers('team/m', Digest.of(b'x'))", 64),
+    ],
+    ids=["tags", "referrers"],
+)
+def test_lists_with_large_pages_end_at_the_limit_of_all(action: str, allowed: int) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        said, grown = run_child(
+            "from blobstore.core.digest import Digest\n"
+            "from blobstore.registry.client import RegistryClient\n"
+            "client = RegistryClient(sys.argv[1])",
+            action,
+            f"127.0.0.1:{server.server_address[1]}",
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert re.search(r"RemoteError .*: more than 67108864 bytes", said)
+    assert grown < allowed
+
+
+def test_lists_end_at_the_limit_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = limits.Budget(Limit(10, 100, 3), "tags of 'team/m'", "ask for a tag by its name")
+    budget.spend(0, 3)
+    with pytest.raises(RemoteError, match="tags of 'team/m': more than 3 entries; ask for a tag"):
+        budget.spend(0)
+
+
+def test_parts_of_an_index_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part has annotations of almost 4 MiB, and there are more of them than the limit of all allows."""
+    monkeypatch.setattr(limits, "REGISTRY_MANIFEST", Limit(4 * MIB, 40 * MIB, 1024))
+    parts = {}
+
+    def part(number: int) -> RemoteManifest:
+        empty = {"mediaType": "application/x", "digest": str(Digest.of(b"")), "size": 0}
+        value = {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "config": empty,
+            "layers": [empty | {"annotations": {"n": f"{number:04}" + "v" * (4 * MIB - 900)}}],
+        }
+        return RemoteManifest.of(OCI_MANIFEST, json.dumps(value).encode())
+
+    for number in range(limits.REGISTRY_MANIFEST.all // (4 * MIB) + 2):
+        parts[part(number).digest] = number
+    entries = [
+        {"mediaType": OCI_MANIFEST, "digest": str(digest), "size": 4 * MIB} for digest in parts
+    ]
+    value = {
+        "schemaVersion": 2,
+        "mediaType": OCI_INDEX,
+        "manifests": entries,
+        "annotations": {LOCAL_MANIFEST: str(Digest.of(b"x"))},
+    }
+    root = RemoteManifest.of(OCI_INDEX, json.dumps(value).encode())
+
+    def read() -> None:
+        read_model(root, lambda digest: part(parts[digest]), lambda *_: b"")
+
+    assert traced(read, RemoteError, "the parts of the index: more than") < 32 * MIB
+
+
+def test_entries_of_a_tar_are_not_kept() -> None:
+    headers = [image._header(f"{number:06}", 0) for number in range(3000)]
+    catalog = b"".join([*headers, image._TAR_END])
+    assert traced(lambda: image.read_catalog(catalog), InvalidManifest, "no file") < MIB
+
+
+def test_a_tar_of_too_many_entries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CATALOG", Limit(MIB, MIB, 10))
+    catalog = b"".join(image._header(f"{number:06}", 0) for number in range(20))
+    with pytest.raises(RemoteError, match="the first layer: more than 10 entries"):
+        image.read_catalog(catalog)
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit"), [(COLD_INDEXES, limits.COLD_INDEX), (HEADERS, limits.PACKED_HEADERS)]
+)
+def test_what_belongs_to_a_manifest_in_a_bucket_is_refused_before_it_is_read(
+    bucket: Path, folder: str, limit: Limit
+) -> None:
+    path = bucket / folder / Digest.of(b"m").hex
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(limit.one + 1)
+    store = ObjectStore(StoreAddress.parse(f"file://{bucket}"))
+    message = f"{limit.one + 1} bytes, expected at most {limit.one}"
+    assert (
+        traced(lambda: store.read_for_manifest(folder, Digest.of(b"m")), RemoteError, message) < MIB
+    )
+
+
+def test_signatures_in_a_bucket_are_read_one_at_a_time_and_up_to_the_limits(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(StoreAddress.parse(f"file://{bucket}"))
+    digest = Digest.of(b"m")
+    for number in range(6):
+        store.keep_signature(digest, bytes([number]) * 10)
+    found = store.read_signatures(digest)
+    assert len(next(found)) == 10
+    for limit, count in ((Limit(10, 35, 100), 3), (Limit(10, 100, 4), 4), (Limit(9, 100, 100), 0)):
+        monkeypatch.setattr(limits, "SIGNATURES", limit)
+        assert len(list(store.read_signatures(digest))) == count
+
+
+def test_leases_in_a_bucket_have_a_limit_of_all(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "LEASE", Limit(MIB, 100, 10))
+    store = ObjectStore(StoreAddress.parse(f"file://{bucket}"))
+    for number in range(3):
+        store.client.put(f".blobstore/leases/{number}", b"[" + b" " * 50 + b"]")
+    with (
+        Collection(store.client) as collection,
+        pytest.raises(RemoteError, match="leases in .*: more than 100 bytes"),
+    ):
+        collection.leased()
+
+
+def test_a_list_of_compressed_forms_keeps_what_it_describes_alone() -> None:
+    assert parse_cold_index(b"[" + b"[]," * 1000 + b"{}]") == {}
