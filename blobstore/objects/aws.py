@@ -11,8 +11,8 @@ from __future__ import annotations
 import configparser
 import os
 import re
-import ssl
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -52,6 +52,7 @@ _CREDENTIALS_ELSEWHERE: Final = (
 """Keys of a profile whose credentials only botocore can obtain."""
 _VALID: Final = timedelta(minutes=10)
 """How long obstore uses credentials of botocore, which renews its own ten minutes before they expire."""
+_CERTIFICATE: Final = b"-----BEGIN CERTIFICATE-----"
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]", re.ASCII)
 
 
@@ -209,13 +210,15 @@ def _checked(option: str, value: str, place: str) -> str:
         return _endpoint(value, place)
     if option == "ca_bundle":
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(value)
-        except OSError as error:  # ssl.SSLError is one too
-            why = "has no certificates" if isinstance(error, ssl.SSLError) else error.strerror
+            has_certificates = _CERTIFICATE in Path(value).read_bytes()
+            why = "it has no certificates"
+        except OSError as error:
+            has_certificates, why = False, str(error.strerror)
+        if not has_certificates:
             raise RemoteError(
                 f"{place} is {quote(value)}: {why}",
                 advice="name a file of certificates in PEM form",
-            ) from None
+            )
     elif not (value.isascii() and value.isprintable()):
         raise RemoteError(f"the {option} of {place} has characters that no request may have")
     return value

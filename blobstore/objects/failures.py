@@ -125,6 +125,10 @@ def _untrusted(what: str, cause: str) -> RemoteError:
             advice="create one with basicConstraints=CA:FALSE, or one that an authority has issued, "
             "and name the file in AWS_CA_BUNDLE",
         )
+    if cause == "BadEncoding":
+        return RemoteError(
+            f"{what}: a certificate is malformed ({cause})", advice="check AWS_CA_BUNDLE"
+        )
     return RemoteError(
         f"{what}: the certificate of the server is not trusted ({cause})",
         advice="name the file with the certificate of its authority in AWS_CA_BUNDLE, or check "

@@ -17,6 +17,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, Conflict, RemoteError, RemoteRefused
 from blobstore.manifests.reference import Reference
 from blobstore.objects import client
+from blobstore.objects.address import StoreAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore, manifest_key
 from blobstore.operations.maintenance.gc_objects import collect_objects
@@ -49,7 +50,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        monkeypatch.delenv("AWS_PROFILE", raising=False)
+        for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
+            monkeypatch.delenv(name, raising=False)
         for name, value in running.environment.items():
             monkeypatch.setenv(name, value)
         yield running
@@ -377,14 +379,47 @@ def test_signatures_are_read_as_they_were_kept(server: HostileS3) -> None:
         (403, "RequestTimeTooSkewed", "the clock of this machine"),
         (403, "AccessDenied", "s3:GetObject .*AWS_REQUEST_PAYER"),
         (418, "A.B-c_1", r"418, A\.B-c_1"),
+        (400, "", "access denied"),
+        (401, "", "access denied"),
+        (429, "SlowDown", "overloaded"),
+        (503, "SlowDown", "overloaded"),
+        (500, "InternalError", "the request failed"),
+        (307, "", "redirects to another place"),
+        (404, "NoSuchBucket", "no such bucket"),
+        (404, "NoSuchKey", "has no model"),
     ],
 )
 def test_a_refusal_to_read_says_what_to_do(
     server: HostileS3, status: int, code: str, message: str
 ) -> None:
     server.disturb = lambda _: failure(status, code)
-    with pytest.raises(RemoteError, match=message):
+    with pytest.raises(BlobstoreError, match=message):
         ObjectStore(server.address).read_manifest(NAME)
+
+
+def test_more_bytes_than_were_asked_for_are_refused(server: HostileS3) -> None:
+    server.disturb = lambda _: reply(206, b"x" * 20, content_range="bytes 0-9/30", etag='"x"')
+    with pytest.raises(RemoteError, match="more bytes than asked for"):
+        ObjectStore(server.address).client.read("x", 0, 10)
+
+
+def test_an_object_that_is_larger_than_expected_is_refused(server: HostileS3) -> None:
+    server.objects["p/x"] = b"123"
+    with pytest.raises(RemoteError, match="3 bytes, expected at most 2"):
+        ObjectStore(server.address).client.get("x", 2)
+
+
+def test_names_in_a_folder_are_replaced_only_if_they_are_those_that_were_read(
+    tmp_path: Path,
+) -> None:
+    store = ObjectStore(StoreAddress.parse(f"file://{tmp_path}/objects"))
+    store.place(NAME, b"{}", None)
+    _, tag = store.read_version(NAME)
+    store.place(NAME, b"[1]", tag)
+    for old in (tag, None):
+        with pytest.raises(Conflict):
+            store.place(NAME, b"[2]", old)
+    assert store.read_manifest(NAME) == b"[1]"
 
 
 def test_a_refusal_to_write_names_encryption(server: HostileS3) -> None:
