@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
 
 _POSITION_DIGITS: Final = 15
-"""Hexadecimal digits of a digest that give the position of its byte: below 2**63."""
+"""Of the hex digest, which give the position of a byte: below 2**63."""
 _MAX_CLAIMS: Final = 4096
 """For a process; the system looks through all locks of a file for each new one."""
 _PATIENCE: Final = 60.0

@@ -358,7 +358,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, values: dict[str, str]) -> None:
         ),
     ],
 )
-def test_an_endpoint_that_is_no_address_is_named_with_its_variable(
+def test_a_malformed_endpoint_is_named_with_its_variable(
     server: HostileS3, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
@@ -367,7 +367,7 @@ def test_an_endpoint_that_is_no_address_is_named_with_its_variable(
 
 
 @pytest.mark.usefixtures("either")
-def test_an_endpoint_of_a_profile_that_is_no_address_is_named(
+def test_a_malformed_endpoint_of_a_profile_is_named(
     server: HostileS3, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
