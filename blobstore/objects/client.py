@@ -54,7 +54,7 @@ _RETRIES: Final = {
 _MAX_LISTED: Final = 10_000_000
 _MAX_LIST_SECONDS: Final = 3600.0
 _PROBE: Final = ".blobstore/probe"
-_ATTEMPTS: Final = 6
+_ATTEMPTS: Final = 5
 _PAUSE: Final = 0.1
 """Seconds before a write that was refused is repeated for the first time, at most."""
 _NO_TAG: Final = "ETag Header missing"
