@@ -41,6 +41,11 @@ class StoreAddress:
                 raise InvalidReference(
                     f"{quote(str(self))}: write file:///folder with three slashes"
                 )
+        elif "@" in self.bucket:  # what is before it may be a password
+            raise InvalidReference(
+                f"not the name of a bucket: {quote('…@' + self.bucket.rpartition('@')[2])}; credentials "
+                "belong in the environment or in a profile"
+            )
         elif _BUCKET.fullmatch(self.bucket) is None:
             raise InvalidReference(
                 f"not the name of a bucket: {quote(self.bucket)}; expected "

@@ -1,16 +1,14 @@
 """Requests to object storage, by the library obstore, with errors of :mod:`blobstore.errors`.
 
-Credentials, regions and endpoints come from where the tools of each provider look for them; for S3 that
-is the environment, then the profile of ``~/.aws``, then the machine's role.
+Credentials, regions and endpoints come from where the tools of each provider look for them; for S3,
+:mod:`blobstore.objects.aws` finds them. :mod:`blobstore.objects.requests` lists the requests, and what their
+answers mean. Every call of obstore goes through :func:`_guarded`.
 """
 
 from __future__ import annotations
 
-import configparser
-import contextlib
 import fcntl
-import os
-import re
+import random
 import threading
 import time
 from datetime import timedelta
@@ -19,15 +17,27 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, Conflict, MissingLibrary, RemoteError, RemoteRefused
+from blobstore.errors import Conflict, MissingLibrary, RemoteError
+from blobstore.objects.aws import Settings, find_settings
+from blobstore.objects.failures import Failure
+from blobstore.objects.requests import (
+    DELETE,
+    LIST,
+    READ,
+    READ_FORMER,
+    WRITE,
+    WRITE_CHANGED,
+    WRITE_NEW,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime
 
     from typing_extensions import Buffer
 
     from blobstore.objects.address import StoreAddress
+    from blobstore.objects.requests import Request
 
 CHUNK: Final = 16 * 2**20
 """Bytes of a part of a large upload."""
@@ -45,43 +55,10 @@ _RETRIES: Final = {
 _MAX_LISTED: Final = limits.LISTING.count
 _MAX_LIST_SECONDS: Final = 3600.0
 _PROBE: Final = ".blobstore/probe"
-_ENVIRONMENT_KEYS: Final = {
-    "AWS_ACCESS_KEY_ID": "access_key_id",
-    "AWS_SECRET_ACCESS_KEY": "secret_access_key",
-    "AWS_SESSION_TOKEN": "session_token",
-}
-_OTHERS: Final = {
-    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
-    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "ca_bundle": ("AWS_CA_BUNDLE",),
-}
-_ROLES: Final = (
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    "AWS_SKIP_SIGNATURE",
-)
-"""Where obstore finds credentials by itself, or needs none."""
-_PROFILE_KEYS: Final = {
-    "aws_access_key_id": "access_key_id",
-    "aws_secret_access_key": "secret_access_key",
-    "aws_session_token": "session_token",
-    "region": "region",
-    "endpoint_url": "endpoint",
-    "ca_bundle": "ca_bundle",
-}
-_STATUS = re.compile(r"status code: (\d{3})[^:]*(?::.*?<Code>([A-Za-z]{1,60})</Code>)?", re.DOTALL)
-_CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
-_DENIED: Final = {"400", "401", "403"}
-"""S3 answers requests with expired credentials with 400, without a reason if there is no body."""
-_EXPIRED: Final = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "TokenRefreshRequired",
-    "RequestExpired",
-}
-_THROTTLED: Final = {"429", "503"}
-_REDIRECTED: Final = {"301", "302", "307", "308"}
+_ATTEMPTS: Final = 5
+_PAUSE: Final = 0.1
+"""Seconds before a write that was refused is repeated for the first time, at most."""
+_NO_TAG: Final = "ETag Header missing"
 _Found = TypeVar("_Found")
 
 
@@ -110,13 +87,17 @@ class ObjectPiece(NamedTuple):
 
 
 class ObjectClient:
-    """The objects below one prefix of a bucket. Any number of threads may use it."""
+    """The objects below one prefix of a bucket. Any number of threads may use it.
+
+    If a request fails whose answer counts as absence (:class:`~blobstore.objects.requests.Request`), methods
+    return None or nothing, and raise RemoteError otherwise.
+    """
 
     def __init__(self, address: StoreAddress) -> None:
-        """Send nothing yet.
+        """Send nothing to the bucket yet.
 
         Raises:
-            MissingLibrary: obstore is not installed.
+            MissingLibrary: obstore is not installed, or botocore, which the profile needs.
             RemoteError: the configuration cannot be used.
         """
         try:
@@ -129,37 +110,32 @@ class ObjectClient:
         self._api = obstore
         self._lock = threading.Lock()
         self._is_proven = False
-        with _translated(f"{address}"):
-            self._settings = _settings(address)
-            self._reading, self._writing = _connect(address, self._settings)
+        self._use(_settings(address))
 
-    def get(self, key: str, limit: int) -> ObjectVersion | None:
+    def get(self, key: str, limit: int, request: Request = READ) -> ObjectVersion | None:
         """Return an object of at most ``limit`` bytes, or None if there is none.
 
         Raises:
             RemoteError: it is larger, or cannot be read.
         """
 
-        def send() -> ObjectVersion | None:
+        def send() -> ObjectVersion:
             found = self._api.get(self._reading, key)
             if (size := found.meta["size"]) > limit:
                 raise RemoteError(f"{self._name(key)}: {size} bytes, expected at most {limit}")
-            return ObjectVersion(bytes(found.bytes()), found.meta["e_tag"])
+            return ObjectVersion(bytes(found.bytes()), _strong(found.meta["e_tag"]))
 
-        return self._find(key, send)
+        return self._send(request, key, send)
 
-    def size(self, key: str) -> int | None:
+    def size(self, key: str, request: Request = READ) -> int | None:
         """Return the size of an object, or None if there is none."""
-        return self._find(key, lambda: int(self._api.head(self._reading, key)["size"]))
+        meta = self._head(key, request)
+        return None if meta is None else int(meta["size"])
 
-    def modified(self, key: str) -> datetime | None:
+    def modified(self, key: str, request: Request = READ) -> datetime | None:
         """Return when an object was written, by the server's clock, or None if there is none."""
-
-        def send() -> datetime:
-            found: datetime = self._api.head(self._reading, key)["last_modified"]
-            return found
-
-        return self._find(key, send)
+        meta = self._head(key, request)
+        return None if meta is None else meta["last_modified"]
 
     def read(self, key: str, begin: int, end: int) -> ObjectPiece | None:
         """Return bytes of an object, fewer if it ends before; None if there is no such object.
@@ -175,23 +151,18 @@ class ObjectClient:
                 raise RemoteError(f"{self._name(key)}: the server sends more bytes than asked for")
             return ObjectPiece(data, found.meta["size"])
 
-        return self._find(key, send)
+        return self._send(READ, key, send)
 
-    def put(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+    def put(self, key: str, data: Buffer | Iterable[Buffer], request: Request = WRITE) -> None:
         """Write an object, whatever was there; an iterable is sent in parts. Readers see all of it or none."""
         whole = isinstance(data, (bytes, bytearray, memoryview))
 
         def send() -> None:
-            self._api.put(
-                self._writing,
-                key,
-                data,
-                use_multipart=not whole,
-                chunk_size=CHUNK,
-                max_concurrency=_UPLOADS,
+            self._put(
+                key, data, use_multipart=not whole, chunk_size=CHUNK, max_concurrency=_UPLOADS
             )
 
-        self._call(key, send, may_repeat=whole)
+        self._send(request, key, send, may_repeat=whole)
 
     def replace(self, key: str, data: bytes, tag: str | None) -> None:
         """Write a small object if it still has the ETag ``tag``, or if there is none and ``tag`` is None.
@@ -201,11 +172,25 @@ class ObjectClient:
             RemoteError: the server ignores conditions, or fails.
         """
         self.check_conditions()
-        if not self._is_written(key, data, tag):
-            # The response to a write that succeeded may have been lost, and the write repeated.
-            found = self.get(key, len(data))
-            if found is None or found.data != data:
+        for attempt in range(_ATTEMPTS):
+            if self._is_written(key, data, tag):
+                return
+            meta = self._head(key, READ_FORMER)
+            is_same = meta is None if tag is None else meta and _strong(meta["e_tag"]) == tag
+            if not is_same:
+                # The response to a write that succeeded may have been lost, and the write repeated.
+                if meta is not None and meta["size"] == len(data):
+                    found = self.get(key, len(data), READ_FORMER)
+                    if found is not None and found.data == data:
+                        return
                 raise Conflict(f"{self._name(key)} was written by another process")
+            # Nobody has written: the server asks to try again, as S3 does with 409.
+            time.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))  # noqa: S311 - no secret
+        raise RemoteError(
+            f"{self._name(key)}: the server refuses to write it, although nobody else has written it",
+            advice="try again, and check that the credentials allow s3:GetObject, and that no proxy "
+            "changes the header ETag",
+        )
 
     def check_conditions(self) -> None:
         """Check, once, that the server refuses to write an object whose condition is not met.
@@ -226,21 +211,16 @@ class ObjectClient:
             )
         self._is_proven = True
 
-    def check_bucket(self) -> None:
-        """Check that the bucket exists. Raises RemoteError."""
-        next(iter(self.list("manifests")), None)
-
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; those that are absent are no error."""
 
         def send() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._api.delete(self._writing, key)
+            self._api.delete(self._writing, key)
 
         for key in keys:
-            self._call(key, send)
+            self._send(DELETE, key, send)
 
-    def list(self, folder: str) -> Iterator[ObjectInfo]:
+    def list(self, folder: str, request: Request = LIST) -> Iterator[ObjectInfo]:
         """Yield the objects whose keys begin with ``folder`` and a slash.
 
         Raises:
@@ -251,7 +231,7 @@ class ObjectClient:
             pages = self._api.list(self._reading, folder, chunk_size=1000)
             return pages, next(pages, None)
 
-        pages, page = self._call(folder, begin)
+        pages, page = self._send(request, folder, begin) or (iter(()), None)
         until, count, former = time.monotonic() + _MAX_LIST_SECONDS, 0, None
         while page:
             count += len(page)
@@ -261,27 +241,30 @@ class ObjectClient:
             for item in page:
                 if item["path"].startswith(f"{folder}/"):
                     yield ObjectInfo(item["path"], item["size"], item["last_modified"])
-            with _translated(self._name(folder)):
-                page = next(pages, None)
+            page = self._send(request, folder, lambda: next(pages, None), may_repeat=False)
+
+    def _head(self, key: str, request: Request) -> Any:
+        """Return obstore's description of an object, or None if there is none."""
+        return self._send(request, key, lambda: self._api.head(self._reading, key))
+
+    def _put(self, key: str, data: Any, **how: Any) -> None:
+        try:
+            self._api.put(self._writing, key, data, **how)
+        except self._api.exceptions.BaseError as error:
+            if _NO_TAG not in str(error):  # of an answer that means success
+                raise
 
     def _is_written(self, key: str, data: bytes, tag: str | None) -> bool:
         """Write an object if its condition is met, and return whether it was."""
         mode: Any = "create" if tag is None else {"e_tag": tag}
 
         def send() -> bool:
-            try:
-                if tag is not None and self.address.scheme == "file":
-                    return self._is_file_replaced(key, data, tag)
-                self._api.put(self._writing, key, data, mode=mode, use_multipart=False)
-            except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
-                return False
-            except FileNotFoundError as error:
-                if tag is None or _code(error) == "NoSuchBucket":
-                    raise
-                return False
+            if tag is not None and self.address.scheme == "file":
+                return self._is_file_replaced(key, data, tag)
+            self._put(key, data, mode=mode, use_multipart=False)
             return True
 
-        return self._call(key, send)
+        return self._send(WRITE_NEW if tag is None else WRITE_CHANGED, key, send) is True
 
     def _is_file_replaced(self, key: str, data: bytes, tag: str) -> bool:
         """Replace a file, under a lock, because obstore compares no ETags of files."""
@@ -291,53 +274,67 @@ class ObjectClient:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self._api.head(self._reading, key)["e_tag"] != tag:
                 return False
-            self._api.put(self._writing, key, data, use_multipart=False)
+            self._put(key, data, use_multipart=False)
             return True
 
-    def _find(self, key: str, send: Callable[[], _Found]) -> _Found | None:
-        """Return what a request for an object finds, None if there is no such object."""
+    def _send(
+        self, request: Request, key: str, send: Callable[[], _Found], *, may_repeat: bool = True
+    ) -> _Found | None:
+        """Send requests, once more if access was denied and the user's credentials have changed since.
 
-        def find() -> _Found | None:
-            try:
-                return send()
-            except FileNotFoundError as error:
-                if _code(error) == "NoSuchBucket":
-                    raise
-                return None
+        Return None if the answer counts as absence.
+        """
+        settings = self._settings
+        renew = (lambda: self._renew(settings)) if may_repeat else None
+        return _guarded(self._name(key), request, send, renew)
 
-        return self._call(key, find)
-
-    def _call(self, key: str, send: Callable[[], _Found], *, may_repeat: bool = True) -> _Found:
-        """Send requests, once more if access was denied and the user's credentials have changed since."""
-        with _translated(self._name(key)):
-            settings = self._settings
-            try:
-                return interrupts.call(send)
-            except Exception as error:
-                if not (_is_denied(error) and self._renew(settings) and may_repeat):
-                    raise
-            return interrupts.call(send)
-
-    def _renew(self, used: dict[str, str]) -> bool:
+    def _renew(self, used: Settings) -> bool:
         """Read the user's settings again; return whether they differ from those that were used."""
         with self._lock:
             if self._settings is used:
+                if used.provider is not None:  # it renews them in time
+                    return False
                 found = _settings(self.address)
                 if found == used:
                     return False
-                self._reading, self._writing = _connect(self.address, found)
-                self._settings = found
+                self._use(found)
             return True
 
-    @property
-    def _errors(self) -> Any:
-        return self._api.exceptions
+    def _use(self, settings: Settings) -> None:
+        found = _guarded(quote(self.address), READ, lambda: _connect(self.address, settings))
+        assert found is not None  # noqa: S101 - absence is no answer here
+        self._reading, self._writing = found
+        self._settings = settings
 
     def _name(self, key: str) -> str:
         return quote(f"{self.address}/{key}")
 
 
-def _connect(address: StoreAddress, settings: dict[str, str]) -> tuple[Any, Any]:
+def _guarded(
+    what: str,
+    request: Request,
+    call: Callable[[], _Found],
+    renew: Callable[[], bool] | None = None,
+) -> _Found | None:
+    """Call obstore; its errors become ours, those too with which its code in Rust ends.
+
+    Return None if the answer counts as absence.
+    """
+    while True:
+        try:
+            return interrupts.call(call)
+        except BaseException as error:
+            failure = Failure.of(error)
+            if failure is None:
+                raise
+            if failure.answer in request.absent:
+                return None
+            if renew is None or not (failure.may_be_credentials and renew()):
+                raise failure.error(what, request) from None
+            renew = None
+
+
+def _connect(address: StoreAddress, settings: Settings) -> tuple[Any, Any]:
     """Return what reads, and what writes."""
     from obstore import store
 
@@ -346,11 +343,14 @@ def _connect(address: StoreAddress, settings: dict[str, str]) -> tuple[Any, Any]
         files = store.LocalStore(f"/{address.prefix}", automatic_cleanup=False, mkdir=True)
         return files, files
     client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": "10s"}
-    config: Any = dict(settings)
+    options: dict[str, Any] = {}
+    config: Any = dict(settings.options)
     if address.scheme == "s3":
-        client["allow_http"] = settings.get("endpoint", "").startswith("http://")
+        client["allow_http"] = settings.options.get("endpoint", "").startswith("http://")
         if bundle := config.pop("ca_bundle", None):
             client["root_certificate"] = Path(bundle).read_bytes()
+        if settings.provider is not None:
+            options["credential_provider"] = settings.provider
     kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "s3": store.S3Store}
     reading, writing = (
         kinds[address.scheme](
@@ -359,131 +359,17 @@ def _connect(address: StoreAddress, settings: dict[str, str]) -> tuple[Any, Any]
             config=config,
             client_options=client | more,
             retry_config=_RETRIES,
+            **options,
         )
         for more in ({"read_timeout": _STALL}, {})
     )
     return reading, writing
 
 
-def _settings(address: StoreAddress) -> dict[str, str]:
-    """Return the user's settings for S3. The environment comes before the profile.
-
-    AWS's variables: https://docs.aws.amazon.com/sdkref/latest/guide/settings-reference.html
-    """
-    if address.scheme != "s3":
-        return {}
-    environment = os.environ
-    found = _profile(environment)
-    if "AWS_ACCESS_KEY_ID" in environment:
-        found = {key: found[key] for key in found.keys() - set(_ENVIRONMENT_KEYS.values())}
-        for variable, key in _ENVIRONMENT_KEYS.items():
-            if variable in environment:
-                found[key] = environment[variable]
-    for key, variables in _OTHERS.items():
-        values = filter(None, map(environment.get, variables))
-        if value := next(values, None):
-            found[key] = value
-    is_alone = not found.keys() & {"access_key_id"} and not any(map(environment.get, _ROLES))
-    if is_alone and environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-        raise RemoteRefused(
-            f"{quote(address)}: there are no credentials in the environment or the profile",
-            advice="set AWS_PROFILE or AWS_ACCESS_KEY_ID, or for a public bucket "
-            "AWS_SKIP_SIGNATURE=true",
-        )
-    return found
+def _settings(address: StoreAddress) -> Settings:
+    return find_settings(address) if address.scheme == "s3" else Settings({})
 
 
-def _profile(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of the user's profile.
-
-    AWS's files: https://docs.aws.amazon.com/sdkref/latest/guide/file-format.html
-    """
-    name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
-    settings: dict[str, str] = {}
-    for variable, file, section in (
-        ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
-        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
-    ):
-        path = Path(environment.get(variable) or Path("~/.aws", file)).expanduser()
-        parser = configparser.ConfigParser(interpolation=None)
-        try:
-            parser.read_string(path.read_text(encoding="utf-8"))
-        except OSError:
-            continue
-        except (configparser.Error, UnicodeDecodeError):
-            # The parser's message may show a line with a secret.
-            raise RemoteError(f"{quote(path)} is not a valid file of AWS's tools") from None
-        if parser.has_section(section):
-            settings |= dict(parser[section])
-    return {ours: settings[theirs] for theirs, ours in _PROFILE_KEYS.items() if theirs in settings}
-
-
-class _translated:  # noqa: N801
-    """Gives errors of obstore our types, and one line."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if error is None or isinstance(error, BlobstoreError):
-            return
-        from obstore import exceptions
-
-        found = _STATUS.search(str(error))
-        status, code = found.groups() if found else (None, None)
-        shown = f" (status {', '.join(filter(None, (status, code)))})" if status else ""
-        if code in _EXPIRED:
-            raise RemoteRefused(
-                f"{self._what}: the credentials have expired{shown}",
-                advice="renew them, and repeat",
-            ) from None
-        if code == "NoSuchBucket":
-            raise RemoteError(f"{self._what}: there is no such bucket{shown}") from None
-        if _is_denied(error):
-            raise RemoteRefused(
-                f"{self._what}: access denied{shown}",
-                advice="check the credentials, which may have expired, and the permissions of the "
-                "bucket",
-            ) from None
-        if status in _THROTTLED:
-            raise RemoteError(
-                f"{self._what}: the server is overloaded, and refuses requests for too long{shown}",
-                advice="try again later, or with fewer streams",
-            ) from None
-        if status in _REDIRECTED or "redirect" in str(error):
-            raise RemoteError(
-                f"{self._what}: the server redirects to another place{shown}",
-                advice="set AWS_REGION to the region of the bucket, or check AWS_ENDPOINT_URL",
-            ) from None
-        if isinstance(error, (exceptions.BaseError, ValueError, OSError, NotImplementedError)):
-            raise RemoteError(f"{self._what}: {_line(error)}{shown}") from None
-
-
-def _is_denied(error: BaseException) -> bool:
-    from obstore import exceptions
-
-    if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
-        return True
-    found = _STATUS.search(str(error))
-    if found is None or found[1] not in _DENIED:
-        return False
-    return found[1] != "400" or found[2] is None or found[2] in _EXPIRED
-
-
-def _code(error: BaseException) -> str | None:
-    """Return S3's code of an error."""
-    found = _STATUS.search(str(error))
-    return found[2] if found else None
-
-
-def _line(error: BaseException) -> str:
-    """Return the end of the first line of an error, and its cause, which say what went wrong."""
-    first, _, rest = str(error).partition("\n")
-    if _STATUS.search(first):
-        return "the request failed"
-    cause = _CAUSE.search(rest)
-    why = f" ({cause[1] or 'timed out'})" if cause else ""
-    return quote(f"{first.rpartition(' - ')[2][:300]}{why}")
+def _strong(tag: str | None) -> str | None:
+    """Return an ETag as the server compares it, which a proxy that compresses answers may have weakened."""
+    return None if tag is None else tag.removeprefix("W/")

@@ -21,6 +21,7 @@ from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import Conflict, RemoteError, StoreBusy
+from blobstore.objects.requests import LOOK_FOR_COLLECTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -145,7 +146,7 @@ class Collection:
 
 
 def _is_collecting(client: ObjectClient, now: datetime) -> bool:
-    found = client.modified(_NOTE)
+    found = client.modified(_NOTE, LOOK_FOR_COLLECTION)
     return found is not None and found + COLLECTION_TIME > now
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
-from blobstore.errors import ModelNotFound
+from blobstore.errors import ModelNotFound, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import model_addresses
+from blobstore.objects.requests import READ_COLD_INDEX, READ_HEADERS
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 
 if TYPE_CHECKING:
@@ -66,19 +67,23 @@ class ObjectSource:
             ModelNotFound: no store there has such a model.
             RemoteError: the object storage cannot be reached, or denies access.
         """
-        store, address = cls.locate(text)
-        return cls(store, address, store.read_manifest(address.reference), limiter)
+        return cls(*cls.locate(text), limiter)
 
     @staticmethod
-    def locate(text: str) -> tuple[ObjectStore, ModelAddress]:
-        """Return which of its meanings an address has. Raises as :meth:`find`."""
+    def locate(text: str) -> tuple[ObjectStore, ModelAddress, bytes]:
+        """Return which of its meanings an address has, and the manifest. Raises as :meth:`find`."""
         looked = []
+        refused: RemoteRefused | None = None
         for address in model_addresses(text):
             store = ObjectStore(address.store)
-            if store.has_model(address.reference):
-                return store, address
-            looked.append(f"{quote(address.reference)} in {quote(address.store)}")
-        store.client.check_bucket()
+            try:
+                return store, address, store.read_manifest(address.reference)
+            except RemoteRefused as error:  # without the right to list, what is absent is denied
+                refused = refused or error
+            except ModelNotFound:
+                looked.append(f"{quote(address.reference)} in {quote(address.store)}")
+        if refused is not None:
+            raise refused
         raise ModelNotFound(f"no model {quote(text)}; looked for {', '.join(looked)}")
 
     @property
@@ -93,11 +98,11 @@ class ObjectSource:
 
     def cold_index(self) -> bytes | None:
         """Return the list of compressed forms of the blobs, None if there is none. Nothing of it is checked."""
-        return self.store.read_for_manifest(COLD_INDEXES, self.root.digest)
+        return self.store.read_for_manifest(COLD_INDEXES, self.root.digest, READ_COLD_INDEX)
 
     def headers(self) -> bytes | None:
         """Return the headers of the blobs, None if these must be asked. Nothing of it is checked."""
-        return self.store.read_for_manifest(HEADERS, self.root.digest)
+        return self.store.read_for_manifest(HEADERS, self.root.digest, READ_HEADERS)
 
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that a blob is there. Raises BlobMissing, BlobDamaged and RemoteError."""

@@ -28,6 +28,13 @@ from blobstore.errors import (
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient, ObjectInfo
+from blobstore.objects.requests import (
+    LIST_SIGNATURES,
+    READ,
+    READ_FORMER,
+    READ_SIGNATURE,
+    WRITE_HEADERS,
+)
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.objects.address import StoreAddress
+    from blobstore.objects.requests import Request
 
 PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""
@@ -87,14 +95,16 @@ class ObjectStore:
                 continue
 
     def has_model(self, reference: Reference) -> bool:
-        """Return whether there is a model of that name."""
-        return self.client.size(manifest_key(reference)) is not None
+        """Return whether there is a model of that name, as far as the user may see."""
+        return self.client.size(manifest_key(reference), READ_FORMER) is not None
 
     def read_manifest(self, reference: str | Reference) -> bytes:
         """Return the bytes of a manifest. Raises ModelNotFound and RemoteError."""
         return self.read_version(reference)[0]
 
-    def read_version(self, reference: str | Reference) -> tuple[bytes, str | None]:
+    def read_version(
+        self, reference: str | Reference, request: Request = READ
+    ) -> tuple[bytes, str | None]:
         """Return the bytes of a manifest, and the ETag that :meth:`place` takes.
 
         Raises:
@@ -102,7 +112,7 @@ class ObjectStore:
             RemoteError: the manifest cannot be read.
         """
         reference = Reference.of(reference)
-        found = self.client.get(manifest_key(reference), MAX_MANIFEST_SIZE)
+        found = self.client.get(manifest_key(reference), MAX_MANIFEST_SIZE, request)
         if found is None:
             raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
         return found.data, found.tag
@@ -129,9 +139,9 @@ class ObjectStore:
 
     # Blobs
 
-    def exists(self, digest: Digest, size: int) -> bool:
+    def exists(self, digest: Digest, size: int, request: Request = READ) -> bool:
         """Return whether the blob is here. Raises BlobDamaged if it has another size."""
-        found = self.client.size(blob_key(digest))
+        found = self.client.size(blob_key(digest), request)
         if found not in {None, size}:
             raise BlobDamaged(f"{self._blob(digest)} has {found} bytes, expected {size}")
         return found is not None
@@ -221,15 +231,17 @@ class ObjectStore:
 
     # What belongs to a manifest: a list of compressed forms, and the headers of its blobs
 
-    def read_for_manifest(self, folder: str, manifest: Digest) -> bytes | None:
+    def read_for_manifest(
+        self, folder: str, manifest: Digest, request: Request = READ
+    ) -> bytes | None:
         """Return what :data:`COLD_INDEXES` or :data:`HEADERS` has for a manifest; nothing of it is checked."""
         limit = limits.COLD_INDEX if folder == COLD_INDEXES else limits.PACKED_HEADERS
-        found = self.client.get(f"{folder}/{manifest.hex}", limit.one)
+        found = self.client.get(f"{folder}/{manifest.hex}", limit.one, request)
         return None if found is None else found.data
 
     def put_headers(self, manifest: Digest, data: bytes) -> None:
         """Keep the headers of the blobs of a manifest, so that one request reads all of them."""
-        self.client.put(f"{HEADERS}/{manifest.hex}", data)
+        self.client.put(f"{HEADERS}/{manifest.hex}", data, WRITE_HEADERS)
 
     def change_cold_index(
         self, manifest: Digest, change: Callable[[bytes | None], bytes | None]
@@ -241,7 +253,7 @@ class ObjectStore:
         """
         key = f"{COLD_INDEXES}/{manifest.hex}"
         for attempt in range(_ATTEMPTS):
-            found = self.client.get(key, limits.COLD_INDEX.one)
+            found = self.client.get(key, limits.COLD_INDEX.one, READ_FORMER)
             data, tag = (None, None) if found is None else (found.data, found.tag)
             changed = change(data)
             if changed is None or changed == data:
@@ -259,10 +271,11 @@ class ObjectStore:
     def read_signatures(self, manifest: Digest) -> Iterator[bytes]:
         """Yield the signatures of a manifest; those beyond the limits or of other bytes are left out."""
         limit, size = limits.SIGNATURES, 0
-        for item in islice(self.client.list(_signature_key(manifest)), limit.count):
+        listed = self.client.list(_signature_key(manifest), LIST_SIGNATURES)
+        for item in islice(listed, limit.count):
             if item.size <= limit.one and size + item.size <= limit.all:
                 size += item.size
-                version = self.client.get(item.key, limit.one)
+                version = self.client.get(item.key, limit.one, READ_SIGNATURE)
                 if version and item.key.endswith(f"/{Digest.of(version.data).hex}.sig"):
                     yield version.data
 

@@ -33,6 +33,7 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
 from blobstore.store.blobs import BlobReader
 from blobstore.store.cached_models import CachedModels
+from blobstore.store.claims import BlobClaims
 from blobstore.store.history import FormerManifest, History
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
@@ -172,6 +173,10 @@ class LocalStore(BlobReader):
                 Ingest(self, lease, paranoid=paranoid) as ingest,
             ):
                 yield ingest
+
+    def claims(self) -> BlobClaims:
+        """Return claims of blobs that are read from elsewhere, which the caller closes. Raises OSError."""
+        return BlobClaims(self._layout.claims)
 
     def partial_bytes(self, blob: BlobId) -> int:
         """Return how many bytes of a blob an unfinished download has."""

@@ -34,6 +34,7 @@ _OURS = {
     "cold",
     "cold-index",
     "bases",
+    "claims",
     "history",
     "partial",
     "remotes",

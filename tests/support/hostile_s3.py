@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -51,17 +52,27 @@ def listing(keys: dict[str, int], token: str = "") -> bytes:
     return reply(200, body.encode(), content_type="application/xml")
 
 
+def action_of(request: Received) -> str:
+    """Return the right that a request takes."""
+    url = urlsplit(request.path)
+    if request.method == "POST" and url.query == "delete":
+        return "s3:DeleteObject"
+    if request.method in {"PUT", "POST"}:
+        return "s3:PutObject"
+    return "s3:ListBucket" if "list-type" in url.query else "s3:GetObject"
+
+
 class HostileS3:
     """A bucket in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.objects: dict[str, bytes] = {}
         """By key, without the bucket."""
         self.disturb: Disturb = lambda _: None
         """Called first; what it returns is sent instead of the right answer."""
         self.honours_conditions = True
         self._lock = threading.Lock()
-        self.server = RawServer(self.answer)
+        self.server = RawServer(self.answer, tls)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -82,6 +93,22 @@ class HostileS3:
         if request.method == "HEAD" and isinstance(answer, bytes):
             return answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
         return answer
+
+    def allow(self, *actions: str) -> None:
+        """Deny everything else. Without the right to list, an object that is absent is denied too."""
+
+        def deny(request: Received) -> Answer | None:
+            action = action_of(request)
+            key = unquote(urlsplit(request.path).path).removeprefix(f"/{BUCKET}/")
+            is_hidden = (
+                action == "s3:GetObject"
+                and key not in self.objects
+                and "s3:ListBucket" not in actions
+            )
+            is_denied = action not in actions or is_hidden
+            return failure(403, "AccessDenied") if is_denied else None
+
+        self.disturb = deny
 
     def right_answer(self, request: Received) -> bytes:
         """Return what S3 would answer."""
@@ -128,9 +155,9 @@ class HostileS3:
 
 
 @contextlib.contextmanager
-def hostile_s3() -> Iterator[HostileS3]:
+def hostile_s3(tls: ssl.SSLContext | None = None) -> Iterator[HostileS3]:
     """Run a server."""
-    bucket = HostileS3()
+    bucket = HostileS3(tls)
     with bucket.server:
         yield bucket
 

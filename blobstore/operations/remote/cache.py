@@ -1,7 +1,8 @@
 """Blobs of a model elsewhere, kept in the local store as in a cache.
 
 Blobs are written while a model is loaded, and synced and named in the background, so that nobody waits for
-the disk. If the store cannot be written, or the disk is full, nothing more is kept.
+the disk. If the store cannot be written, or the disk is full, nothing more is kept. Processes that open one
+model at the same time claim its blobs, so that one of them reads a blob, and the others take it from the store.
 """
 
 from __future__ import annotations
@@ -11,15 +12,22 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from blobstore.store.claims import BlobClaims
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
+
+
+_SMALL: Final = 64 * 2**10
+"""A blob of fewer bytes is read by each process, which costs less than to wait for another."""
 
 
 class BlobCache:
@@ -39,6 +47,7 @@ class BlobCache:
         self._needed = needed
         self._limit = limit
         self._is_off = False
+        self._claims: BlobClaims | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="blobstore-cache")
 
     def begin(self) -> None:
@@ -50,8 +59,15 @@ class BlobCache:
             if not self._is_off:
                 with self._store.writing():
                     self._store.cached_models.keep(self._manifest)
+                with contextlib.suppress(OSError):  # the file is another user's
+                    self._claims = self._store.claims()
         except (BlobstoreError, OSError):
             self._is_off = True
+
+    @property
+    def claims(self) -> BlobClaims | None:
+        """The claims of this process; None if nothing is kept, so that nobody should wait."""
+        return None if self._is_off else self._claims
 
     def batch(self) -> BlobBatch:
         """Return what the blobs of one load are kept with."""
@@ -69,18 +85,28 @@ class BlobCache:
         """Keep nothing more."""
         self._is_off = True
 
-    def finish(self, ingest: Ingest, ending: contextlib.ExitStack) -> None:
-        """Let the blobs of an import get their names, without waiting for that."""
+    def finish(
+        self, started: tuple[Ingest, contextlib.ExitStack] | None, claimed: Iterable[Digest]
+    ) -> None:
+        """Let the blobs of an import get their names, and give up claims, without waiting for that."""
 
         def publish() -> None:
-            with contextlib.suppress(BlobstoreError, OSError), ending:
-                ingest.publish()
+            try:
+                if started is not None:
+                    with contextlib.suppress(BlobstoreError, OSError), started[1]:
+                        started[0].publish()
+            finally:
+                if self._claims is not None:
+                    self._claims.release(claimed)
 
         self._background.submit(publish)
 
     def close(self) -> None:
         """Wait until all blobs have their names."""
         self._background.shutdown()
+        if self._claims is not None:
+            self._claims.close()
+            self._claims = None
 
 
 class BlobBatch:
@@ -89,7 +115,28 @@ class BlobBatch:
     def __init__(self, cache: BlobCache) -> None:
         self._cache = cache
         self._import: tuple[Ingest, contextlib.ExitStack] | None = None
+        self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
+
+    def claim(self, blob: BlobId) -> bool:
+        """Claim a blob that is going to be read; return False if another process is reading it."""
+        claims = self._cache.claims
+        if claims is None or blob.size < _SMALL:
+            return True
+        self._claimed.add(blob.digest)
+        return claims.take(blob.digest)
+
+    def wait(self, blob: BlobId, pause: Callable[[float], object]) -> None:
+        """Claim a blob that another process is reading, as soon as that has ended."""
+        claims = self._cache.claims
+        if claims is not None:
+            claims.wait(blob.digest, pause)
+
+    def show_progress(self) -> None:
+        """Let other processes see that this one is reading."""
+        claims = self._cache.claims
+        if claims is not None:
+            claims.show_progress()
 
     def keep(self, digest: Digest, data: memoryview) -> None:
         """Write a blob whose digest was computed in this memory."""
@@ -102,9 +149,10 @@ class BlobBatch:
             self._cache.stop()
 
     def publish(self) -> None:
-        """Let the blobs get their names, without waiting for that."""
-        if self._import is not None:
-            self._cache.finish(*self._import)
+        """Let the blobs get their names, and end the claims, without waiting for that."""
+        if self._import is not None or self._claimed:
+            self._cache.finish(self._import, self._claimed)
+        self._import, self._claimed = None, set()
 
 
 def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -> bool:

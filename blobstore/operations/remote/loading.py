@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.limits import gather
-from blobstore.core.workers import WorkerPool
+from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
 from blobstore.models.parts import new_buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.operations.remote.cache import BlobBatch, BlobCache
@@ -100,23 +100,60 @@ class RemoteLoader:
             if layer is not None and layer.blob == load.blob:
                 load.layer = layer
         pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
-        batch = self._cache.batch() if self._cache is not None else None
+        if self._cache is None:
+            self._read_loads(loads, None, pool)
+            return
+        batch = self._cache.batch()
+        try:
+            self._read_loads(loads, batch, pool)
+            if others := [load for load in loads if not load.is_mine()]:
+                batch.publish()  # before waiting, because others wait too
+                pool.run(others, lambda load: self._take(load, batch, pool))
+                self._read_loads([load for load in others if load.is_mine()], batch, pool)
+        finally:
+            batch.publish()  # each was verified, even if another failed
+
+    def _read_loads(
+        self, loads: Sequence[_Load], batch: BlobBatch | None, pool: WorkerPool
+    ) -> None:
+        """Read blobs, but not those that another process has begun to read."""
+
+        def claim(blob: BlobId) -> bool:
+            # It may have been read since the caller looked.
+            return batch is None or (batch.claim(blob) and self.is_elsewhere(blob.digest))
 
         def read(part: tuple[_Load, int]) -> None:
             load, begin = part
+            if not load.is_mine(claim):
+                return
             end = min(begin + PART, load.stored.size)
             memory = load.arriving()[begin:end]
             self._read(load.stored, begin, memory)
+            if batch is not None:
+                batch.show_progress()
             if load.has_arrived(begin, end):
                 self._finish(load, batch)
                 pool.report(load.blob.size, load.blob.digest.short)
 
         parts = [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)]
+        pool.run(parts, read)
+
+    def _take(self, load: _Load, batch: BlobBatch, pool: WorkerPool) -> None:
+        """Take a blob from the local store when the process that reads it is done; leave it to us otherwise."""
+
+        def pause(seconds: float) -> None:
+            if pool.stopping.wait(seconds):
+                raise Cancelled("stopped")
+
+        digest, size = load.blob
+        batch.wait(load.blob, pause)
         try:
-            pool.run(parts, read)
-        finally:
-            if batch is not None:
-                batch.publish()  # each was verified, even if another failed
+            self._local.read_into(digest, size, 0, load.memory)
+        except Damaged:  # the other process has failed, or could not keep it
+            load.leave_to_us()
+            return
+        self._check_start(load)
+        pool.report(size, digest.short)
 
     def load_small(self, blobs: Iterable[BlobId]) -> dict[Digest, bytes]:
         """Return the bytes of small blobs after checking their digests. Memory grows as they arrive.
@@ -224,11 +261,14 @@ class RemoteLoader:
                 self._read(load.blob, begin, load.memory[begin:end])
                 load.has_arrived(begin, end)
         load.check()
+        self._check_start(load)
+        if batch is not None:
+            batch.keep(load.blob.digest, load.memory)
+
+    def _check_start(self, load: _Load) -> None:
         start = self._starts.get(load.blob.digest, b"")
         if load.memory[: len(start)] != start:
             raise BlobDamaged(f"the remote sent another header for blob {load.blob.digest} before")
-        if batch is not None:
-            batch.keep(load.blob.digest, load.memory)
 
     def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
         """Decode a blob; return whether that succeeds."""
@@ -260,7 +300,19 @@ class _Load:
         self._ends: dict[int, int] = {}
         """The parts that have arrived and were not hashed yet, by where they begin."""
         self._is_hashing = False
+        self._is_mine: bool | None = None
         self._lock = threading.Lock()
+
+    def is_mine(self, claim: Callable[[BlobId], bool] = lambda _: True) -> bool:
+        """Return whether this process reads the blob, as ``claim`` says when it is asked first."""
+        with self._lock:
+            if self._is_mine is None:
+                self._is_mine = claim(self.blob)
+            return self._is_mine
+
+    def leave_to_us(self) -> None:
+        """Let this process read the blob."""
+        self._is_mine = True
 
     @property
     def stored(self) -> BlobId:

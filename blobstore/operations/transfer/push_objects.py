@@ -16,6 +16,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import ModelAddress, StoreAddress
 from blobstore.objects.locks import leased
+from blobstore.objects.requests import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import COLD_INDEXES, ObjectStore
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.remote.cold_layer import ColdLayer, cold_index, parse_cold_index
@@ -203,7 +204,7 @@ class _Push:
     def former(self, name: Reference) -> tuple[bytes | None, str | None]:
         """Return the manifest that a name has, and its ETag."""
         try:
-            return self.target.read_version(name)
+            return self.target.read_version(name, READ_FORMER)
         except ModelNotFound:
             return None, None
 
@@ -313,7 +314,7 @@ class _Push:
 
     def _is_there(self, blob: Descriptor) -> bool:
         with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
-            return self.target.exists(*blob.id)
+            return self.target.exists(*blob.id, LOOK_FOR_BLOB)
         return False
 
     def _pieces(self, blob: Descriptor) -> Generator[memoryview, None, None]:

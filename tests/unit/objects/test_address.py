@@ -50,6 +50,14 @@ def test_other_texts_are_refused(text: str) -> None:
         StoreAddress.parse(text)
 
 
+@pytest.mark.parametrize("model", ["", "/llama"])
+def test_a_password_in_an_address_is_refused_and_not_shown(model: str) -> None:
+    with pytest.raises(InvalidReference, match="'…@bucket'; credentials belong in") as caught:
+        list(model_addresses(f"s3://key:sEcReT@bucket/team{model}"))
+    assert "sEcReT" not in str(caught.value)
+    assert "key" not in str(caught.value)
+
+
 def test_the_shortest_name_of_a_model_comes_first() -> None:
     found = [
         str(one.store) + " " + str(one.reference)

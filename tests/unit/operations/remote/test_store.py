@@ -12,12 +12,13 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, StoreError, UsageError
+from blobstore.errors import BlobDamaged, BlobMissing, StoreError, UsageError
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.remote.reader import pack_headers, unpack_headers
 from blobstore.operations.remote.reading import Cache
+from blobstore.operations.remote.store import RemoteStore
 from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
@@ -460,3 +461,18 @@ def test_a_header_that_is_not_that_of_the_blob_is_an_error_when_the_blob_is_read
         pytest.raises(BlobDamaged, match="another header"),
     ):
         model.tensors()
+
+
+def test_a_blob_that_the_manifest_does_not_list_with_that_size_is_refused(
+    local: LocalStore, objects: ObjectStore, other: LocalStore
+) -> None:
+    push_objects("one", objects.address, store=local)
+    store = RemoteStore(other, ObjectSource.find(f"{objects.address}/one"))
+    listed = local.resolve("one").blobs[0]
+    store.check_size(*listed.id)
+    with pytest.raises(BlobDamaged, match=f"{listed.size} bytes, expected {listed.size + 1}"):
+        store.check_size(listed.digest, listed.size + 1)
+    with pytest.raises(BlobDamaged, match="expected"):
+        store.read_into(listed.digest, listed.size + 1, 0, memoryview(bytearray(1)))
+    with pytest.raises(BlobMissing, match="no model here has the blob"):
+        store.check_size(Digest.of(b"other"), 5)

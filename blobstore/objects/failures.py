@@ -1,0 +1,146 @@
+"""What errors of obstore mean, as errors of one line that say what to do and show no credentials."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.objects.requests import CODES, STATUSES, Answer, Request
+
+_STATUS = re.compile(
+    r"status code: (\d{3})[^:]*(?::.*?<Code>([A-Za-z0-9._-]{1,60})</Code>)?", re.DOTALL
+)
+_CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
+_NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
+"""What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
+_SELF_SIGNED: Final = "CaUsedAsEndEntity"
+_THROTTLED: Final = {"429", "503"}
+_REDIRECTED: Final = {"301", "302", "307", "308"}
+_RIGHTS: Final = {
+    "s3:GetObject": " (without s3:ListBucket, a missing object is denied too); if the requester pays, set "
+    "AWS_REQUEST_PAYER=true",
+    "s3:PutObject": "; if the bucket requires encryption, set AWS_SERVER_SIDE_ENCRYPTION",
+}
+"""What else is denied with these rights."""
+
+
+class Failure(NamedTuple):
+    """An error of obstore."""
+
+    answer: Answer
+    text: str
+    status: str | None
+    code: str | None
+    is_panic: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure | None:
+        """Return what an error means; None if it is not obstore's."""
+        if isinstance(error, BlobstoreError):
+            return None
+        from obstore import exceptions
+
+        is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which is a BaseException
+        kinds = (exceptions.BaseError, ValueError, OSError, NotImplementedError)
+        if not (is_panic or isinstance(error, kinds)):
+            return None
+        text = str(error)
+        found = _STATUS.search(text)
+        status, code = found.groups() if found else (None, None)
+        if code in CODES:
+            return cls(Answer.UNUSABLE, text, status, code)
+        if status is not None:
+            answer = STATUSES.get(int(status), Answer.FAILED)
+        elif isinstance(error, FileNotFoundError):
+            answer = Answer.ABSENT
+        elif isinstance(error, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
+            answer = Answer.CONDITION
+        else:
+            answer = Answer.FAILED
+        return cls(answer, text, status, code, is_panic)
+
+    @property
+    def may_be_credentials(self) -> bool:
+        """Whether other credentials could help.
+
+        S3 answers requests with expired credentials with 400, without a reason if there is no body.
+        """
+        is_refusal = self.code in CODES and CODES[self.code].is_refusal
+        is_without_reason = self.status == "400" and self.code is None
+        return self.answer is Answer.DENIED or is_refusal or is_without_reason
+
+    def error(self, what: str, request: Request) -> RemoteError:
+        """Return the error for the user.
+
+        Args:
+            what: the object, quoted.
+            request: what was asked.
+        """
+        shown = ", ".join(filter(None, (self.status, self.code)))
+        shown = f" (status {shown})" if shown else ""
+        if self.code in CODES:
+            message, advice, is_refusal = CODES[self.code]
+            kind = RemoteRefused if is_refusal else RemoteError
+            return kind(f"{what}: {message}{shown}", advice=advice)
+        if found := _NO_CREDENTIALS.search(self.text):
+            return RemoteRefused(found[1])
+        if self.may_be_credentials:
+            return RemoteRefused(
+                f"{what}: access denied{shown}",
+                advice="check the credentials, which may have expired, and that they allow "
+                f"{request.action}{_RIGHTS.get(request.action, '')}",
+            )
+        if self.code is not None and self.code.startswith("KMS."):
+            return RemoteRefused(
+                f"{what}: the key that encrypts the bucket cannot be used{shown}",
+                advice="check the key, and AWS_SSE_KMS_KEY_ID",
+            )
+        if self.status in _THROTTLED:
+            return RemoteError(
+                f"{what}: the server is overloaded, and refuses requests for too long{shown}",
+                advice="try again later, or with fewer streams",
+            )
+        if self.status in _REDIRECTED or "redirect" in self.text:
+            return RemoteError(
+                f"{what}: the server redirects to another place{shown}",
+                advice="set AWS_REGION to the region of the bucket, or check AWS_ENDPOINT_URL",
+            )
+        if found := _CERTIFICATE.search(self.text):
+            return _untrusted(what, found[1])
+        if self.is_panic:
+            return RemoteError(
+                f"{what}: the library obstore failed: {quote(self.text.strip(), 200)}",
+                advice="check the settings in the environment",
+            )
+        return RemoteError(f"{what}: {_line(self.text)}{shown}")
+
+
+def _untrusted(what: str, cause: str) -> RemoteError:
+    if cause == _SELF_SIGNED:
+        return RemoteError(
+            f"{what}: the certificate of the server is that of an authority itself ({cause})",
+            advice="create one with basicConstraints=CA:FALSE, or one that an authority has issued, "
+            "and name the file in AWS_CA_BUNDLE",
+        )
+    if cause == "BadEncoding":
+        return RemoteError(
+            f"{what}: a certificate is malformed ({cause})", advice="check AWS_CA_BUNDLE"
+        )
+    return RemoteError(
+        f"{what}: the certificate of the server is not trusted ({cause})",
+        advice="name the file with the certificate of its authority in AWS_CA_BUNDLE, or check "
+        "AWS_ENDPOINT_URL",
+    )
+
+
+def _line(text: str) -> str:
+    """Return the end of the first line of an error, and its cause, which say what went wrong."""
+    first, _, rest = text.partition("\n")
+    if _STATUS.search(first):
+        return "the request failed"
+    cause = _CAUSE.search(rest)
+    why = f" ({cause[1] or 'timed out'})" if cause else ""
+    return quote(f"{first.rpartition(' - ')[2][:300]}{why}")
