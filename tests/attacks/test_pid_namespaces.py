@@ -92,8 +92,8 @@ def test_containers_that_share_a_store_lose_nothing(tmp_path: Path) -> None:
         for role, child in zip(ROLES, containers, strict=True)
     }
     assert ended == dict.fromkeys(ROLES, ("", 0))
-    store = tmp_path / "store"
-    assert command("verify", "--store", store)[0] == 0
-    assert command("gc", "--older-than", "0s", "--force", "--store", store)[0] == 0
+    root = tmp_path / "store"
+    assert command("verify", "--store", root)[0] == 0
+    assert command("gc", "--older-than", "0s", "--force", "--store", root)[0] == 0
     for folder in ("tmp", "leases"):
-        assert list((store / ".blobstore" / folder).iterdir()) == []
+        assert list((root / ".blobstore" / folder).iterdir()) == []
