@@ -195,6 +195,9 @@ def _parsed_rest(text: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
     """Return the stored names and the tensors left out, which follow the starts of the files."""
     try:
         value = strict_json.loads(text)
+    except ValueError as error:
+        raise BlobDamaged(f"$.data: the names of the stored tensors: {error}") from None
+    try:
         stored_names, encoded = value["stored_names"], value["left_out"]
         left_out = {name: base64.b64decode(data, validate=True) for name, data in encoded.items()}
         is_sound = all(isinstance(name, str) for name in stored_names.values())

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+MAX_VALUES: Final = 4_000_000
+"""Values of a document, more than a manifest of 64 MiB has. An empty object takes 3 bytes as text, 64 in memory."""
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _GO_ESCAPES = {
     ord("<"): "\\u003c",
@@ -23,8 +25,8 @@ _GO_ESCAPES = {
 }
 
 
-def loads(data: bytes | memoryview) -> Any:
-    """Parse UTF-8 JSON text.
+def loads(data: bytes | memoryview, max_values: int = MAX_VALUES) -> Any:
+    """Parse UTF-8 JSON text of about ``max_values`` values at most, so that its size bounds the memory.
 
     Raises:
         ValueError: the text is not strict JSON; the message gives the reason, and the position if
@@ -34,6 +36,9 @@ def loads(data: bytes | memoryview) -> Any:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start}") from None
+    # Those in strings count too: this is a limit of memory, far from what documents have.
+    if len(text) > max_values and sum(map(text.count, ",[{")) > max_values:
+        raise ValueError(f"it has more than {max_values:,} values")
     # A callback per integer would double the time for large headers, and only "-0" needs one.
     decoder = _CAREFUL if "-0" in text else _USUAL
     try:

@@ -6,7 +6,9 @@ first writes that note, and then reads the leases. So one of the two always sees
 collection keeps the blobs of the lease, or the import waits until the collection has ended.
 
 Both may be killed. A lease counts for a day after it was written, and the note of a collection for an
-hour; a collection deletes nothing later than that after it wrote its note. The clock is that of the server.
+hour. So an import that took longer gives nothing a name, and a collection deletes nothing half an hour after it
+wrote its note. Times of objects are those of the server; durations are measured by a clock that goes on while
+the machine is suspended.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ LEASE_TIME: Final = timedelta(days=1)
 COLLECTION_TIME: Final = timedelta(hours=1)
 _LEASES: Final = ".blobstore/leases"
 _NOTE: Final = ".blobstore/gc"
+_MARGIN: Final = timedelta(minutes=10)
+"""What takes longer than a name or the end of a collection needs: after it, neither is begun."""
 _PAUSE: Final = 1.0
 """Seconds between two looks at the note of a collection."""
 _MAX_LEASE: Final = limits.LEASE.one
@@ -44,8 +48,10 @@ def leased(
     digests: Iterable[Digest],
     wait: float = 60,
     pause: Callable[[float], object] = interrupts.sleep,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Keep blobs from being collected until the block ends, whether they are there yet or not.
+
+    Yields what raises StoreBusy if the lease has come to its end: to be called before a name is written.
 
     Args:
         client: the objects of the store.
@@ -60,6 +66,16 @@ def leased(
     """
     client.check_conditions()
     key = f"{_LEASES}/{uuid.uuid4().hex}"
+    end = _now() + (LEASE_TIME - _MARGIN).total_seconds()
+
+    def check() -> None:
+        if _now() > end:
+            raise StoreBusy(
+                f"the import into {quote(client.address)} took so long that its blobs may have been "
+                "collected as garbage",
+                advice="run it again: it sends only what is missing",
+            )
+
     client.put(key, strict_json.dumps([digest.hex for digest in digests]).encode())
     try:
         until = time.monotonic() + wait
@@ -67,7 +83,7 @@ def leased(
             if time.monotonic() >= until:
                 raise _busy(client)
             pause(_PAUSE)
-        yield
+        yield check
     finally:
         with contextlib.suppress(RemoteError):  # it ends by itself
             client.delete([key])
@@ -100,11 +116,11 @@ class Collection:
         client.delete([probe])
         if former is not None and _is_collecting(client, now):
             raise _busy(client)
+        self._began = _now()
         try:
             client.replace(_NOTE, mine, None if former is None else former.tag)
         except Conflict:
             raise _busy(client) from None
-        self._until = time.monotonic() + COLLECTION_TIME.total_seconds() / 2
         self.now = now
         """By the server's clock."""
 
@@ -112,13 +128,18 @@ class Collection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(RemoteError):  # it ends by itself
-            self._client.delete([_NOTE])
+        if self._lasted < COLLECTION_TIME - _MARGIN:  # else it may be another's by now
+            with contextlib.suppress(RemoteError):  # it ends by itself
+                self._client.delete([_NOTE])
 
     @property
     def may_delete(self) -> bool:
         """Whether imports still wait for this collection."""
-        return time.monotonic() < self._until
+        return self._lasted < COLLECTION_TIME / 2
+
+    @property
+    def _lasted(self) -> timedelta:
+        return timedelta(seconds=_now() - self._began)
 
     def leased(self) -> Leased:
         """Return what imports rely on; remove the leases of those that were killed long ago.
@@ -143,6 +164,11 @@ class Collection:
             except (ValueError, TypeError) as error:
                 raise RemoteError(f"the lease {quote(item.key)} cannot be read: {error}") from None
         return Leased(found, since)
+
+
+def _now() -> float:
+    """Return the seconds of a clock that counts those in which the machine was suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _is_collecting(client: ObjectClient, now: datetime) -> bool:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 PREFIX_SIZE = 8
 MAX_HEADER_SIZE = 100_000_000
 """Largest N that is read or written, the reference library's bound."""
+_MAX_VALUES = MAX_HEADER_SIZE // 6
+"""Values of a header as JSON; a tensor has about 8, and 50 bytes or more."""
 METADATA_KEY = "__metadata__"
 SUB_BYTE_RULE = (
     "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, "
@@ -114,7 +116,8 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
     if not unpadded.endswith(b"}"):
         raise InvalidHeader("header does not end with '}' and spaces", rule=_INVALID_JSON)
     try:
-        top: dict[str, Any] = strictjson.loads(unpadded)  # "{...}" can only be an object
+        # "{...}" can only be an object
+        top: dict[str, Any] = strictjson.loads(unpadded, _MAX_VALUES)
     except ValueError as error:
         reason = str(error)
         raise InvalidHeader(

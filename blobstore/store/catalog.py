@@ -66,7 +66,8 @@ def read_entries(store: LocalStore, references: Iterable[str | Reference]) -> li
         StoreError: the store is not a folder.
     """
     store.check_root()
-    return [read_entry(store, name) for name in dict.fromkeys(map(Reference.of, references))]
+    known = PlainDescriptors()
+    return [read_entry(store, name, known) for name in dict.fromkeys(map(Reference.of, references))]
 
 
 def read_entry(

@@ -8,6 +8,7 @@ their blobs are gone. Nothing but ``restore`` reads them, and all of them may be
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _KEPT = 20
 """Former manifests of one name; older ones are removed."""
 _NANOSECONDS = 10**9
+_NAME = re.compile(r"[0-9]{20}-[0-9a-f]{32}")
 
 
 class FormerManifest(NamedTuple):
@@ -54,7 +56,10 @@ class History:
         folder = self._layout.history
         for missing in (folder, self._layout.temporary):
             make_folders(missing, self._layout.root)
-        path = folder / f"{time.time_ns():020d}-{_key(reference)}"
+        # Later than the last one even if the clock was set back, or this one would be the oldest.
+        last = max(self._names(reference), default="0").partition("-")[0]
+        stamp = max(time.time_ns(), int(last) + 1)
+        path = folder / f"{stamp:020d}-{_key(reference)}"
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
         for old in self._names(reference)[:-_KEPT]:
             (folder / old).unlink(missing_ok=True)
@@ -71,12 +76,13 @@ class History:
 
     def _names(self, reference: Reference) -> list[str]:
         key = _key(reference)
-        return sorted(name for name in list_names(self._layout.history) if name.endswith(key))
+        names = list_names(self._layout.history)
+        return sorted(name for name in names if name.endswith(key) and _NAME.fullmatch(name))
 
     def _read(self, name: str) -> Iterator[FormerManifest]:
         stamp, path = name.partition("-")[0], self._layout.history / name
         with contextlib.suppress(OSError, BlobstoreError):  # removed since, or not a file of ours
-            if stamp.isdecimal() and stamp.isascii():
+            if _NAME.fullmatch(name):
                 data = read_regular(path, MAX_MANIFEST_SIZE)
                 yield FormerManifest(int(stamp) / _NANOSECONDS, data, path)
 

@@ -51,6 +51,8 @@ class ReachableBlobs:
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
         self._lost: set[str] = set()
+        self._digests: dict[str, str] = {}
+        """One text for each blob that manifests share, of which there may be thousands."""
         self._folder: tuple[int, int] | None = None
         """Device and inode of the folder of manifests; None until the folder exists."""
 
@@ -134,9 +136,14 @@ class ReachableBlobs:
             is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
             raise InvalidManifest(self._unknown(path, error.message)) from None
-        blobs = tuple([blob.digest.hex for blob in manifest.blobs])
+        one = self._digests.setdefault
+        blobs = tuple([one(blob.digest.hex, blob.digest.hex) for blob in manifest.blobs])
         layers = (manifest.config, *manifest.layers)
-        others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
+        others = [
+            one(item.digest.hex, item.digest.hex)
+            for item in layers
+            if item.media_type != media_types.TENSOR
+        ]
         lost = None if is_proven else str(layers_digest(manifest.layers))
         return ManifestState(version, Digest.of(data), blobs, frozenset(others), lost)
 

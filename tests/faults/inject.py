@@ -18,26 +18,28 @@ from tests.faults.processes import Ended, workspace
 from tests.faults.tracing import Fault
 
 _FULL, _BROKEN, _AGAIN = "error=ENOSPC", "error=EIO", "error=EINTR"
+_QUOTA = "error=EDQUOT"
+"""As ENOSPC; network file systems report it only when the bytes are synced, or the file is closed."""
 _DEATH = "signal=KILL"
 FAULTS = {
-    "fsync": (_BROKEN, _FULL, _AGAIN, _DEATH),
-    "fdatasync": (_BROKEN, _FULL, _AGAIN, _DEATH),
-    "write": (_FULL, _BROKEN, _AGAIN, "retval=0", _DEATH),
-    "pwrite64": (_FULL, _BROKEN, _AGAIN, _DEATH),
-    "rename": (_FULL, _BROKEN, _AGAIN, _DEATH),
-    "renameat": (_FULL, _BROKEN, _AGAIN, _DEATH),
-    "renameat2": (_FULL, _BROKEN, _AGAIN, _DEATH),
-    "link": (_FULL, _BROKEN, _DEATH),
-    "linkat": (_FULL, _BROKEN, _DEATH),
+    "fsync": (_BROKEN, _FULL, _QUOTA, _AGAIN, _DEATH),
+    "fdatasync": (_BROKEN, _FULL, _QUOTA, _AGAIN, _DEATH),
+    "write": (_FULL, _QUOTA, _BROKEN, _AGAIN, "retval=0", _DEATH),
+    "pwrite64": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
+    "rename": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
+    "renameat": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
+    "renameat2": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
+    "link": (_FULL, _QUOTA, _BROKEN, _DEATH),
+    "linkat": (_FULL, _QUOTA, _BROKEN, _DEATH),
     "unlink": (_BROKEN, "error=EBUSY", _DEATH),
     "unlinkat": (_BROKEN, "error=EBUSY", _DEATH),
     "rmdir": (_BROKEN, _DEATH),
-    "mkdir": (_FULL, _BROKEN, _DEATH),
-    "mkdirat": (_FULL, _BROKEN, _DEATH),
-    "ftruncate": (_FULL, _BROKEN, _AGAIN, _DEATH),
-    "fallocate": (_FULL, _BROKEN, _AGAIN, _DEATH),
+    "mkdir": (_FULL, _QUOTA, _BROKEN, _DEATH),
+    "mkdirat": (_FULL, _QUOTA, _BROKEN, _DEATH),
+    "ftruncate": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
+    "fallocate": (_FULL, _QUOTA, _BROKEN, _AGAIN, _DEATH),
     "fchmod": (_BROKEN, _DEATH),
-    "openat": (_FULL, _BROKEN, _AGAIN, "error=EMFILE", _DEATH),
+    "openat": (_FULL, _QUOTA, _BROKEN, _AGAIN, "error=EMFILE", _DEATH),
     "flock": (_BROKEN, _AGAIN, "error=ENOLCK", _DEATH),
     "close": (_BROKEN, _AGAIN),
     "mmap": ("error=ENOMEM",),
@@ -134,7 +136,7 @@ class _Sweep:
         row.injected += bool(struck)
         where = "; ".join(line.partition(" ")[2] for line in struck)[:400]
         how = f"{self._operation.name}, {fault}: {where}: exit code {ended.code}"
-        if self._operation.name in _RETRYING and fault.what == _FULL:
+        if self._operation.name in _RETRYING and fault.what in {_FULL, _QUOTA}:
             struck = [line for line in struck if not _RETRIED.search(line)]
         if self._operation.name in _READERS:
             struck = [line for line in struck if not _LEASE.search(line)]

@@ -154,6 +154,37 @@ def _after_mv(scene: Scene, ended: Ended) -> Findings:
     return found
 
 
+# restore
+
+
+def _before_restore(scene: Scene) -> list[object]:
+    """Let a name have been the guest before it became the other one."""
+    forget(scene.store, scene.second)
+    for model in (scene.guest, scene.gone):
+        scene.must("create", model.folder, model.name)
+        scene.must("cp", "--force", model.name, scene.second.name)
+    return ["restore", scene.second.name, *_store_of(scene)]
+
+
+def _after_restore(scene: Scene, ended: Ended) -> Findings:
+    """Check that the name is the model that it was, or the former one, and that the other can be restored."""
+    manifests = [
+        scene.store.joinpath("manifests", *model.reference.parts)
+        for model in (scene.second, scene.guest, scene.gone)
+    ]
+    now, former, latest = (path.read_bytes() for path in manifests)
+    model = scene.guest if now == former else scene.gone
+    expected = Expected([*scene.kept, scene.guest, scene.gone, model.called(scene.second.name)])
+    found = check_store(scene.store, expected, scene.spare)
+    if ended.code == 0 and now != former:
+        found.others.append("the name is not the former model")
+    scene.must("restore", scene.second.name)
+    if manifests[0].read_bytes() != (latest if now == former else former):
+        found.others.append("the other model cannot be restored")
+    forget(scene.store, scene.guest, scene.gone, scene.second)
+    return found
+
+
 # repair
 
 
@@ -341,6 +372,7 @@ _OPERATIONS = (
     Operation("rm", _before_rm, _after_rm),
     Operation("cp", _before_cp, _after_cp),
     Operation("mv", _before_mv, _after_mv),
+    Operation("restore", _before_restore, _after_restore),
     Operation("repair", _before_repair, _after_repair),
     Operation("verify", _before_verify, _checked),
     Operation("freeze", _before_freeze, _after_moving),

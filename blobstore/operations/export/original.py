@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
 
 
+_MAX_DOTS = 100
+"""Dots of a tensor's name that the number of an expert may stand at."""
+
+
 class _Place(NamedTuple):
     """Where the bytes of a source tensor are."""
 
@@ -123,12 +127,10 @@ def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str
 
 def _are_experts(name: str, sources: Sequence[str]) -> bool:
     """Return whether the names are that of a stack with the numbers from 0 on at one dot."""
-    parts = name.split(".")
+    parts = name.split(".", _MAX_DOTS)
     for count in range(1, len(parts)):
         start, end = ".".join(parts[:count]), ".".join(parts[count:])
-        if sources[0] == f"{start}.0.{end}" and sources == [
-            f"{start}.{number}.{end}" for number in range(len(sources))
-        ]:
+        if all(source == f"{start}.{number}.{end}" for number, source in enumerate(sources)):
             return True
     return False
 

@@ -30,6 +30,8 @@ GRACE: Final = 86400.0
 """The default age in seconds from which blobs are removed; other programs hold no leases."""
 _IMPLAUSIBLE: Final = 0.9
 _STREAMS: Final = 16
+_BATCH: Final = 1000
+"""Objects whose deletion is requested at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +169,14 @@ def _refusal(
 def _delete(
     store: ObjectStore, removable: list[ObjectInfo], collection: Collection
 ) -> Iterator[ObjectInfo]:
+    def delete(item: ObjectInfo) -> bool:
+        if collection.may_delete:
+            store.client.delete([item.key])
+            return True
+        return False
+
     with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-gc") as threads:
-        for begin in range(0, len(removable), 1000):
-            if not collection.may_delete:
-                return
-            batch = removable[begin : begin + 1000]
-            list(threads.map(lambda item: store.client.delete([item.key]), batch))
-            yield from batch
+        for begin in range(0, len(removable), _BATCH):
+            batch = removable[begin : begin + _BATCH]
+            deleted = threads.map(delete, batch)
+            yield from (item for item, is_gone in zip(batch, deleted, strict=True) if is_gone)

@@ -60,9 +60,11 @@ def model_history(
     for former in store.former(reference):
         digest = Digest.of(former.data)
         try:
-            blobs = Manifest.from_bytes(former.data).blobs
+            manifest = Manifest.from_bytes(former.data)
+            store.check_manifest(former.data, manifest)
         except InvalidManifest:
             continue
+        blobs = manifest.blobs
         if digest != current and digest not in found:
             found[digest] = FormerModel(
                 digest=digest,

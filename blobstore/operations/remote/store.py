@@ -76,6 +76,13 @@ class RemoteStore(LocalStore):
         self.remote = RemoteLoader(source, local, layers, self._reader.starts, self._cache)
         self._small: dict[Digest, bytes] = {}
 
+    def __reduce__(self) -> str:
+        """Refuse to be sent to another process: its connections and threads stay in this one."""
+        raise TypeError(
+            f"{self.reference} is read from elsewhere, and cannot be copied or pickled; open it in each "
+            "process, or pull it first"
+        )
+
     def begin(self) -> None:
         """Note that the model is used, and read everything but the tensors, with concurrent requests.
 

@@ -117,6 +117,7 @@ def push_objects(
         Conflict: another process gave the name another model in the meantime.
         RemoteRefused: access is denied.
         RemoteError: the object storage cannot be reached, or fails.
+        StoreBusy: garbage is being collected there, or may have been because the push took a day.
         UsageError: an argument is invalid.
     """
     started = time.monotonic()
@@ -148,10 +149,11 @@ def push_objects(
         if dry_run:
             sent = sum(workers.run(manifest.blobs, push.missing))
         else:
-            stack.enter_context(leased(push.target.client, digests))
+            check_lease = stack.enter_context(leased(push.target.client, digests))
             sent = sum(workers.run(manifest.blobs, push.send))
             if former != data:
                 push.send_headers(digests[0], manifest)
+            check_lease()
             signatures = push.publish(name, data, former, tag)
         if forms is not None:
             jobs = min(streams, os.cpu_count() or 1)

@@ -50,7 +50,11 @@ _BLOCK = re.compile(r"(?:[^.]*\.)*?\d+(?=\.)")
 _MANIFEST: Final = f"{FOLDER}/manifest.json"
 _PLACES: Final = f"{FOLDER}/places.json"
 _TAR_BLOCK: Final = 512
+_OCTAL: Final = re.compile(rb"[0-7]{11}")
 _TAR_END: Final = bytes(2 * _TAR_BLOCK)
+_TAR_FILE: Final = b"0"
+_TAR_KINDS: Final = (_TAR_FILE, b"5", b"x")
+"""Files, folders, and the long name of the entry that follows."""
 
 ReadPieces = Callable[[Digest, int], Iterable[bytes | memoryview]]
 """Returns the bytes of a blob, given its digest and size."""
@@ -246,26 +250,42 @@ def _catalog(made: Mapping[str, bytes], files: Iterable[FolderFile]) -> bytes:
 def read_catalog(catalog: bytes) -> tuple[bytes, Any]:
     """Return the local manifest and the decoded places of blobs from the first layer.
 
-    Raises:
-        InvalidManifest: it has neither.
-    """
-    import io
-    import tarfile
+    Only the plain tars that :func:`_catalog` writes are read: ``tarfile`` follows links within a tar, and
+    gives a sparse file of one block any number of zeros.
 
-    found = {}
-    budget = limits.Budget(limits.CATALOG, "the first layer")
+    Raises:
+        InvalidManifest: it has neither, or an entry that such a tar does not have.
+    """
+    contents: dict[str, bytes] = {}
+    for name, begin, size in _entries(catalog):
+        if name in (f"{ROOT}/{_MANIFEST}", f"{ROOT}/{_PLACES}"):
+            if name in contents:
+                raise _not_a_catalog(f"it has two files {name}")
+            contents[name] = catalog[begin : begin + size]
     try:
-        with tarfile.open(fileobj=io.BytesIO(catalog), mode="r:") as tar:
-            while (entry := tar.next()) is not None:
-                budget.spend(0)
-                tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
-                path = entry.name.removeprefix(f"{ROOT}/")
-                file = tar.extractfile(entry) if path in {_MANIFEST, _PLACES} else None
-                if file is not None:
-                    found[path] = file.read()
-        return found[_MANIFEST], strict_json.loads(found[_PLACES])
+        places = strict_json.loads(contents[f"{ROOT}/{_PLACES}"])
+        return contents[f"{ROOT}/{_MANIFEST}"], places
     except KeyError as error:
-        reason = f"there is no file {error}"
-    except (tarfile.TarError, ValueError, RecursionError) as error:
-        reason = str(error)
-    raise InvalidManifest(f"the first layer is not that of a model: {reason}")
+        raise _not_a_catalog(f"it has no file {error.args[0]}") from None
+    except ValueError as error:
+        raise _not_a_catalog(f"its file {_PLACES}: {error}") from None
+
+
+def _entries(tar: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each file of a tar, where its content begins, and its bytes."""
+    begin = 0
+    while block := tar[begin : begin + _TAR_BLOCK].rstrip(b"\0"):
+        name, octal, kind = block[:100].rstrip(b"\0"), block[124:135], block[156:157]
+        if _OCTAL.fullmatch(octal) is None:
+            raise _not_a_catalog(f"byte {begin} is not the begin of an entry")
+        size = int(octal, 8)
+        begin += _TAR_BLOCK
+        if kind not in _TAR_KINDS or begin + size > len(tar):
+            raise _not_a_catalog(f"the entry before byte {begin} is cut off, or of an unusual kind")
+        if kind == _TAR_FILE:
+            yield name.decode("ascii", "replace"), begin, size
+        begin += size + _padding(size)
+
+
+def _not_a_catalog(reason: str) -> InvalidManifest:
+    return InvalidManifest(f"the first layer is not that of a model: {reason}")

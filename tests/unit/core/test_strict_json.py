@@ -121,3 +121,10 @@ def test_writes_compactly_and_keeps_the_order() -> None:
 def test_rejects_writing_numbers_that_it_would_not_parse(value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         strictjson.dumps(value)
+
+
+@pytest.mark.parametrize("text", ["[0,0,0,0]", '{"a":{},"b":[]}', "[[[[]]]]"])
+def test_a_document_of_too_many_values_is_refused_before_it_is_parsed(text: str) -> None:
+    with pytest.raises(ValueError, match="^it has more than 3 values$"):
+        strictjson.loads(text.encode(), max_values=3)
+    assert strictjson.loads(text.encode(), max_values=4) == json.loads(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,18 @@ def test_keeps_the_latest_twenty_of_a_name(history: History) -> None:
     assert kept(history, OTHER) == [b"other"]
 
 
+def test_a_clock_that_was_set_back_changes_no_order(history: History, tmp_path: Path) -> None:
+    history.keep(NAME, b"future")
+    folder = Layout(tmp_path).history
+    (path,) = folder.iterdir()
+    later = int(path.name.partition("-")[0]) + 10**18
+    path.rename(folder / f"{later:020d}-{path.name.partition('-')[2]}")
+    for number in range(20):
+        history.keep(NAME, b"%d" % number)
+
+    assert kept(history, NAME) == [b"%d" % number for number in reversed(range(20))]
+
+
 def test_the_longest_name_fits_a_file_name(history: History) -> None:
     name = Reference("h" * 255, "n" * 80, "m" * 80, "t" * 80)
     history.keep(name, b"x")
@@ -59,8 +72,11 @@ def test_files_of_others_are_skipped(history: History, tmp_path: Path) -> None:
     (key,) = (path.name.partition("-")[2] for path in folder.iterdir())
     (folder / "notes").write_bytes(b"?")
     (folder / f"x-{key}").write_bytes(b"?")
-    (folder / f"1-{key}").mkdir()
-    (folder / f"2-{key}").symlink_to("nowhere")
+    (folder / f"{1:020d}-{key}").mkdir()
+    (folder / f"{2:020d}-{key}").symlink_to("nowhere")
+    os.mkfifo(folder / f"{3:020d}-{key}")
+    (folder / f"{'9' * 200}-{key}").write_bytes(b"?")
+    (folder / f"{'٣' * 20}-{key}").write_bytes(b"?")
 
     assert kept(history, NAME) == [b"x"]
     assert [former.data for former in history.all()] == [b"x"]

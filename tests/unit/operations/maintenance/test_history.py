@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, NotFound, StoreBusy, UsageError
+from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import model_history, restore_model
@@ -13,6 +15,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
+from tests.support.models import write_folder
 
 
 @pytest.fixture
@@ -132,3 +135,26 @@ def test_a_name_without_history_has_none(store: LocalStore) -> None:
         model_history("absent", store=store)
     with pytest.raises(UsageError, match="not the start of an ID"):
         restore_model("model", "x", store=store)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", bytes(100), b'"x" '])
+def test_a_former_manifest_that_is_damaged_is_not_restored(
+    store: LocalStore, damage: bytes
+) -> None:
+    (path,) = (
+        former.path for former in store.former("model") if Digest.of(former.data) == ids(store)[0]
+    )
+    path.write_bytes(damage)
+    assert ids(store) == [id_of(store, "first")]
+    assert restore_model("model", store=store).digest == id_of(store, "first")
+
+
+def test_a_former_manifest_that_was_changed_is_not_restored(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for number in range(2):
+        array = np.full(4, number, np.float32)
+        create(write_folder(tmp_path / f"{number}", {"x": array}), "model", store=store)
+    ((_, data, path),) = store.former("model")
+    path.write_bytes(data.replace(b'"x"', b'"y"'))
+    with pytest.raises(NotFound):
+        restore_model("model", store=store)
