@@ -34,6 +34,7 @@ from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.push_objects import Pushed, push_objects
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import push_signatures
+from blobstore.registry import requests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.shapes.image import image_layers, plan_image
@@ -81,6 +82,8 @@ def push_model(
     shape: Shape = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
+    mount: bool = True,
+    part_size: int | None = None,
     sign_key: str | os.PathLike[str] | None = None,
     passphrase: Callable[[], Passphrase] | None = None,
     cold: bool = False,
@@ -105,6 +108,9 @@ def push_model(
             container image with the files in ``/models``.
         max_layers: layers per manifest of the shape ``oci``; larger models become an index of parts.
         mount_from: repositories of the registry that may have blobs of the model.
+        mount: whether to mount blobs of other repositories, those included that the store remembers.
+        part_size: bytes of a blob that one request sends at most, for proxies that limit requests; by
+            default 64 MiB.
         sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
         passphrase: called if that key is encrypted.
         cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
@@ -135,6 +141,8 @@ def push_model(
             shape=shape != "oci",
             max_layers=max_layers != MAX_LAYERS,
             mount_from=mount_from,
+            mount=not mount,
+            part_size=part_size,
             sign_key=sign_key,
             plain_http=plain_http,
         )
@@ -155,6 +163,7 @@ def push_model(
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = _target(reference, remote)
+    _check_options(mount_from, part_size, mount=mount)
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
     key = None
@@ -167,11 +176,15 @@ def push_model(
         forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
     limiter = RateLimiter(limit_rate) if limit_rate is not None else None
     with (
-        RegistryClient(target.host, plain_http=plain_http, limiter=limiter) as client,
+        RegistryClient(
+            target.host, plain_http=plain_http, limiter=limiter, part_size=part_size
+        ) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
         PushNotes(store, target) as notes,
     ):
-        push = _Push(store, client, target, plan, notes, mount_from)
+        push = _Push(
+            store, client, target, plan, notes, mount_from if mount else None, part_size, shape
+        )
         is_there = client.head_manifest(target.repository, target.tag) == plan.root.digest
         to_read = push.size if verify else 0
         cold_work = 0 if forms is None else _COLD_WORK * forms.size
@@ -180,7 +193,7 @@ def push_model(
             workers = steps.begin(push.size, cold_work + to_read)
             sent = push.send_blobs(workers, dry_run=dry_run)
             if not (dry_run or (is_there and not any(sent[how] for how in _NEW))):
-                push.send_manifests()
+                push.send_manifests(workers, sent)
         signatures = 0
         if not dry_run:
             signatures = push_signatures(client, target, plan.root, store, key)
@@ -221,6 +234,14 @@ def _check_unused(remote: str | StoreAddress, **options: object) -> None:
     for option, value in options.items():
         if value:
             raise UsageError(f"{option} is for registries, and {quote(remote)} is object storage")
+
+
+def _check_options(mount_from: Sequence[str], part_size: int | None, *, mount: bool) -> None:
+    """Check how blobs are given to a registry. Raises UsageError."""
+    if mount_from and not mount:
+        raise UsageError("mount_from cannot be combined with mount=False")
+    if part_size is not None and part_size < 1:
+        raise UsageError(f"part_size must be at least 1 byte, got {part_size}")
 
 
 def _target(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
@@ -306,16 +327,22 @@ class _Push:
         target: RemoteReference,
         plan: RemotePlan,
         notes: PushNotes,
-        mount_from: Sequence[str],
+        mount_from: Sequence[str] | None,
+        part_size: int | None,
+        shape: Shape,
     ) -> None:
         self._store = store
         self._client = client
         self._target = target
         self._repository = target.repository
         self._plan = plan
-        self._mount_from = tuple(dict.fromkeys(mount_from))
+        self._mount_from = tuple(mount_from or ())
         self._notes = notes
-        self._sources = self._notes.sources()
+        self._sources = {} if mount_from is None else self._notes.sources()
+        self._part_size = part_size or PART
+        self._shape = shape
+        self._got: dict[Digest, Sent] = {}
+        """How the repository got blobs."""
         made = [
             _Blob(digest, len(data), "config", partial(_one_piece, data))
             for digest, data in plan.made.items()
@@ -368,6 +395,7 @@ class _Push:
                 if not dry_run:
                     resumed = self._upload(blob, pieces)
             pieces.note_all()
+        self._got[blob.digest] = how
         return {how: blob.size - resumed, "resumed": resumed}
 
     def send_cold(
@@ -443,36 +471,78 @@ class _Push:
             blob.digest,
             blob.size,
             pieces,
-            session=self._notes.session(blob.digest) if blob.size > PART else None,
+            session=self._notes.session(blob.digest) if blob.size > self._part_size else None,
             on_session=partial(self._notes.keep_session, blob.digest),
         )
-        if blob.size > PART:
+        if blob.size > self._part_size:
             self._notes.forget_session(blob.digest)
         return resumed
 
-    def send_manifests(self) -> None:
-        """Send the manifests, the one with the tag last."""
+    def send_manifests(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
+        """Send the manifests, the one with the tag last.
+
+        ``sent`` has bytes by how the repository got the blobs; it changes if the registry turns out to lack
+        some that it said to have.
+        """
+
+        def send_missing(named: frozenset[str]) -> None:
+            self._send_missing(named, workers, sent)
+
         *parts, root = self._plan.manifests
         for part in parts:
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
-                self._put(str(part.digest), part)
-        self._put(self._target.tag, root)
+                self._put(str(part.digest), part, send_missing)
+        self._put(self._target.tag, root, send_missing)
         self._notes.add(blob.digest for blob in self.blobs)
 
-    def _put(self, reference: str, manifest: RemoteManifest) -> None:
+    def _send_missing(
+        self, named: frozenset[str], workers: WorkerPool, sent: Counter[Sent]
+    ) -> None:
+        """Send the blobs that the registry names, or if it names none all that it said to have."""
+        missing = [blob for blob in self.blobs if str(blob.digest) in named] or [
+            blob for blob in self.blobs if self._got[blob.digest] != "sent"
+        ]
+
+        def send(blob: _Blob) -> None:
+            with contextlib.closing(_CheckedPieces(blob, lambda *_: None)) as pieces:
+                self._upload(blob, pieces)
+
+        workers.run(missing, send, self._client.abort)
+        for blob in missing:
+            before = self._got[blob.digest]
+            if before != "sent":
+                sent[before] -= blob.size
+                sent["sent"] += blob.size
+                self._got[blob.digest] = "sent"
+
+    def _put(
+        self,
+        reference: str,
+        manifest: RemoteManifest,
+        send_missing: Callable[[frozenset[str]], object],
+    ) -> None:
         try:
-            self._client.put_manifest(self._repository, reference, manifest)
+            self._client.put_manifest(self._repository, reference, manifest, send_missing)
         except RemoteRefused as error:
-            layers = manifest.data.count(b'"digest"') - 1
-            if layers <= _MANY_LAYERS:
-                raise
+            if advice := self._advice(error, manifest):
+                raise RemoteRefused(
+                    error.message, advice=advice, status=error.status, code=error.code
+                ) from None
+            raise
+
+    def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
+        """Return what may help if a registry refuses a manifest, or nothing."""
+        layers = manifest.data.count(b'"digest"') - 1
+        if layers > _MANY_LAYERS:
             is_docker = manifest.media_type == media_types.MANIFEST
             option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
-            raise RemoteRefused(
-                error.message,
-                advice=f"the manifest has {layers} layers; if that is too many for this registry, "
-                f"push with '{option}'",
-            ) from None
+            return (
+                f"the manifest has {layers} layers; if that is too many for this registry, "
+                f"push with '{option}'"
+            )
+        if self._shape != "image" and requests.refuses_form(error):
+            return "if this registry takes container images only, push with '--shape image'"
+        return ""
 
     def verify(self, workers: WorkerPool) -> None:
         """Read everything back and compare digests."""

@@ -152,10 +152,12 @@ def test_a_registry_that_refuses_many_layers_gets_an_index(
     """Amazon's registry answers 405 to a manifest of more than 500 layers."""
     original = RegistryClient.put_manifest
 
-    def put(self: Any, repository: str, reference: str, manifest: RemoteManifest) -> None:
+    def put(
+        self: Any, repository: str, reference: str, manifest: RemoteManifest, *rest: Any
+    ) -> None:
         if len(json.loads(manifest.data).get("layers", ())) > 500:
             raise RemoteRefused("405 UNSUPPORTED")
-        original(self, repository, reference, manifest)
+        original(self, repository, reference, manifest, *rest)
 
     monkeypatch.setattr(RegistryClient, "put_manifest", put)
     store = LocalStore(tmp_path / "many")
