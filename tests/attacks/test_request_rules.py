@@ -350,7 +350,7 @@ def test_page_in_place_of_a_manifest_is_named_with_its_address_and_type(
         blobstore.pull(f"{server.host}/a:v1", "m", store=store)
 
 
-def test_registry_for_images_is_told_apart(
+def test_refused_form_brings_up_the_shape_for_images(
     registry: Registry, server: RawServer, store: LocalStore
 ) -> None:
     body = b'{"errors": [{"code": "MANIFEST_INVALID", "message": "\\u001b[2J"}]}'

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest, Digester
@@ -27,6 +27,7 @@ from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.compress import count_blocks
 from blobstore.operations.remote.reading import is_in_objects
 from blobstore.operations.sign.keys import PrivateKey, read_key
+from blobstore.operations.transfer.checked_pieces import CheckedPieces, PushedBlob
 from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
@@ -62,16 +63,6 @@ _COLD_WORK: Final = 4
 """The cold form of a blob is encoded, decoded, sent, and perhaps read back."""
 _MANY_LAYERS = 100
 """A registry that refuses a manifest of more layers may have a limit."""
-
-
-class _Blob(NamedTuple):
-    """A blob that the registry must have."""
-
-    digest: Digest
-    size: int
-    label: str
-    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
-    """Returns its bytes from the first one on."""
 
 
 def push_model(
@@ -300,8 +291,8 @@ def _tar_digests(
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
 
     def read(digest: Digest, size: int) -> Iterator[memoryview]:
-        blob = _Blob(digest, size, digest.short, partial(store.read_pieces, digest, size))
-        with contextlib.closing(_CheckedPieces(blob, lambda *_: None)) as pieces:
+        blob = PushedBlob(digest, size, digest.short, partial(store.read_pieces, digest, size))
+        with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
             yield from pieces(0)
 
     def hash_tar(tar: TarLayer) -> Digest:
@@ -344,15 +335,15 @@ class _Push:
         self._got: dict[Digest, Sent] = {}
         """How the repository got blobs."""
         made = [
-            _Blob(digest, len(data), "config", partial(_one_piece, data))
+            PushedBlob(digest, len(data), "config", partial(_one_piece, data))
             for digest, data in plan.made.items()
         ]
         tars = [
-            _Blob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
+            PushedBlob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
             for digest, tar in plan.tars.items()
         ]
         stored = [
-            _Blob(
+            PushedBlob(
                 blob.digest,
                 blob.size,
                 blob.name or blob.media_type,
@@ -369,7 +360,7 @@ class _Push:
     def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> Counter[Sent]:
         """Send the blobs that the repository does not have; return bytes by how it got them."""
 
-        def send(blob: _Blob) -> dict[Sent, int]:
+        def send(blob: PushedBlob) -> dict[Sent, int]:
             return self._send(blob, workers.report, dry_run=dry_run)
 
         sent: Counter[Sent] = Counter()
@@ -377,7 +368,7 @@ class _Push:
             sent.update(counts)
         return sent
 
-    def _send(self, blob: _Blob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
+    def _send(self, blob: PushedBlob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
         found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
         if found is not None and found != blob.size:
             raise RemoteError(
@@ -385,7 +376,7 @@ class _Push:
                 f"{blob.size}: its storage is damaged"
             )
         resumed = 0
-        with contextlib.closing(_CheckedPieces(blob, report)) as pieces:
+        with contextlib.closing(CheckedPieces(blob, report)) as pieces:
             if found is not None:
                 how: Sent = "present"
             elif not dry_run and self._is_mounted(blob):
@@ -440,7 +431,7 @@ class _Push:
             with forms.encoded(blob, report) as file:
                 if file is None:
                     return {}
-                stored = _Blob(*file.layer.stored, blob.name, file.pieces)
+                stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)
                 counts = self._send(stored, report)
                 if verify:
                     self._read_back(stored, report)
@@ -454,7 +445,7 @@ class _Push:
             sent.update(counts)
         return [size for counts in all_counts if (size := sum(counts.values()))]
 
-    def _is_mounted(self, blob: _Blob) -> bool:
+    def _is_mounted(self, blob: PushedBlob) -> bool:
         """Mount a blob from another repository that may have it; return whether that succeeded."""
         known = self._sources.get(blob.digest.hex)
         sources = dict.fromkeys((*self._mount_from, *([known] if known else ())))
@@ -464,7 +455,7 @@ class _Push:
             if source != self._repository
         )
 
-    def _upload(self, blob: _Blob, pieces: _CheckedPieces) -> int:
+    def _upload(self, blob: PushedBlob, pieces: CheckedPieces) -> int:
         """Upload a blob, from where an upload that was interrupted ended; return the bytes before that."""
         resumed = self._client.upload_blob(
             self._repository,
@@ -503,8 +494,8 @@ class _Push:
             blob for blob in self.blobs if self._got[blob.digest] != "sent"
         ]
 
-        def send(blob: _Blob) -> None:
-            with contextlib.closing(_CheckedPieces(blob, lambda *_: None)) as pieces:
+        def send(blob: PushedBlob) -> None:
+            with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
                 self._upload(blob, pieces)
 
         workers.run(missing, send, self._client.abort)
@@ -551,12 +542,12 @@ class _Push:
             if found.data != manifest.data:
                 raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
 
-        def read(blob: _Blob) -> None:
+        def read(blob: PushedBlob) -> None:
             self._read_back(blob, workers.report)
 
         workers.run(self.blobs, read, self._client.abort)
 
-    def _read_back(self, blob: _Blob, report: Report) -> None:
+    def _read_back(self, blob: PushedBlob, report: Report) -> None:
         digester = Digester()
         for piece in self._client.read_blob(
             self._repository, blob.digest, 0, blob.size, size=blob.size
@@ -578,63 +569,3 @@ def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryvie
 
 def _one_piece(data: bytes) -> Generator[bytes | memoryview, None, None]:
     yield data
-
-
-class _CheckedPieces:
-    """The bytes of a blob, hashed while they are read once, although they are asked for in parts."""
-
-    def __init__(self, blob: _Blob, report: Callable[[int, str], None]) -> None:
-        self._blob = blob
-        self._report = report
-        self._reported = 0
-        self._source: Generator[bytes | memoryview, None, None] | None = None
-        self._digester = Digester()
-        self._piece = memoryview(b"")
-        """The last piece that was read; it ends where the digest does."""
-
-    def close(self) -> None:
-        """Release what the blob's reader holds."""
-        if self._source is not None:
-            self._source.close()
-
-    def __call__(self, offset: int) -> Generator[memoryview, None, None]:
-        """Yield the bytes from ``offset`` on, the last of them only if all are intact.
-
-        Raises:
-            BlobDamaged: the digest differs.
-        """
-        if self._source is None or offset < self._digester.size - len(self._piece):
-            self.close()
-            self._source = self._blob.pieces()
-            self._digester, self._piece = Digester(), memoryview(b"")
-        while offset < self._blob.size:
-            end = self._digester.size
-            if offset < end:
-                yield self._piece[offset - end :]
-                offset = end
-                self._note(end)
-            else:
-                self._read_piece()
-
-    def _read_piece(self) -> None:
-        blob, digester = self._blob, self._digester
-        piece = next(self._source, None) if self._source is not None else None
-        if piece is not None:
-            self._piece = memoryview(piece).cast("B")
-            digester.update(piece)
-        if (piece is None or digester.size >= blob.size) and digester.digest() != blob.digest:
-            raise BlobDamaged(
-                f"layer {quote(blob.label)}: blob {blob.digest} is damaged: it has digest "
-                f"{digester.digest()}",
-                advice="nothing was published; run 'blobstore repair', then push again",
-            )
-
-    def _note(self, done: int) -> None:
-        """Report progress; bytes that are sent again count once."""
-        if done > self._reported:
-            self._report(done - self._reported, self._blob.label)
-            self._reported = done
-
-    def note_all(self) -> None:
-        """Report the whole blob as done."""
-        self._note(self._blob.size)

@@ -60,7 +60,7 @@ def test_certificate_is_shown_to_a_registry_that_requires_one(home: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "client.cert"])
-def test_file_that_is_no_certificate_is_named(home: Path, name: str) -> None:
+def test_file_with_something_else_than_a_certificate_is_named(home: Path, name: str) -> None:
     folder = home / ".config/containers/certs.d/127.0.0.1:1"
     folder.mkdir(parents=True)
     (folder / name).write_text("x", encoding="utf-8")
