@@ -110,6 +110,23 @@ class MissingLibrary(BlobstoreError, ImportError):
 class RemoteError(BlobstoreError):
     """A registry or object storage cannot be reached, or does not behave as its protocol says."""
 
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        advice: str | Callable[[], str] = "",
+        status: int = 0,
+        code: str = "",
+        digests: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(message, advice=advice)
+        self.status = status
+        """The status of the HTTP response; 0 if there was none, or it is not known."""
+        self.code = code
+        """The registry's error code, such as ``MANIFEST_BLOB_UNKNOWN``; empty if it sent no known one."""
+        self.digests = digests
+        """Digests that the registry's explanation names."""
+
 
 class RemoteRefused(RemoteError):
     """A registry or object storage denies access, or refuses what was sent to it."""

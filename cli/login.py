@@ -23,11 +23,11 @@ _MAX_PASSWORD = 64 * 2**10
 def command(registry: str, username: str | None, password_stdin: bool, as_json: bool) -> None:
     """Log in at the registry REGISTRY, which is host[:port], and keep the password.
 
-    The password is kept where Docker keeps it: by the credential helper that Docker's configuration
-    names, or else in that file. It is kept only if the registry does not refuse it.
+    The password is kept where Podman or Docker has one for the registry, or else where Docker keeps
+    it: by the credential helper that Docker's configuration names, or in that file. It is kept only if the registry does not refuse it.
     """
     from blobstore.registry.client import RegistryClient
-    from blobstore.registry.credentials import DockerCredentials, GivenLogin, check_user
+    from blobstore.registry.credentials import GivenLogin, LoginFiles, check_user
     from blobstore.registry.protocol import Login
     from blobstore.registry.reference import host_in
 
@@ -42,7 +42,7 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
     login = Login(user, password)
     with RegistryClient(host, credentials=GivenLogin(login)) as client:
         is_checked = client.check_login()
-    place = DockerCredentials().store(host, login)
+    place = LoginFiles().store(host, login)
     if as_json:
         kept = {"host": host, "user": user, "checked": is_checked, "path": place}
         render.show_json(kept)

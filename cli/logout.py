@@ -12,14 +12,16 @@ from blobstore.core.escape import escape
 @click.argument("registry", metavar="REGISTRY")
 @options.json_option
 def command(registry: str, as_json: bool) -> None:
-    """Forget the password for the registry REGISTRY, in Docker's configuration or its helper."""
-    from blobstore.registry.credentials import DockerCredentials
+    """Forget the password for the registry REGISTRY, in the files of Podman and Docker or their helpers."""
+    from blobstore.registry.credentials import LoginFiles
     from blobstore.registry.reference import host_in
 
     host = host_in(registry)
-    is_removed = DockerCredentials().erase(host)
+    places = LoginFiles().erase(host)
     if as_json:
-        render.show_json({"host": host, "removed": is_removed})
+        render.show_json({"host": host, "removed": bool(places)})
         return
-    done = "logged out of" if is_removed else "nothing to do: not logged in at"
-    render.show(f"{done} {escape(host)}")
+    if places:
+        render.show(f"logged out of {escape(host)}; the password was in {', '.join(places)}")
+    else:
+        render.show(f"nothing to do: not logged in at {escape(host)}")

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     multiple=True,
     help="A repository of the registry that may have blobs of the model. May be repeated.",
 )
+@click.option("--no-mount", is_flag=True, help="Mount no blobs of other repositories.")
+@click.option(
+    "--part-size",
+    metavar="SIZE",
+    callback=options.parse_size,
+    help="Send at most SIZE of a blob in one request; by default 64MiB.",
+)
 @click.option(
     "--sign-key",
     metavar="FILE",
@@ -74,6 +81,8 @@ def command(
     shape: Shape,
     max_layers: int,
     mount_from: tuple[str, ...],
+    no_mount: bool,
+    part_size: int | None,
     sign_key: str | None,
     cold: bool,
     level: Level,
@@ -106,6 +115,8 @@ def command(
             shape=shape,
             max_layers=max_layers,
             mount_from=mount_from,
+            mount=not no_mount,
+            part_size=part_size,
             sign_key=sign_key,
             passphrase=options.read_passphrase,
             cold=cold,

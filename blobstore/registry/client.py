@@ -13,13 +13,15 @@ from blobstore.core.limits import Budget
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
+    Damaged,
     InvalidDigest,
     InvalidManifest,
     ModelNotFound,
     RemoteError,
+    RemoteRefused,
 )
-from blobstore.registry import protocol
-from blobstore.registry.credentials import Credentials, DockerCredentials
+from blobstore.registry import protocol, requests
+from blobstore.registry.credentials import Credentials, LoginFiles
 from blobstore.registry.manifest import (
     ACCEPTED,
     MAX_SIZE,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.workers import RateLimiter
+    from blobstore.registry.requests import Rule
 
 _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
@@ -49,7 +52,6 @@ _MAX_TYPE: Final = 255
 """Letters of a media type."""
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
-_MISSING: Final = (HTTPStatus.OK, HTTPStatus.NOT_FOUND)
 
 
 class RegistryClient:
@@ -63,6 +65,7 @@ class RegistryClient:
         credentials: Credentials | None = None,
         limiter: RateLimiter | None = None,
         patience: Patience | None = None,
+        part_size: int | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -70,23 +73,26 @@ class RegistryClient:
             host: ``host[:port]``.
             plain_http: whether to do without TLS; by default only for this machine.
             credentials: where to look for a login when the registry asks for one; by default in
-                Docker's configuration.
+                the files of Podman and Docker.
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
+            part_size: bytes of a blob that one request sends at most; by default 64 MiB.
 
         Raises:
             InvalidReference: the host is not valid.
+            RemoteError: certificates or proxies that were set up cannot be used.
         """
         check_host(host)
         self.host = host
-        known = credentials or DockerCredentials()
+        known = credentials or LoginFiles()
+        self._part_size = part_size
         url = f"https://{_API_HOSTS.get(host, host)}"
         if plain_http is None:
             plain_http = protocol.is_loopback(protocol.host_of(url))
         self._transport = Transport(
             _API_HOSTS.get(host, host),
             plain_http=plain_http,
-            find_login=lambda: known.find(host),
+            find_login=lambda repository: known.find(host, repository),
             limiter=limiter,
             patience=patience or Patience(),
         )
@@ -113,83 +119,112 @@ class RegistryClient:
             RemoteError: it cannot be reached, or is no registry.
         """
         what = f"login at {quote(self.host)}"
-        self._transport.fetch(Request(what=what, method="GET", url=f"{self._transport.base}/v2/"))
-        return self._transport.has_login
+        url = f"{self._transport.base}/v2/"
+        self._transport.fetch(Request(what=what, method="GET", url=url, rule=requests.BASE))
+        return self._transport.has_login()
 
     def get_manifest(self, repository: str, reference: str) -> RemoteManifest:
         """Return the manifest of a tag or digest.
 
         Raises:
             ModelNotFound: the registry has no such manifest.
-            InvalidManifest: it is too large, or of an unknown media type.
+            InvalidManifest: it is too large, or not a manifest.
             BlobDamaged: it has another digest.
             RemoteError: the registry cannot be reached, or fails.
         """
-        request = self._manifest_request("GET", repository, reference)
-        reply = self._transport.fetch(request, MAX_SIZE)
-        if reply.status == HTTPStatus.NOT_FOUND:
+        request = self._manifest_request("GET", repository, reference, requests.MANIFEST)
+        reply = self._transport.ask(request, MAX_SIZE)
+        if reply is None:
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
                 advice=f"'blobstore list oci://{self.host}/{repository}' lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
-        manifest = RemoteManifest.of(media_type, reply.body)
+        try:
+            manifest = RemoteManifest.received(media_type, reply.body)
+        except InvalidManifest as error:
+            raise error.at(request.what) from None
         expected = reference if ":" in reference else reply.headers.get("docker-content-digest")
         if expected and expected.startswith("sha256:") and str(manifest.digest) != expected:
             raise BlobDamaged(f"{request.what}: has the digest {manifest.digest}")
         return manifest
 
     def head_manifest(self, repository: str, reference: str) -> Digest | None:
-        """Return the digest of a tag's manifest as the registry states it, or None without a manifest.
+        """Return the digest of a tag's manifest as the registry states it; None if it does not say.
 
         Raises:
-            RemoteError: the registry cannot be reached, or fails.
+            RemoteError: the registry cannot be reached.
         """
-        reply = self._transport.fetch(self._manifest_request("HEAD", repository, reference))
-        if reply.status == HTTPStatus.NOT_FOUND:
+        reply = self._transport.ask(
+            self._manifest_request("HEAD", repository, reference, requests.MANIFEST_LOOK)
+        )
+        if reply is None:
             return None
         try:
             return Digest.parse(reply.headers.get("docker-content-digest", ""))
         except InvalidDigest:  # the header is optional
-            return self.get_manifest(repository, reference).digest
+            with contextlib.suppress(RemoteError, Damaged, ModelNotFound):
+                return self.get_manifest(repository, reference).digest
+        return None
 
-    def put_manifest(self, repository: str, reference: str, manifest: RemoteManifest) -> None:
+    def put_manifest(
+        self,
+        repository: str,
+        reference: str,
+        manifest: RemoteManifest,
+        send_missing: Callable[[frozenset[str]], object] | None = None,
+    ) -> None:
         """Publish a manifest under a tag, or under its digest. Its blobs must be there.
+
+        Args:
+            repository: where to.
+            reference: the tag or digest.
+            manifest: the manifest.
+            send_missing: if the registry lacks blobs that it said to have, this is called with the digests
+                that it names, which may be none, and the manifest is sent once more.
 
         Raises:
             RemoteRefused: the registry refuses it.
+            BlobDamaged: it stored other bytes.
             RemoteError: the registry cannot be reached, or fails.
         """
         check_reference(reference)
-        self._transport.fetch(
-            Request(
-                what=f"push of manifest {quote(f'{repository}:{reference}')}",
-                method="PUT",
-                url=f"{self._url(repository)}/manifests/{reference}",
-                expected=(HTTPStatus.CREATED,),
-                headers={"content-type": manifest.media_type},
-                body=lambda: (manifest.data,),
-                size=len(manifest.data),
-                scopes=_scopes(repository, _PUSH),
-            )
+        request = Request(
+            what=f"push of manifest {quote(f'{repository}:{reference}')}",
+            method="PUT",
+            url=f"{self._url(repository)}/manifests/{reference}",
+            rule=requests.MANIFEST_PUT,
+            headers={"content-type": manifest.media_type},
+            body=lambda: (manifest.data,),
+            size=len(manifest.data),
+            scopes=_scopes(repository, _PUSH),
         )
+        try:
+            reply = self._transport.fetch(request)
+        except RemoteRefused as error:
+            if send_missing is None or not requests.names_missing_blobs(error):
+                raise
+            send_missing(error.digests)
+            reply = self._transport.fetch(request)
+        stored = reply.headers.get("docker-content-digest", "")
+        if stored.startswith("sha256:") and stored != str(manifest.digest):
+            raise BlobDamaged(f"{request.what}: the registry stored {quote(stored)} instead")
 
     def blob_size(self, repository: str, digest: Digest, *, for_upload: bool = False) -> int | None:
         """Return the size of a blob as the registry states it; None if it has none.
 
-        With ``for_upload``, a blob counts as missing if the registry answers with status 500: distribution
-        does so if a full disk has left a part of the blob empty, and uploading it again repairs that.
+        With ``for_upload``, a blob counts as missing if the registry does not say.
 
         Raises:
             RemoteError: the registry cannot be reached, or fails.
         """
-        failed = (HTTPStatus.INTERNAL_SERVER_ERROR,) if for_upload else ()
-        request = self._blob_request("HEAD", repository, digest, (*_MISSING, *failed))
-        reply = self._transport.fetch(request)
-        if reply.status in {HTTPStatus.NOT_FOUND, *failed}:
+        rule = requests.BLOB_LOOK if for_upload else requests.BLOB_SIZE
+        request = self._blob_request("HEAD", repository, digest, rule)
+        reply = self._transport.ask(request)
+        if reply is None:
             return None
         size = protocol.content_length(reply.headers.get("content-length"))
-        if size is None:
+        if size is None and not for_upload:
             raise RemoteError(f"{request.what}: the registry does not state its size")
         return size
 
@@ -227,20 +262,20 @@ class RegistryClient:
         """Make a blob of another repository one of this; return whether the registry did.
 
         Raises:
-            RemoteError: the registry cannot be reached, or fails.
+            RemoteError: the registry cannot be reached.
         """
         check_repository(source)
-        reply = self._transport.fetch(
+        reply = self._transport.ask(
             Request(
                 what=f"mount of blob {digest.short}",
                 method="POST",
                 url=f"{self._url(repository)}/blobs/uploads/?mount={digest}&from={source}",
-                expected=(HTTPStatus.CREATED, HTTPStatus.ACCEPTED),
+                rule=requests.MOUNT,
                 body=lambda: (),
                 scopes=_scopes(repository, _PUSH) | _scopes(source, _PULL),
             )
         )
-        return reply.status == HTTPStatus.CREATED
+        return reply is not None
 
     def upload_blob(
         self,
@@ -260,7 +295,7 @@ class RegistryClient:
             size: its bytes.
             pieces: yields its bytes from an offset on, each time it is called.
             session: an upload of this blob to go on with, from a process that was killed.
-            on_session: called with the newest session after each part of 64 MiB.
+            on_session: called with the newest session after each part.
 
         Raises:
             RemoteRefused: the registry refuses it.
@@ -269,8 +304,9 @@ class RegistryClient:
         """
         blobs = f"{self._url(repository)}/blobs"
         scopes = _scopes(repository, _PUSH)
-        upload = Upload(self._transport, blobs, scopes, digest, size, pieces, on_session)
-        return upload.run(session)
+        return Upload(
+            self._transport, blobs, scopes, digest, size, pieces, on_session, self._part_size
+        ).run(session)
 
     def tags(self, repository: str) -> Iterator[str]:
         """Yield the tags of a repository.
@@ -282,8 +318,8 @@ class RegistryClient:
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
         budget = Budget(limits.TAGS, what)
-        for reply in self._pages(repository, what, url, budget):
-            if reply.status == HTTPStatus.NOT_FOUND:
+        for reply in self._pages(repository, what, url, requests.TAGS, budget):
+            if reply is None:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             try:
                 found = strict_json.loads(reply.body)["tags"]
@@ -306,29 +342,44 @@ class RegistryClient:
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
         budget = Budget(limits.REFERRERS, what)
-        for reply in self._pages(repository, what, url, budget):
-            if reply.status == HTTPStatus.NOT_FOUND:
-                try:
-                    tagged = self.get_manifest(repository, f"sha256-{digest.hex}")
-                except ModelNotFound:
-                    return ()
-                return _index(tagged).manifests
-            listed = _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
+        for reply in self._pages(repository, what, url, requests.REFERRERS, budget):
+            if reply is None:
+                return self.tagged_referrers(repository, digest)
+            try:
+                listed = _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
+            except InvalidManifest:  # a page of a proxy, for one
+                return self.tagged_referrers(repository, digest)
             budget.spend(0, len(listed))
             found += map(_without_texts, listed)
         return tuple(found)
 
-    def _pages(self, repository: str, what: str, first: str, budget: Budget) -> Iterator[Reply]:
-        """Yield the responses to a request for a list, which may be missing."""
+    def tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+        """Return what the tag of a manifest lists as referring to it.
+
+        Raises:
+            InvalidManifest: the list is malformed.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        try:
+            return _index(self.get_manifest(repository, digest.file_name)).manifests
+        except ModelNotFound:
+            return ()
+
+    def _pages(
+        self, repository: str, what: str, first: str, rule: Rule, budget: Budget
+    ) -> Iterator[Reply | None]:
+        """Yield the responses to a request for a list; None if it is missing."""
         url: str | None = first
         for _ in range(_MAX_PAGES):
             if url is None:
                 return
             scopes = _scopes(repository, _PULL)
-            request = Request(what=what, method="GET", url=url, expected=_MISSING, scopes=scopes)
-            reply = self._transport.fetch(request, MAX_SIZE)
-            budget.spend(len(reply.body), 0)
+            request = Request(what=what, method="GET", url=url, rule=rule, scopes=scopes)
+            reply = self._transport.ask(request, MAX_SIZE)
+            budget.spend(0 if reply is None else len(reply.body), 0)
             yield reply
+            if reply is None:
+                return
             url = protocol.next_page(reply.headers.get("link"), reply.url)
         raise RemoteError(f"{what}: the list has more than {_MAX_PAGES} pages")
 
@@ -338,10 +389,9 @@ class RegistryClient:
         """Yield bytes of a blob from one response."""
         is_whole = begin == 0 and end == size
         headers = {} if is_whole else {"range": protocol.range_of(begin, end)}
-        expected = (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT, HTTPStatus.NOT_FOUND)
-        request = self._blob_request("GET", repository, digest, expected, headers)
+        request = self._blob_request("GET", repository, digest, requests.BLOB, headers)
         with self._transport.send(request) as response:
-            if response.status_code == HTTPStatus.NOT_FOUND:
+            if response.status_code in requests.BLOB.absent:
                 raise BlobMissing(f"{request.what}: the registry does not have it")
             skip, length = protocol.span_of(
                 response.status_code, response.headers, begin, end, size
@@ -367,26 +417,28 @@ class RegistryClient:
         method: str,
         repository: str,
         digest: Digest,
-        expected: tuple[int, ...] = _MISSING,
+        rule: Rule,
         headers: Mapping[str, str] | None = None,
     ) -> Request:
         return Request(
             what=f"blob {digest.short}",
             method=method,
             url=f"{self._url(repository)}/blobs/{digest}",
-            expected=expected,
+            rule=rule,
             headers=headers or {},
             scopes=_scopes(repository, _PULL),
         )
 
-    def _manifest_request(self, method: str, repository: str, reference: str) -> Request:
+    def _manifest_request(
+        self, method: str, repository: str, reference: str, rule: Rule
+    ) -> Request:
         check_reference(reference)
         separator = "@" if ":" in reference else ":"
         return Request(
             what=f"manifest {quote(f'{self.host}/{repository}{separator}{reference}')}",
             method=method,
             url=f"{self._url(repository)}/manifests/{reference}",
-            expected=_MISSING,
+            rule=rule,
             headers={"accept": ", ".join(ACCEPTED)},
             scopes=_scopes(repository, _PULL),
         )

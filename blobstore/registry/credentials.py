@@ -1,14 +1,18 @@
-"""Credentials in Docker's configuration, which other clients of registries use too.
+"""Credentials in the files of Docker and Podman, which other clients of registries use too.
 
-The file ``config.json`` lies in ``$DOCKER_CONFIG``, or in ``~/.docker``. It names a credential helper for a
-registry (``credHelpers``) or for all (``credsStore``), a program ``docker-credential-NAME`` that keeps
-passwords in a keychain; without one, the passwords are in the file itself (``auths``), readable by its owner.
+The files have one form. Each names a credential helper for a registry (``credHelpers``) or for all
+(``credsStore``), a program ``docker-credential-NAME`` that keeps passwords in a keychain; without one, the
+passwords are in the file itself (``auths``), readable by its owner. The files are read in Podman's order, and
+the first login counts. A key of ``auths`` is a registry, or the start of a repository's path there: the longest
+that fits counts, and no other is sent.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import codecs
+import contextlib
 import json
 import os
 import re
@@ -24,25 +28,28 @@ from blobstore.errors import BlobstoreError, UsageError
 from blobstore.registry.protocol import IDENTITY_TOKEN, Login
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-_FILE: Final = "config.json"
 _MAX_FILE: Final = 2**20
 _SECONDS: Final = 120
 """How long a helper may take; it may ask the user to unlock a keychain."""
 _HELPER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _KEYS: Final = {"docker.io": "https://index.docker.io/v1/"}
 """Registries whose credentials Docker keeps under another name than the host."""
+_HOSTS: Final = {"index.docker.io": "docker.io", "registry-1.docker.io": "docker.io"}
+_VERSIONS: Final = ("v1", "v2")
+"""Paths of keys that stand for the whole registry."""
 
 
 class Credentials(Protocol):
     """Knows logins at registries."""
 
-    def find(self, host: str) -> Login | None:
-        """Return the login at a registry, if there is one.
+    def find(self, host: str, repository: str = "") -> Login | None:
+        """Return the login for a repository of a registry, or for the registry, if there is one.
 
         Raises:
             BlobstoreError: it cannot be read.
+            OSError: as above.
         """
         ...
 
@@ -53,41 +60,113 @@ class GivenLogin:
     def __init__(self, login: Login | None) -> None:
         self._login = login
 
-    def find(self, host: str) -> Login | None:
+    def find(self, host: str, repository: str = "") -> Login | None:
         """Return the login."""
-        del host
+        del host, repository
         return self._login
 
 
-class DockerCredentials:
-    """The logins in Docker's configuration."""
+class LoginFiles:
+    """The logins in all files that Podman reads, among them Docker's."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Read nothing yet.
+    def __init__(self) -> None:
+        """Read nothing yet."""
+        self._files = [LoginFile(path) for path in _paths()]
 
-        Args:
-            folder: where ``config.json`` lies; by default where Docker looks for it.
-        """
-        given = os.environ.get("DOCKER_CONFIG")
-        self.path = (folder or Path(given or Path.home() / ".docker")) / _FILE
-
-    def find(self, host: str) -> Login | None:
-        """Return the login at a registry, by its helper or else from the file.
+    def find(self, host: str, repository: str = "") -> Login | None:
+        """Return the first login for a repository, or for the registry.
 
         Raises:
-            BlobstoreError: the file is malformed, or the helper fails.
+            BlobstoreError: there is none, and a file or helper that may have it cannot be read.
+            OSError: as above.
+        """
+        problems: list[BlobstoreError | OSError] = []
+        for file in self._files:
+            try:
+                login = file.find(host, repository)
+            except (BlobstoreError, OSError) as error:
+                problems.append(error)
+                continue
+            if login is not None:
+                return login
+        if problems:
+            raise problems[0]
+        return None
+
+    def store(self, host: str, login: Login) -> str:
+        """Keep a login, in the file that has one of the registry, or else in Docker's; return where, in words.
+
+        Raises:
+            BlobstoreError: the file is malformed, the helper fails, or there is no home folder.
+            OSError: the file cannot be written.
+        """
+        if not self._files:
+            raise BlobstoreError("there is no home folder for passwords; set DOCKER_CONFIG")
+        for file in self._files:
+            with contextlib.suppress(BlobstoreError, OSError):
+                if file.find(host) is not None:
+                    return file.store(host, login)
+        return self._files[-1].store(host, login)
+
+    def erase(self, host: str) -> tuple[str, ...]:
+        """Forget the login at a registry in all files; return where there was one, in words.
+
+        Raises:
+            BlobstoreError: a file is malformed, or a helper fails.
+            OSError: a file cannot be written.
+        """
+        return tuple(file.shown for file in self._files if file.erase(host))
+
+
+def _paths() -> Iterator[Path]:
+    """Yield the files that may have logins, in Podman's order (containers-auth.json); Docker's is the last."""
+    if given := os.environ.get("REGISTRY_AUTH_FILE"):
+        yield Path(given)
+        return
+    run = os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}"
+    yield Path(run, *(("containers",) if os.environ.get("XDG_RUNTIME_DIR") else ()), "auth.json")
+    for variable, default, name in (
+        ("XDG_CONFIG_HOME", ".config", "containers/auth.json"),
+        ("DOCKER_CONFIG", ".docker", "config.json"),
+    ):
+        with contextlib.suppress(RuntimeError):  # there is no home folder
+            yield Path(os.environ.get(variable) or Path.home() / default, name)
+
+
+class LoginFile:
+    """The logins in one file, which may not exist."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self.path = path
+
+    def find(self, host: str, repository: str = "") -> Login | None:
+        """Return the login for a repository, by the registry's helper or else from the file.
+
+        Raises:
+            BlobstoreError: there is none that can be read, and the file is malformed or the helper fails.
+            OSError: the file cannot be read.
         """
         config = self._read()
-        helper = _helper(config, host)
-        found = _ask(helper, "get", _key(host)) if helper else None
-        if found is not None:
-            user, secret = found.get("Username"), found.get("Secret")
-            if not isinstance(user, str) or not isinstance(secret, str) or not secret:
-                raise BlobstoreError(f"credential helper {quote(helper)} sent no user and secret")
-            return Login(user, secret)
+        problem: BlobstoreError | OSError | None = None
+        try:
+            login = _from_helper(_helper(config, host), host)
+        except (BlobstoreError, OSError) as error:
+            login, problem = None, error
+        login = login or self._written(config, host, repository)
+        if login is None and problem is not None:
+            raise problem
+        return login
+
+    def _written(self, config: Mapping[str, Any], host: str, repository: str) -> Login | None:
+        """Return the login of the longest key that is the registry or the start of the repository's path."""
         auths = _object(config, "auths")
-        for key in (_key(host), *(key for key in auths if _host_of(key) == _host_of(_key(host)))):
-            login = _login_in(auths.get(key), f"{self._shown()}: auths of {quote(host)}")
+        wanted = f"{host}/{repository}"
+        fitting = [key for key in auths if f"{wanted}/".startswith(f"{_place_of(key)}/")]
+        # Of equal ones, that which Docker writes.
+        fitting.sort(key=lambda key: (len(_place_of(key)), key == _key(host)), reverse=True)
+        for key in fitting:
+            login = _login_in(auths[key], f"{self.shown}: auths of {quote(_place_of(key))}")
             if login is not None:
                 return login
         return None
@@ -109,7 +188,7 @@ class DockerCredentials:
             entry["auth"] = base64.b64encode(f"{login.user}:{login.password}".encode()).decode()
         config["auths"] = _without(_object(config, "auths"), host) | {_key(host): entry}
         self._write(config)
-        return f"credential helper {quote(helper)}" if helper else self._shown()
+        return f"credential helper {quote(helper)}" if helper else self.shown
 
     def erase(self, host: str) -> bool:
         """Forget the login at a registry; return whether there was one.
@@ -130,18 +209,22 @@ class DockerCredentials:
             self._write(config)
         return was_there or rest != auths
 
-    def _shown(self) -> str:
+    @property
+    def shown(self) -> str:
+        """The path in quotes."""
         return quote(self.path)
 
     def _read(self) -> dict[str, Any]:
         try:
-            value = strict_json.loads(read_regular(self.path, _MAX_FILE))
+            # Editors on Windows begin a file with a byte order mark.
+            data = read_regular(self.path, _MAX_FILE).removeprefix(codecs.BOM_UTF8).strip()
+            value = strict_json.loads(data) if data else {}
         except FileNotFoundError:
             return {}
         except ValueError as error:
-            raise BlobstoreError(f"{self._shown()}: {error}") from None
+            raise BlobstoreError(f"{self.shown}: {error}") from None
         if not isinstance(value, dict):
-            raise BlobstoreError(f"{self._shown()}: not a Docker configuration")
+            raise BlobstoreError(f"{self.shown}: not a Docker configuration")
         return value
 
     def _write(self, config: Mapping[str, Any]) -> None:
@@ -164,14 +247,17 @@ def _key(host: str) -> str:
     return _KEYS.get(host, host)
 
 
-def _host_of(key: str) -> str:
-    """Return the host in a key of ``auths``, which may be a URL."""
-    return re.sub(r"^https?://", "", key).partition("/")[0]
+def _place_of(key: str) -> str:
+    """Return the ``host[/path]`` that a key of ``auths`` stands for; it may be a URL."""
+    host, _, path = re.sub(r"^https?://", "", key).partition("/")
+    path = path.strip("/")
+    host = _HOSTS.get(host, host)
+    return host if not path or path in _VERSIONS else f"{host}/{path}"
 
 
 def _without(auths: Mapping[str, Any], host: str) -> dict[str, Any]:
-    gone = _host_of(_key(host))
-    return {key: entry for key, entry in auths.items() if _host_of(key) != gone}
+    """Return the entries but those of the registry itself; entries of paths there are other logins."""
+    return {key: entry for key, entry in auths.items() if _place_of(key) != host}
 
 
 def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -185,6 +271,17 @@ def _helper(config: Mapping[str, Any], host: str) -> str:
     if name and (not isinstance(name, str) or _HELPER.fullmatch(name) is None):
         raise BlobstoreError(f"Docker's configuration has the malformed helper {quote(name)}")
     return str(name)
+
+
+def _from_helper(helper: str, host: str) -> Login | None:
+    """Return the login that a helper has for a registry; None if there is no helper or no login."""
+    found = _ask(helper, "get", _key(host)) if helper else None
+    if found is None:
+        return None
+    user, secret = found.get("Username"), found.get("Secret")
+    if not isinstance(user, str) or not isinstance(secret, str) or not secret:
+        raise BlobstoreError(f"credential helper {quote(helper)} sent no user and secret")
+    return Login(user, secret)
 
 
 def _ask(helper: str, action: str, text: str) -> dict[str, Any] | None:
@@ -230,6 +327,9 @@ def _login_in(entry: Any, where: str) -> Login | None:
         return Login(IDENTITY_TOKEN, token)
     packed = entry.get("auth")
     if not isinstance(packed, str) or not packed:
+        match entry:
+            case {"username": str(user), "password": str(password)} if user and password:
+                return Login(user, password)
         return None
     try:
         user, colon, password = base64.b64decode(packed, validate=True).decode().partition(":")

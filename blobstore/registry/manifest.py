@@ -94,6 +94,28 @@ class RemoteManifest:
             raise InvalidManifest(f"manifest has the unknown media type {quote(media_type)}")
         return cls(media_type, data, Digest.of(data))
 
+    @classmethod
+    def received(cls, content_type: str, data: bytes) -> RemoteManifest:
+        """Return a manifest that a server sent as ``content_type``.
+
+        Servers of files send ``application/json`` or ``text/plain``. Then the manifest says itself what it
+        is; the digest, which the caller knows or computes, covers that.
+
+        Raises:
+            InvalidManifest: as :meth:`of`, and it does not say either.
+        """
+        if content_type in ACCEPTED:
+            return cls.of(content_type, data)
+        try:
+            declared = strict_json.loads(data)["mediaType"]
+        except (ValueError, KeyError, TypeError):
+            declared = None
+        if declared not in ACCEPTED:
+            raise InvalidManifest(
+                f"the registry sends it as {quote(content_type)}, and it is not a manifest that says what it is"
+            )
+        return cls.of(declared, data)
+
     def parse(self) -> ImageManifest | ImageIndex:
         """Return the content, checked.
 

@@ -17,16 +17,14 @@ from urllib.parse import urlencode, urljoin, urlsplit
 
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import (
-    BlobDamaged,
-    BlobstoreError,
-    RemoteError,
-    RemoteRefused,
-)
+from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
+from blobstore.registry import requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from datetime import datetime
+
+    from blobstore.registry.requests import Rule
 
 MAX_URL: Final = 16 * 2**10
 """Characters; signed URLs of object stores have up to 3,000."""
@@ -38,17 +36,22 @@ DAMAGED_ADVICE: Final = (
     "push the model again under another repository, or ask the operator to restore the blob"
 )
 """What to do about a blob that the registry has, but with other bytes: registries never replace it."""
+_SIZE_ADVICE: Final = (
+    "the registry, or a proxy in front of it, limits the size of a request: push with smaller parts, such as "
+    "'--part-size 1MiB', or raise the limit (client_max_body_size of nginx)"
+)
 IDENTITY_TOKEN: Final = "<token>"  # noqa: S105 - a name
 """The user name that stands for a token in place of a password."""
 _MAX_CHALLENGE: Final = 8 * 2**10
 _LIFETIMES: Final = (60, 3600)
 """Seconds that a token is used for, at least and at most, whatever the server says."""
-_TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REFUSALS: Final = range(400, 500)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.ASCII)
 _RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,19})", re.ASCII)
 _URL = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
 """The characters of RFC 3986. Parsers of URLs disagree about others, such as the backslash."""
+_USER = re.compile(r"^((?:[A-Za-z][\w+.-]*:)?//)?[^/?#]*@")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,19}", re.ASCII)
 _LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
 _PARAMETER = re.compile(
@@ -62,8 +65,10 @@ _LOOPBACK = re.compile(r"localhost|127(?:\.\d{1,3}){3}|::1", re.ASCII | re.IGNOR
 class TransientError(RemoteError):
     """A request failed in a way that may be over soon."""
 
-    def __init__(self, message: str = "", *, advice: str = "", retry_after: float = 0) -> None:
-        super().__init__(message, advice=advice)
+    def __init__(
+        self, message: str = "", *, retry_after: float = 0, status: int = 0, code: str = ""
+    ) -> None:
+        super().__init__(message, status=status, code=code)
         self.retry_after = retry_after
         """Seconds that the server asks to wait."""
 
@@ -76,8 +81,8 @@ class Request:
     """What it is about, as the start of an error."""
     method: str
     url: str
-    expected: tuple[int, ...] = (HTTPStatus.OK,)
-    """The statuses of a success."""
+    rule: Rule
+    """What its statuses mean."""
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Callable[[], Iterable[bytes]] | None = None
     """Returns the bytes from the start, each time it is called."""
@@ -183,6 +188,12 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
+def quote_url(url: object) -> str:
+    """Return a URL in quotes, without a user name, password or parameters: these may be secret."""
+    text = _USER.sub(r"\1", str(url))
+    return quote(f"{text.partition('?')[0]}?…" if "?" in text else text)
+
+
 def has_same_origin(url: str, other: str) -> bool:
     """Return whether two URLs have the same scheme, host and port."""
     return _origin(url) == _origin(other)
@@ -216,10 +227,12 @@ def resolve(location: str | None, base: str) -> str:
     except ValueError:
         is_sound = False
     if not is_sound or parts.username is not None or parts.password is not None:
-        raise RemoteError(f"{quote(host_of(base))} refers to a malformed URL: {quote(location)}")
+        raise RemoteError(
+            f"{quote(host_of(base))} refers to a malformed URL: {quote_url(location)}"
+        )
     if urlsplit(base).scheme == "https" and parts.scheme == "http":
         raise RemoteError(
-            f"{quote(host_of(base))} refers from https to http: {quote(location)}",
+            f"{quote(host_of(base))} refers from https to http: {quote_url(location)}",
             advice="if it is behind a proxy, its operator must make it send https URLs",
         )
     return url
@@ -233,8 +246,13 @@ def resolve_upload(location: str | None, base: str) -> str:
     """
     url = resolve(location, base)
     if not has_same_origin(url, base):
+        is_port = host_of(url) == host_of(base)
         raise RemoteError(
-            f"{quote(host_of(base))} wants an upload to go to another server: {quote(location)}"
+            f"{quote(host_of(base))} wants an upload to go to another server: {quote_url(location)}",
+            advice="a proxy in front of the registry must pass the port on, as nginx does with "
+            "'proxy_set_header Host $http_host'"
+            if is_port
+            else "",
         )
     return url
 
@@ -257,7 +275,7 @@ def next_page(link: str | None, base: str) -> str | None:
         return None
     url = resolve(found[1], base)
     if not has_same_origin(url, base) or url == base:
-        raise RemoteError(f"{quote(host_of(base))} lists its next page at {quote(found[1])}")
+        raise RemoteError(f"{quote(host_of(base))} lists its next page at {quote_url(found[1])}")
     return url
 
 
@@ -290,6 +308,11 @@ def scope(repository: str, actions: str) -> str:
     return f"repository:{repository}:{actions}"
 
 
+def repositories(scopes: Iterable[str]) -> frozenset[str]:
+    """Return the repositories of scopes; without one, ``""`` for the registry."""
+    return frozenset(text.split(":")[1] for text in scopes) or frozenset({""})
+
+
 def challenge_of(text: str) -> Challenge | None:
     """Return the challenge in ``WWW-Authenticate`` that can be met: Bearer, or else Basic.
 
@@ -320,7 +343,7 @@ def check_secrecy(url: str, host: str) -> None:
     parts = urlsplit(url)
     if parts.scheme != "https" and not is_loopback(parts.hostname or ""):
         raise RemoteRefused(
-            f"the credentials for {quote(host)} must not be sent to {quote(url)}, which is not encrypted",
+            f"the credentials for {quote(host)} must not be sent to {quote_url(url)}, which is not encrypted",
             advice="use https, or log out to go on without credentials",
         )
 
@@ -345,7 +368,14 @@ def token_request(
     if login is None or login.user != IDENTITY_TOKEN:
         headers = {"authorization": login.basic} if login else {}
         url = with_query(realm, urlencode(asked)) if asked else realm
-        return Request(what=what, method="GET", url=url, headers=headers, is_for_token=True)
+        return Request(
+            what=what,
+            method="GET",
+            url=url,
+            rule=requests.TOKEN,
+            headers=headers,
+            is_for_token=True,
+        )
     grant = [
         ("grant_type", "refresh_token"),
         ("refresh_token", login.password),
@@ -357,6 +387,7 @@ def token_request(
         what=what,
         method="POST",
         url=realm,
+        rule=requests.TOKEN,
         headers={"content-type": "application/x-www-form-urlencoded"},
         body=lambda: (form,),
         size=len(form),
@@ -460,20 +491,30 @@ def retry_after(text: str | None, now: datetime) -> float:
 
 def failure(
     what: str, status: int, headers: Mapping[str, str], body: bytes, now: datetime
-) -> BlobstoreError:
+) -> RemoteError:
     """Return the error that a response with an unexpected status stands for.
 
     ``what`` says what was asked for, as the start of a message.
     """
-    explained = explanation(body)
+    explained, code = explanation(body), code_of(body)
     message = f"{what}: status {status}{f': {explained}' if explained else ''}"
-    if status in _TRANSIENT:
-        return TransientError(message, retry_after=retry_after(headers.get("retry-after"), now))
-    if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-        return BlobDamaged(f"{what}: has fewer bytes than expected")
-    if status in _REFUSALS:
-        return RemoteRefused(message)
-    return RemoteError(message)
+    if status in requests.TRANSIENT:
+        wait = retry_after(headers.get("retry-after"), now)
+        return TransientError(message, retry_after=wait, status=status, code=code)
+    kind = RemoteRefused if status in _REFUSALS else RemoteError
+    advice = _SIZE_ADVICE if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else ""
+    digests = frozenset(_DIGEST.findall(body.decode("latin-1")))
+    return kind(message, advice=advice, status=status, code=code, digests=digests)
+
+
+def code_of(body: bytes) -> str:
+    """Return the first error code of the specification in the document of an error, or nothing."""
+    try:
+        errors = strict_json.loads(body)["errors"]
+        codes = [error["code"] for error in errors]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return next((code for code in codes if str(code) in requests.ERROR_CODES), "")
 
 
 def explanation(body: bytes) -> str:

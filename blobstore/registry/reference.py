@@ -17,6 +17,7 @@ from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 
 SCHEME: Final = "oci://"
+_USER = re.compile(r"^((?:[a-z]+://)?)[^/]*@(?!sha256:)")
 MAX_REPOSITORY: Final = 255
 # The grammar of the distribution specification. The alternatives in the repetition exclude each other, so
 # that matching takes linear time.
@@ -61,13 +62,13 @@ class RemoteReference:
         host, slash, rest = text.removeprefix(SCHEME).partition("/")
         if not slash or not (text.startswith(SCHEME) or is_host(host)):
             raise InvalidReference(
-                f"not the address of a registry: {quote(text)}; "
+                f"not the address of a registry: {_shown(text)}; "
                 "expected [oci://]host[:port]/repository[:tag|@sha256:…]"
             )
         name, at, spelled = rest.partition("@")
         repository, colon, tag = name.partition(":")
         if colon and not tag:
-            raise InvalidReference(f"not the address of a model: {quote(text)} has an empty tag")
+            raise InvalidReference(f"not the address of a model: {_shown(text)} has an empty tag")
         if host in _LIBRARY_HOSTS and "/" not in repository:
             repository = f"{DEFAULT_NAMESPACE}/{repository}"
         return cls(
@@ -118,6 +119,11 @@ class RemoteReference:
         return f"RemoteReference({str(self)!r})"
 
 
+def _shown(text: str) -> str:
+    """Return an address in quotes, without a user and password, which have no place in it."""
+    return quote(_USER.sub(r"\1…@", text))
+
+
 def is_host(text: str) -> bool:
     """Return whether the part of a name before its first slash can only be a host, as with docker."""
     return "." in text or ":" in text or text == "localhost"
@@ -135,7 +141,7 @@ def check_host(text: str) -> None:
         InvalidReference: it is not valid.
     """
     if _HOST.fullmatch(text) is None or ".." in text:
-        raise InvalidReference(f"not the host of a registry: {quote(text)}; expected host[:port]")
+        raise InvalidReference(f"not the host of a registry: {_shown(text)}; expected host[:port]")
 
 
 def host_in(text: str) -> str:

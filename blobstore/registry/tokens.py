@@ -7,10 +7,12 @@ credential helper which asks the user.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
+from blobstore.errors import BlobstoreError, RemoteRefused
 from blobstore.registry import protocol
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ class Authorizer:
     def __init__(
         self,
         base: str,
-        find_login: Callable[[], Login | None],
+        find_login: Callable[[str], Login | None],
         fetch: Callable[[Request, int], Reply],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -36,7 +38,8 @@ class Authorizer:
 
         Args:
             base: the URL of the registry.
-            find_login: returns its credentials; called once at most.
+            find_login: returns the credentials for a repository, or for "" those for the registry; called
+                once for each.
             fetch: sends a request for a token, and returns a response of a limited size.
             clock: returns seconds.
         """
@@ -45,8 +48,10 @@ class Authorizer:
         self._fetch = fetch
         self._clock = clock
         self._challenge: Challenge | None = None
-        self._login: Login | None = None
-        self._is_login_known = False
+        self._logins: dict[str, Login | None] = {}
+        self._refusals: dict[tuple[Challenge, frozenset[str]], RemoteRefused] = {}
+        self.problem = ""
+        """Why credentials could not be looked up; requests go without them then."""
         self._wider: dict[frozenset[str], frozenset[str]] = {}
         self._tokens: dict[tuple[Challenge, frozenset[str]], tuple[str, float]] = {}
         self._lock = threading.Lock()  # one token is fetched at a time; the others wait for it
@@ -55,23 +60,31 @@ class Authorizer:
         """Return the header ``Authorization`` for a request that needs ``scopes``.
 
         Raises:
-            RemoteRefused: the credentials are wrong, or must not be sent there.
+            RemoteRefused: the credentials are wrong, or must not be sent there, or the repositories have
+                different ones.
             RemoteError: no token can be had.
         """
         with self._lock:
             challenge = self._challenge
             if challenge is None:
                 return None
-            login = self._known_login()
+            login = self._login(scopes)
             if challenge.scheme == "basic":
                 return login.basic if login else None
             scopes = self._wider.get(scopes, scopes)
-            header, renewed = self._tokens.get((challenge, scopes), ("", 0.0))
+            key = challenge, scopes
+            if key in self._refusals:  # a password is not tried again: that may lock its user out
+                raise copy.copy(self._refusals[key])
+            header, renewed = self._tokens.get(key, ("", 0.0))
             if not header or self._clock() >= renewed:
                 request = protocol.token_request(challenge, scopes, login, self._base)
-                token = protocol.token_of(self._fetch(request, protocol.MAX_TOKEN).body)
+                try:
+                    token = protocol.token_of(self._fetch(request, protocol.MAX_TOKEN).body)
+                except RemoteRefused as error:
+                    self._refusals[key] = error
+                    raise
                 header, renewed = f"Bearer {token.value}", self._clock() + token.lifetime * _RENEWED
-                self._tokens[challenge, scopes] = header, renewed
+                self._tokens[key] = header, renewed
             return header
 
     def learn(self, challenge: Challenge, scopes: frozenset[str], rejected: str | None) -> bool:
@@ -84,7 +97,7 @@ class Authorizer:
         """
         with self._lock:
             if challenge.scheme == "basic":
-                login = self._known_login()
+                login = self._login(scopes)
                 self._challenge = challenge
                 return login is not None and login.basic != rejected
             self._challenge = challenge._replace(scopes=frozenset())
@@ -95,15 +108,25 @@ class Authorizer:
                 del self._tokens[key]
             return True
 
-    @property
-    def has_login(self) -> bool:
-        """Whether there are credentials for the registry, and they were needed."""
-        return self._login is not None
+    def has_login(self, scopes: frozenset[str]) -> bool:
+        """Return whether there are credentials for ``scopes``, and they were needed."""
+        return any(self._logins.get(name) for name in protocol.repositories(scopes))
 
-    def _known_login(self) -> Login | None:
-        if not self._is_login_known:
-            self._login = self._find_login()
-            self._is_login_known = True
-        if self._login is not None:
+    def _login(self, scopes: frozenset[str]) -> Login | None:
+        """Return the one login for all repositories of ``scopes``."""
+        logins = {self._login_of(name) for name in protocol.repositories(scopes)}
+        if len(logins) > 1:
+            raise RemoteRefused("the two repositories have different credentials")
+        (login,) = logins
+        if login is not None:
             protocol.check_secrecy(self._base, protocol.host_of(self._base))
-        return self._login
+        return login
+
+    def _login_of(self, repository: str) -> Login | None:
+        if repository not in self._logins:
+            self._logins[repository] = None
+            try:
+                self._logins[repository] = self._find_login(repository)
+            except (BlobstoreError, OSError) as error:
+                self.problem = str(error)
+        return self._logins[repository]

@@ -2,8 +2,8 @@
 
 The rules, which ``protocol`` decides:
 
-- A redirect is followed for GET and HEAD only, five times at most, and never from https to http. What
-  authorizes a request goes to the registry alone.
+- A redirect is followed five times at most, and never from https to http. With a body, it must keep the method
+  and stay within the registry. What authorizes a request goes to the registry alone.
 - A response is streamed. Nobody reads more of it than they asked for, and it must not be compressed.
 - Lost connections, stalls, overloaded servers and gateways that fail raise TransientError, which
   :meth:`Transport.retry` counts. All else ends at once.
@@ -12,16 +12,15 @@ The rules, which ``protocol`` decides:
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import ssl
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -30,9 +29,11 @@ import httpx2
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
+from blobstore.registry.certificates import certificates_in_use, tls_context
 from blobstore.registry.protocol import Login, Patience, Reply, Request, TransientError
+from blobstore.registry.requests import HINT_ATTEMPTS, KEEPS_METHOD
 from blobstore.registry.tokens import Authorizer
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ _MAX_CHALLENGES: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _READ: Final = 2**19
 """Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
-_CERTIFICATES: Final = ("CURL_CA_BUNDLE", "SSL_CERT_FILE")
-"""Variables that name a file of certificates; the first that is set counts."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -60,7 +59,7 @@ class Transport:
         host: str,
         *,
         plain_http: bool,
-        find_login: Callable[[], Login | None],
+        find_login: Callable[[str], Login | None],
         limiter: RateLimiter | None,
         patience: Patience,
     ) -> None:
@@ -72,16 +71,15 @@ class Transport:
         self._has_answered = False
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
-        self._trusted = _trusted()
+        self._trusted = tls_context(host)
         self._clients: list[httpx2.Client] = []
         """All clients. Each sends one request at a time: a shared one makes threads wait for each other."""
         self._idle = [self._new_client()]
         """Those that send nothing now."""
 
-    @property
     def has_login(self) -> bool:
-        """Whether the registry asked for credentials, and there are some."""
-        return self._authorizer.has_login
+        """Return whether the registry asked for credentials, and there are some for all of it."""
+        return self._authorizer.has_login(frozenset())
 
     def close(self) -> None:
         """Close the connections, and wake threads that wait for the next attempt."""
@@ -99,6 +97,24 @@ class Transport:
             # The method of an encrypted socket would remove what another thread reads with.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def ask(self, request: Request, limit: int = 0) -> Reply | None:
+        """Send a request, again if it fails; None if there is no such thing, or a hint is refused.
+
+        Raises:
+            RemoteError: the registry cannot be reached. Or it refuses, fails or sends more, and the request
+                is needed.
+        """
+        rule = request.rule
+        try:
+            for attempt in self.retry(HINT_ATTEMPTS if rule.is_hint else None):
+                with attempt:
+                    reply = self.exchange(request, limit)
+                    return reply if reply.status in rule.success else None
+        except RemoteError:
+            if not (rule.is_hint and self._has_answered):
+                raise
+        return None
 
     def fetch(self, request: Request, limit: int = 0) -> Reply:
         """Send a request, again if it fails, and return its response with ``limit`` bytes at most.
@@ -141,13 +157,18 @@ class Transport:
             for _ in range(_MAX_REDIRECTS + 1):
                 with contextlib.closing(self._send_authorized(client, request, url)) as response:
                     protocol.check_encoding(response.headers)
-                    if response.status_code in request.expected:
+                    if response.status_code in request.rule.answers:
                         yield response
                         return
-                    is_final = request.body is not None or request.is_for_token
-                    if response.status_code not in _REDIRECTS or is_final:
+                    if response.status_code not in _REDIRECTS or request.is_for_token:
                         raise self._failure(request, response)
-                    url = protocol.resolve(response.headers.get("location"), url)
+                    target = response.headers.get("location")
+                    if request.body is None:
+                        url = protocol.resolve(target, url)
+                    elif response.status_code in KEEPS_METHOD:
+                        url = protocol.resolve_upload(target, url)
+                    else:
+                        raise self._failure(request, response)
                     self._read(request, response, 0)  # so that its connection can be used again
             raise RemoteError(f"{request.what}: {quote(self.base)} redirects too often")
 
@@ -179,9 +200,10 @@ class Transport:
         if self._limiter is not None:
             self._limiter.spend(count, self._closed.wait)
 
-    def retry(self) -> Retry:
-        """Return an iterator over attempts; see :class:`Retry`."""
-        return Retry(self.patience, self._closed)
+    def retry(self, attempts: int | None = None) -> Retry:
+        """Return an iterator over attempts, so many at most; see :class:`Retry`."""
+        most = min(attempts or self.patience.attempts, self.patience.attempts)
+        return Retry(replace(self.patience, attempts=most), self._closed)
 
     @contextlib.contextmanager
     def _one_client(self) -> Iterator[httpx2.Client]:
@@ -297,20 +319,23 @@ class Transport:
     def _failure(self, request: Request, response: httpx2.Response) -> BlobstoreError:
         """Return the error for a response that was not expected."""
         status, body = response.status_code, b""
-        # The body of the latter may be shorter than announced; see protocol.range_of.
-        if status != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            with contextlib.suppress(httpx2.TransportError, TransientError):
-                body = self._read(request, response, 0)
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and "range" in request.headers:
+            # The body may be shorter than announced; see protocol.range_of.
+            return BlobDamaged(f"{request.what}: has fewer bytes than expected")
+        with contextlib.suppress(httpx2.TransportError, TransientError):
+            body = self._read(request, response, 0)
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             host = self.base.partition("://")[2]
             advice = (
                 f"the credentials for {host} give no access to it"
-                if self._authorizer.has_login
+                if self._authorizer.has_login(request.scopes)
                 else f"'blobstore login {host}' may be needed"
             )
-            return RemoteRefused(error.message, advice=advice)
+            if problem := self._authorizer.problem:
+                advice = f"{advice}; credentials were not read: {problem}"
+            return RemoteRefused(error.message, advice=advice, status=status, code=error.code)
         return error
 
     @contextlib.contextmanager
@@ -323,7 +348,7 @@ class Transport:
             while cause is not None and not isinstance(cause, ssl.SSLError):
                 cause = cause.__cause__ or cause.__context__
             if cause is not None:
-                raise RemoteError(message, advice=_certificates_in_use()) from error
+                raise RemoteError(message, advice=certificates_in_use()) from error
             if not self._has_answered:  # rather a mistyped address than a server that restarts
                 raise RemoteError(message) from error
             raise TransientError(message) from error
@@ -346,31 +371,6 @@ class Transport:
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
-
-
-def _trusted() -> ssl.SSLContext:
-    """Return the certificates that the environment names, or those of the client."""
-    for variable in _CERTIFICATES:
-        path = os.environ.get(variable)
-        if not path:
-            continue
-        try:
-            return ssl.create_default_context(cafile=path)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise RemoteError(f"{variable}: {quote(path)}: {reason}") from None
-    folder = os.environ.get("SSL_CERT_DIR")
-    if folder and not Path(folder).is_dir():  # OpenSSL would trust nobody, and not say why
-        raise RemoteError(f"SSL_CERT_DIR: {quote(folder)} is not a folder")
-    return httpx2.create_ssl_context()
-
-
-def _certificates_in_use() -> str:
-    """Return which variable names the certificates that are trusted, or which one may."""
-    for variable in (*_CERTIFICATES, "SSL_CERT_DIR"):
-        if path := os.environ.get(variable):
-            return f"{variable} names the certificates to trust: {quote(path)}"
-    return f"{_CERTIFICATES[-1]} names the certificates to trust"
 
 
 class Retry:
@@ -406,5 +406,7 @@ class Retry:
         if self._closed.wait(delay or 0):
             raise Cancelled("stopped") from error
         if delay is None:
-            raise RemoteError(error.message, advice=error.advice) from error
+            raise RemoteError(
+                error.message, advice=error.advice, status=error.status, code=error.code
+            ) from error
         return True

@@ -1,27 +1,28 @@
 """The upload of one blob, which goes on where the server says that it is.
 
 A blob of up to 64 MiB is one PUT. A larger one is sent in parts, so that it can be resumed after the
-process was killed. Only the newest ``Location`` of an upload is valid, and only the ``Range`` of its status
+process was killed. Where a proxy limits the size of a request, the user chooses smaller parts. Only the newest ``Location`` of an upload is valid, and only the ``Range`` of its status
 says what the server has: distribution 2.8 ignores the ``Content-Range`` of a part and appends it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
-from blobstore.registry import protocol
+from blobstore.registry import protocol, requests
 from blobstore.registry.protocol import Reply, Request, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import Digest
+    from blobstore.registry.requests import Rule
     from blobstore.registry.transport import Transport
 
 PART: Final = 64 * 2**20
+_GOING_ON: Final = (requests.UPLOAD_PART, requests.UPLOAD_END)
 _MAX_FAILURES: Final = 2
 """Failures in a row after which an upload begins again."""
 _HASHED: Final = 20 * 10**6
@@ -36,6 +37,10 @@ class UploadSession(NamedTuple):
     """Bytes that the server has."""
 
 
+class _UploadGone(TransientError):
+    """The server does not know an upload any more, which begins again."""
+
+
 class Upload:
     """One blob on its way into a repository."""
 
@@ -48,6 +53,7 @@ class Upload:
         size: int,
         pieces: Callable[[int], Iterable[bytes | memoryview]],
         on_session: Callable[[UploadSession], object],
+        part_size: int | None = None,
     ) -> None:
         """Send nothing yet.
 
@@ -59,6 +65,7 @@ class Upload:
             size: its bytes.
             pieces: yields its bytes from an offset on.
             on_session: called after each part.
+            part_size: bytes of one request at most; by default 64 MiB, unless the server takes no parts.
         """
         self._transport = transport
         self._blobs = blobs
@@ -67,7 +74,10 @@ class Upload:
         self._size = size
         self._pieces = pieces
         self._on_session = on_session
-        self._has_parts = size > PART
+        self._part_size = part_size or PART
+        self._has_parts = size > self._part_size
+        self._must_have_parts = part_size is not None and self._has_parts
+        self._restarts = transport.patience.attempts
         self._what = f"upload of blob {digest.short}"
 
     def run(self, session: UploadSession | None) -> int:
@@ -95,7 +105,7 @@ class Upload:
                     if session is None and self._is_there():
                         return resumed
                 if session is None:
-                    begun = self._request("POST", f"{self._blobs}/uploads/", HTTPStatus.ACCEPTED)
+                    begun = self._request("POST", f"{self._blobs}/uploads/", requests.UPLOAD_START)
                     session = UploadSession(self._location(begun), 0)
                 is_resumed = is_resumed or session.offset > 0
                 try:
@@ -104,11 +114,12 @@ class Upload:
                         self._on_session(session)
                         retry.progress()
                     self._finish(session)
-                except TransientError:
+                except TransientError as error:
                     is_resumed = True
+                    session = None if isinstance(error, _UploadGone) else session
                     raise
                 except RemoteRefused:
-                    if not (is_resumed or self._has_parts):
+                    if self._must_have_parts or not (is_resumed or self._has_parts):
                         raise
                     # The server takes no parts, or lost some of what it had. Once more, in one piece.
                     session, is_resumed, self._has_parts = None, False, False
@@ -119,20 +130,20 @@ class Upload:
 
     def _status(self, session: UploadSession) -> UploadSession | None:
         """Return where the upload goes on, or None if the server has forgotten it."""
-        statuses = (HTTPStatus.NO_CONTENT, HTTPStatus.ACCEPTED, HTTPStatus.OK)
         try:
+            # The address was noted when the registry may have had another one.
             url = protocol.resolve_upload(session.url, self._transport.base)
-        except RemoteError:  # noted when the registry had another address
+            reply = self._request("GET", url, requests.UPLOAD_STATUS)
+            offset = protocol.bytes_received(reply.headers.get("range"))
+            if not 0 < offset <= self._size or reply.status in requests.UPLOAD_STATUS.absent:
+                return None
+            location = reply.headers.get("location")
+            new = protocol.resolve_upload(location, url) if location else url
+            return UploadSession(new, offset)
+        except TransientError:
+            raise
+        except RemoteError:
             return None
-        try:
-            reply = self._request("GET", url, *statuses)
-        except RemoteRefused:
-            return None
-        offset = protocol.bytes_received(reply.headers.get("range"))
-        if not 0 < offset <= self._size:
-            return None
-        location = reply.headers.get("location")
-        return UploadSession(protocol.resolve_upload(location, url) if location else url, offset)
 
     def _is_there(self) -> bool:
         """Return whether the blob has arrived, although the response to its last byte was lost."""
@@ -140,19 +151,17 @@ class Upload:
             what=self._what,
             method="HEAD",
             url=f"{self._blobs}/{self._digest}",
-            # A full disk may have left parts of it empty, which uploading it repairs.
-            expected=(HTTPStatus.OK, HTTPStatus.NOT_FOUND, HTTPStatus.INTERNAL_SERVER_ERROR),
+            rule=requests.BLOB_LOOK,
             scopes=self._scopes,
         )
-        return self._transport.fetch(request).status == HTTPStatus.OK
+        return self._transport.ask(request) is not None
 
     def _send_part(self, session: UploadSession) -> UploadSession:
-        length = min(PART, self._size - session.offset)
+        length = min(self._part_size, self._size - session.offset)
         reply = self._request(
             "PATCH",
             session.url,
-            HTTPStatus.ACCEPTED,
-            HTTPStatus.NO_CONTENT,
+            requests.UPLOAD_PART,
             body=(session.offset, length),
         )
         received = reply.headers.get("range")
@@ -165,8 +174,7 @@ class Upload:
         self._request(
             "PUT",
             protocol.with_query(session.url, f"digest={self._digest}"),
-            HTTPStatus.CREATED,
-            HTTPStatus.NO_CONTENT,
+            requests.UPLOAD_END,
             body=(session.offset, self._size - session.offset),
         )
 
@@ -174,7 +182,7 @@ class Upload:
         return protocol.resolve_upload(reply.headers.get("location"), reply.url)
 
     def _request(
-        self, method: str, url: str, *expected: int, body: tuple[int, int] = (0, 0)
+        self, method: str, url: str, rule: Rule, *, body: tuple[int, int] = (0, 0)
     ) -> Reply:
         """Send a request once, with the bytes of the blob from an offset, so many of them."""
         offset, length = body
@@ -185,14 +193,21 @@ class Upload:
             what=self._what,
             method=method,
             url=url,
-            expected=expected,
+            rule=rule,
             headers=headers if method != "GET" else {},
             body=None if method == "GET" else lambda: self._bytes(offset, length),
             size=length,
             scopes=self._scopes,
             timeout=self._size / _HASHED,
         )
-        return self._transport.exchange(request)
+        try:
+            return self._transport.exchange(request)
+        except RemoteRefused as error:
+            # A server that forgets each upload after some parts makes progress for ever.
+            if rule not in _GOING_ON or not (requests.is_gone(error) and self._restarts):
+                raise
+            self._restarts -= 1
+            raise _UploadGone(error.message, status=error.status, code=error.code) from error
 
     def _bytes(self, offset: int, length: int) -> Iterator[bytes]:
         if not length:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest, Digester
@@ -27,6 +27,7 @@ from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.compress import count_blocks
 from blobstore.operations.remote.reading import is_in_objects
 from blobstore.operations.sign.keys import PrivateKey, read_key
+from blobstore.operations.transfer.checked_pieces import CheckedPieces, PushedBlob
 from blobstore.operations.transfer.cold import fetch_cold_layers
 from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
 from blobstore.operations.transfer.facts import model_facts
@@ -34,6 +35,7 @@ from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.push_objects import Pushed, push_objects
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import push_signatures
+from blobstore.registry import requests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.shapes.image import image_layers, plan_image
@@ -63,16 +65,6 @@ _MANY_LAYERS = 100
 """A registry that refuses a manifest of more layers may have a limit."""
 
 
-class _Blob(NamedTuple):
-    """A blob that the registry must have."""
-
-    digest: Digest
-    size: int
-    label: str
-    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
-    """Returns its bytes from the first one on."""
-
-
 def push_model(
     reference: str | Reference,
     remote: str | RemoteReference | StoreAddress | None = None,
@@ -81,6 +73,8 @@ def push_model(
     shape: Shape = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
+    mount: bool = True,
+    part_size: int | None = None,
     sign_key: str | os.PathLike[str] | None = None,
     passphrase: Callable[[], Passphrase] | None = None,
     cold: bool = False,
@@ -105,6 +99,9 @@ def push_model(
             container image with the files in ``/models``.
         max_layers: layers per manifest of the shape ``oci``; larger models become an index of parts.
         mount_from: repositories of the registry that may have blobs of the model.
+        mount: whether to mount blobs of other repositories, those included that the store remembers.
+        part_size: bytes of a blob that one request sends at most, for proxies that limit requests; by
+            default 64 MiB.
         sign_key: the file of a private key in PEM, to sign the manifest in the registry for cosign.
         passphrase: called if that key is encrypted.
         cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
@@ -135,6 +132,8 @@ def push_model(
             shape=shape != "oci",
             max_layers=max_layers != MAX_LAYERS,
             mount_from=mount_from,
+            mount=not mount,
+            part_size=part_size,
             sign_key=sign_key,
             plain_http=plain_http,
         )
@@ -155,6 +154,7 @@ def push_model(
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = _target(reference, remote)
+    _check_options(mount_from, part_size, mount=mount)
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
     key = None
@@ -167,11 +167,15 @@ def push_model(
         forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
     limiter = RateLimiter(limit_rate) if limit_rate is not None else None
     with (
-        RegistryClient(target.host, plain_http=plain_http, limiter=limiter) as client,
+        RegistryClient(
+            target.host, plain_http=plain_http, limiter=limiter, part_size=part_size
+        ) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
         PushNotes(store, target) as notes,
     ):
-        push = _Push(store, client, target, plan, notes, mount_from)
+        push = _Push(
+            store, client, target, plan, notes, mount_from if mount else None, part_size, shape
+        )
         is_there = client.head_manifest(target.repository, target.tag) == plan.root.digest
         to_read = push.size if verify else 0
         cold_work = 0 if forms is None else _COLD_WORK * forms.size
@@ -180,7 +184,7 @@ def push_model(
             workers = steps.begin(push.size, cold_work + to_read)
             sent = push.send_blobs(workers, dry_run=dry_run)
             if not (dry_run or (is_there and not any(sent[how] for how in _NEW))):
-                push.send_manifests()
+                push.send_manifests(workers, sent)
         signatures = 0
         if not dry_run:
             signatures = push_signatures(client, target, plan.root, store, key)
@@ -221,6 +225,14 @@ def _check_unused(remote: str | StoreAddress, **options: object) -> None:
     for option, value in options.items():
         if value:
             raise UsageError(f"{option} is for registries, and {quote(remote)} is object storage")
+
+
+def _check_options(mount_from: Sequence[str], part_size: int | None, *, mount: bool) -> None:
+    """Check how blobs are given to a registry. Raises UsageError."""
+    if mount_from and not mount:
+        raise UsageError("mount_from cannot be combined with mount=False")
+    if part_size is not None and part_size < 1:
+        raise UsageError(f"part_size must be at least 1 byte, got {part_size}")
 
 
 def _target(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
@@ -279,8 +291,8 @@ def _tar_digests(
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
 
     def read(digest: Digest, size: int) -> Iterator[memoryview]:
-        blob = _Blob(digest, size, digest.short, partial(store.read_pieces, digest, size))
-        with contextlib.closing(_CheckedPieces(blob, lambda *_: None)) as pieces:
+        blob = PushedBlob(digest, size, digest.short, partial(store.read_pieces, digest, size))
+        with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
             yield from pieces(0)
 
     def hash_tar(tar: TarLayer) -> Digest:
@@ -306,26 +318,32 @@ class _Push:
         target: RemoteReference,
         plan: RemotePlan,
         notes: PushNotes,
-        mount_from: Sequence[str],
+        mount_from: Sequence[str] | None,
+        part_size: int | None,
+        shape: Shape,
     ) -> None:
         self._store = store
         self._client = client
         self._target = target
         self._repository = target.repository
         self._plan = plan
-        self._mount_from = tuple(dict.fromkeys(mount_from))
+        self._mount_from = tuple(mount_from or ())
         self._notes = notes
-        self._sources = self._notes.sources()
+        self._sources = {} if mount_from is None else self._notes.sources()
+        self._part_size = part_size or PART
+        self._shape = shape
+        self._got: dict[Digest, Sent] = {}
+        """How the repository got blobs."""
         made = [
-            _Blob(digest, len(data), "config", partial(_one_piece, data))
+            PushedBlob(digest, len(data), "config", partial(_one_piece, data))
             for digest, data in plan.made.items()
         ]
         tars = [
-            _Blob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
+            PushedBlob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
             for digest, tar in plan.tars.items()
         ]
         stored = [
-            _Blob(
+            PushedBlob(
                 blob.digest,
                 blob.size,
                 blob.name or blob.media_type,
@@ -342,7 +360,7 @@ class _Push:
     def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> Counter[Sent]:
         """Send the blobs that the repository does not have; return bytes by how it got them."""
 
-        def send(blob: _Blob) -> dict[Sent, int]:
+        def send(blob: PushedBlob) -> dict[Sent, int]:
             return self._send(blob, workers.report, dry_run=dry_run)
 
         sent: Counter[Sent] = Counter()
@@ -350,7 +368,7 @@ class _Push:
             sent.update(counts)
         return sent
 
-    def _send(self, blob: _Blob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
+    def _send(self, blob: PushedBlob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
         found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
         if found is not None and found != blob.size:
             raise RemoteError(
@@ -358,7 +376,7 @@ class _Push:
                 f"{blob.size}: its storage is damaged"
             )
         resumed = 0
-        with contextlib.closing(_CheckedPieces(blob, report)) as pieces:
+        with contextlib.closing(CheckedPieces(blob, report)) as pieces:
             if found is not None:
                 how: Sent = "present"
             elif not dry_run and self._is_mounted(blob):
@@ -368,6 +386,7 @@ class _Push:
                 if not dry_run:
                     resumed = self._upload(blob, pieces)
             pieces.note_all()
+        self._got[blob.digest] = how
         return {how: blob.size - resumed, "resumed": resumed}
 
     def send_cold(
@@ -412,7 +431,7 @@ class _Push:
             with forms.encoded(blob, report) as file:
                 if file is None:
                     return {}
-                stored = _Blob(*file.layer.stored, blob.name, file.pieces)
+                stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)
                 counts = self._send(stored, report)
                 if verify:
                     self._read_back(stored, report)
@@ -426,7 +445,7 @@ class _Push:
             sent.update(counts)
         return [size for counts in all_counts if (size := sum(counts.values()))]
 
-    def _is_mounted(self, blob: _Blob) -> bool:
+    def _is_mounted(self, blob: PushedBlob) -> bool:
         """Mount a blob from another repository that may have it; return whether that succeeded."""
         known = self._sources.get(blob.digest.hex)
         sources = dict.fromkeys((*self._mount_from, *([known] if known else ())))
@@ -436,43 +455,85 @@ class _Push:
             if source != self._repository
         )
 
-    def _upload(self, blob: _Blob, pieces: _CheckedPieces) -> int:
+    def _upload(self, blob: PushedBlob, pieces: CheckedPieces) -> int:
         """Upload a blob, from where an upload that was interrupted ended; return the bytes before that."""
         resumed = self._client.upload_blob(
             self._repository,
             blob.digest,
             blob.size,
             pieces,
-            session=self._notes.session(blob.digest) if blob.size > PART else None,
+            session=self._notes.session(blob.digest) if blob.size > self._part_size else None,
             on_session=partial(self._notes.keep_session, blob.digest),
         )
-        if blob.size > PART:
+        if blob.size > self._part_size:
             self._notes.forget_session(blob.digest)
         return resumed
 
-    def send_manifests(self) -> None:
-        """Send the manifests, the one with the tag last."""
+    def send_manifests(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
+        """Send the manifests, the one with the tag last.
+
+        ``sent`` has bytes by how the repository got the blobs; it changes if the registry turns out to lack
+        some that it said to have.
+        """
+
+        def send_missing(named: frozenset[str]) -> None:
+            self._send_missing(named, workers, sent)
+
         *parts, root = self._plan.manifests
         for part in parts:
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
-                self._put(str(part.digest), part)
-        self._put(self._target.tag, root)
+                self._put(str(part.digest), part, send_missing)
+        self._put(self._target.tag, root, send_missing)
         self._notes.add(blob.digest for blob in self.blobs)
 
-    def _put(self, reference: str, manifest: RemoteManifest) -> None:
+    def _send_missing(
+        self, named: frozenset[str], workers: WorkerPool, sent: Counter[Sent]
+    ) -> None:
+        """Send the blobs that the registry names, or if it names none all that it said to have."""
+        missing = [blob for blob in self.blobs if str(blob.digest) in named] or [
+            blob for blob in self.blobs if self._got[blob.digest] != "sent"
+        ]
+
+        def send(blob: PushedBlob) -> None:
+            with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
+                self._upload(blob, pieces)
+
+        workers.run(missing, send, self._client.abort)
+        for blob in missing:
+            before = self._got[blob.digest]
+            if before != "sent":
+                sent[before] -= blob.size
+                sent["sent"] += blob.size
+                self._got[blob.digest] = "sent"
+
+    def _put(
+        self,
+        reference: str,
+        manifest: RemoteManifest,
+        send_missing: Callable[[frozenset[str]], object],
+    ) -> None:
         try:
-            self._client.put_manifest(self._repository, reference, manifest)
+            self._client.put_manifest(self._repository, reference, manifest, send_missing)
         except RemoteRefused as error:
-            layers = manifest.data.count(b'"digest"') - 1
-            if layers <= _MANY_LAYERS:
-                raise
+            if advice := self._advice(error, manifest):
+                raise RemoteRefused(
+                    error.message, advice=advice, status=error.status, code=error.code
+                ) from None
+            raise
+
+    def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
+        """Return what may help if a registry refuses a manifest, or nothing."""
+        layers = manifest.data.count(b'"digest"') - 1
+        if layers > _MANY_LAYERS:
             is_docker = manifest.media_type == media_types.MANIFEST
             option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
-            raise RemoteRefused(
-                error.message,
-                advice=f"the manifest has {layers} layers; if that is too many for this registry, "
-                f"push with '{option}'",
-            ) from None
+            return (
+                f"the manifest has {layers} layers; if that is too many for this registry, "
+                f"push with '{option}'"
+            )
+        if self._shape != "image" and requests.refuses_form(error):
+            return "if this registry takes container images only, push with '--shape image'"
+        return ""
 
     def verify(self, workers: WorkerPool) -> None:
         """Read everything back and compare digests."""
@@ -481,12 +542,12 @@ class _Push:
             if found.data != manifest.data:
                 raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
 
-        def read(blob: _Blob) -> None:
+        def read(blob: PushedBlob) -> None:
             self._read_back(blob, workers.report)
 
         workers.run(self.blobs, read, self._client.abort)
 
-    def _read_back(self, blob: _Blob, report: Report) -> None:
+    def _read_back(self, blob: PushedBlob, report: Report) -> None:
         digester = Digester()
         for piece in self._client.read_blob(
             self._repository, blob.digest, 0, blob.size, size=blob.size
@@ -508,63 +569,3 @@ def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryvie
 
 def _one_piece(data: bytes) -> Generator[bytes | memoryview, None, None]:
     yield data
-
-
-class _CheckedPieces:
-    """The bytes of a blob, hashed while they are read once, although they are asked for in parts."""
-
-    def __init__(self, blob: _Blob, report: Callable[[int, str], None]) -> None:
-        self._blob = blob
-        self._report = report
-        self._reported = 0
-        self._source: Generator[bytes | memoryview, None, None] | None = None
-        self._digester = Digester()
-        self._piece = memoryview(b"")
-        """The last piece that was read; it ends where the digest does."""
-
-    def close(self) -> None:
-        """Release what the blob's reader holds."""
-        if self._source is not None:
-            self._source.close()
-
-    def __call__(self, offset: int) -> Generator[memoryview, None, None]:
-        """Yield the bytes from ``offset`` on, the last of them only if all are intact.
-
-        Raises:
-            BlobDamaged: the digest differs.
-        """
-        if self._source is None or offset < self._digester.size - len(self._piece):
-            self.close()
-            self._source = self._blob.pieces()
-            self._digester, self._piece = Digester(), memoryview(b"")
-        while offset < self._blob.size:
-            end = self._digester.size
-            if offset < end:
-                yield self._piece[offset - end :]
-                offset = end
-                self._note(end)
-            else:
-                self._read_piece()
-
-    def _read_piece(self) -> None:
-        blob, digester = self._blob, self._digester
-        piece = next(self._source, None) if self._source is not None else None
-        if piece is not None:
-            self._piece = memoryview(piece).cast("B")
-            digester.update(piece)
-        if (piece is None or digester.size >= blob.size) and digester.digest() != blob.digest:
-            raise BlobDamaged(
-                f"layer {quote(blob.label)}: blob {blob.digest} is damaged: it has digest "
-                f"{digester.digest()}",
-                advice="nothing was published; run 'blobstore repair', then push again",
-            )
-
-    def _note(self, done: int) -> None:
-        """Report progress; bytes that are sent again count once."""
-        if done > self._reported:
-            self._report(done - self._reported, self._blob.label)
-            self._reported = done
-
-    def note_all(self) -> None:
-        """Report the whole blob as done."""
-        self._note(self._blob.size)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError
-from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
+from blobstore.errors import BlobstoreError, ModelNotFound, RemoteRefused
+from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageIndex, RemoteManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor
@@ -43,7 +43,7 @@ def send_referrers(
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    sent = []
+    sent, empty = [], {Digest.of(_EMPTY): _EMPTY}
     for content in contents:
         common = {
             "artifactType": content["artifactType"],
@@ -52,7 +52,7 @@ def send_referrers(
             "subject": _descriptor(root.media_type, root.data),
         }
         manifest = image_manifest(common | content)
-        client.put_manifest(repository, str(manifest.digest), manifest)
+        put_with(client, repository, str(manifest.digest), manifest, empty)
         described = _descriptor(manifest.media_type, manifest.data)
         sent.append(described | {"artifactType": content["artifactType"]})
     if sent:
@@ -63,13 +63,62 @@ def _list_referrers(
     client: RegistryClient, repository: str, root: RemoteManifest, sent: Iterable[dict[str, Any]]
 ) -> None:
     """List manifests under the tag of the signed one, if the registry does not list them itself."""
-    listed = [item.to_json() for item in client.referrers(repository, root.digest)]
-    known = {item["digest"] for item in listed}
+    known = {str(item.digest) for item in client.referrers(repository, root.digest)}
     missing = [item for item in sent if item["digest"] not in known]
     if missing:
+        before = tag_to_extend(client, repository, root.digest.file_name, root)
+        content = before.parse() if before is not None else None
+        index = content.manifests if isinstance(content, ImageIndex) else ()
+        listed = [item.to_json() for item in index]
         value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [*listed, *missing]}
-        index = RemoteManifest.of(OCI_INDEX, strict_json.dumps(value).encode())
-        client.put_manifest(repository, root.digest.file_name, index)
+        longer = RemoteManifest.of(OCI_INDEX, strict_json.dumps(value).encode())
+        client.put_manifest(repository, root.digest.file_name, longer)
+
+
+def tag_to_extend(
+    client: RegistryClient, repository: str, tag: str, root: RemoteManifest
+) -> RemoteManifest | None:
+    """Return the manifest of a tag that a longer one replaces, or None if there is none.
+
+    Some registries refuse tags that do not exist. If the model's manifest can be read, so could that of the
+    tag: then a refusal means that there is none. Otherwise, what the tag lists would be lost.
+
+    Raises:
+        InvalidManifest: it is malformed.
+        RemoteError: the registry cannot be reached, or nothing can be read there.
+    """
+    try:
+        return client.get_manifest(repository, tag)
+    except ModelNotFound:
+        return None
+    except RemoteRefused:
+        client.get_manifest(repository, str(root.digest))
+        return None
+
+
+def put_with(
+    client: RegistryClient,
+    repository: str,
+    reference: str,
+    manifest: RemoteManifest,
+    blobs: Mapping[Digest, bytes],
+) -> None:
+    """Publish a manifest whose small blobs were sent, or the registry said to have.
+
+    Raises:
+        RemoteError: the registry cannot be reached, or refuses it.
+    """
+
+    def send_missing(named: frozenset[str]) -> None:
+        for digest, data in blobs.items():
+            if not named or str(digest) in named:
+                _upload(client, repository, digest, data)
+
+    client.put_manifest(repository, reference, manifest, send_missing)
+
+
+def _upload(client: RegistryClient, repository: str, digest: Digest, data: bytes) -> None:
+    client.upload_blob(repository, digest, len(data), lambda offset: (data[offset:],))
 
 
 def send_blob(
@@ -77,8 +126,8 @@ def send_blob(
 ) -> dict[str, Any]:
     """Give a registry a small blob; return its descriptor."""
     digest = Digest.of(data)
-    if client.blob_size(repository, digest) is None:
-        client.upload_blob(repository, digest, len(data), lambda offset: (data[offset:],))
+    if client.blob_size(repository, digest, for_upload=True) is None:
+        _upload(client, repository, digest, data)
     return _descriptor(media_type, data)
 
 

@@ -20,14 +20,19 @@ from blobstore.errors import (
     BlobDamaged,
     BlobstoreError,
     InvalidSignature,
-    ModelNotFound,
     RemoteError,
 )
 from blobstore.operations.sign import cosign
 from blobstore.operations.sign.bundle import BUNDLE, PREDICATE, decoded
 from blobstore.operations.sign.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
 from blobstore.operations.sign.trust import envelopes, signed_by
-from blobstore.operations.transfer.referrers import image_manifest, send_blob, send_referrers
+from blobstore.operations.transfer.referrers import (
+    image_manifest,
+    put_with,
+    send_blob,
+    send_referrers,
+    tag_to_extend,
+)
 from blobstore.registry.manifest import ImageManifest
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 
@@ -203,14 +208,16 @@ def _send_cosign(
     """Add signatures to those that the tag of a manifest has."""
     tag = cosign.tag_of(root.digest)
     layers: list[dict[str, Any]] = []
-    with contextlib.suppress(ModelNotFound):
-        content = client.get_manifest(repository, tag).parse()
-        if isinstance(content, ImageManifest):
-            layers = [layer.to_json() for layer in content.layers]
+    blobs: dict[Digest, bytes] = {}
+    found = tag_to_extend(client, repository, tag, root)
+    content = found.parse() if found is not None else None
+    if isinstance(content, ImageManifest):
+        layers = [layer.to_json() for layer in content.layers]
     before = len(layers)
     for one in signatures:
         annotations = {ANNOTATION: base64.b64encode(one.signature).decode()}
         layer = send_blob(client, repository, SIMPLE_SIGNING, one.signed)
+        blobs[Digest.of(one.signed)] = one.signed
         layer["annotations"] = annotations
         if layer not in layers:
             layers.append(layer)
@@ -222,5 +229,8 @@ def _send_cosign(
         "config": {},
         "rootfs": {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]},
     }
-    described = send_blob(client, repository, _IMAGE_CONFIG, strict_json.dumps(config).encode())
-    client.put_manifest(repository, tag, image_manifest({"config": described, "layers": layers}))
+    data = strict_json.dumps(config).encode()
+    described = send_blob(client, repository, _IMAGE_CONFIG, data)
+    blobs[Digest.of(data)] = data
+    manifest = image_manifest({"config": described, "layers": layers})
+    put_with(client, repository, tag, manifest, blobs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.registry.credentials import DockerCredentials
+from blobstore.registry.credentials import LoginFiles
 from blobstore.registry.protocol import Login
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
@@ -45,7 +45,7 @@ def test_login_is_checked_and_kept(registry: RawServer, config: Path, text: str)
         f"logged in at {registry.host} as alice; the password is in '{config}'\n"
     )
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
-    assert DockerCredentials().find(registry.host) == LOGIN
+    assert LoginFiles().find(registry.host) == LOGIN
 
 
 def test_wrong_password_is_not_kept(registry: RawServer, config: Path) -> None:
@@ -94,9 +94,11 @@ def test_other_text_than_a_host_is_refused(host: str, command: str) -> None:
 
 
 def test_logout_forgets_the_login(config: Path) -> None:
-    DockerCredentials().store("a.example", LOGIN)
+    LoginFiles().store("a.example", LOGIN)
 
-    assert run("logout", "oci://a.example/").output == "logged out of a.example\n"
+    assert run("logout", "oci://a.example/").output == (
+        f"logged out of a.example; the password was in '{config}'\n"
+    )
     assert json.loads(config.read_text(encoding="utf-8"))["auths"] == {}
     assert run("logout", "a.example").output == "nothing to do: not logged in at a.example\n"
     assert run_json("logout", "a.example") == {"host": "a.example", "removed": False}
@@ -128,7 +130,7 @@ def pushed(protected: Server, store: LocalStore) -> str:
     """Push a model; return its address."""
     put(store, "a", {"x": 1})
     remote = f"{protected.host}/team/a:latest"
-    DockerCredentials().store(protected.host, LOGIN)
+    LoginFiles().store(protected.host, LOGIN)
     run("push", "a", remote)
     return remote
 
@@ -154,9 +156,9 @@ def test_a_login_is_used_by_every_command_that_reads_a_registry(
 def test_without_the_right_password_nothing_is_read(
     pushed: str, protected: Server, command: tuple[str, ...], login: Login | None, advice: str
 ) -> None:
-    DockerCredentials().erase(protected.host)
+    LoginFiles().erase(protected.host)
     if login is not None:
-        DockerCredentials().store(protected.host, login)
+        LoginFiles().store(protected.host, login)
     words = [word.format(pushed) for word in command]
     result = run(*words, exit_code=1)
     assert advice.format(protected.host) in result.stderr
@@ -175,7 +177,7 @@ def test_tokens_give_access_to_some_repositories_and_expire(
 ) -> None:
     put(store, "a", {"x": 1})
     with token_registry(tmp_path / "registry", tokens) as server:
-        DockerCredentials().store(server.host, LOGIN)
+        LoginFiles().store(server.host, LOGIN)
         for name in ("open", "closed"):
             run("push", "a", f"{server.host}/team/{name}")
         tokens.denied.add("team/closed")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.registry.credentials import DockerCredentials, check_user
+from blobstore.registry.credentials import LoginFile, LoginFiles, check_user
 from blobstore.registry.protocol import Login
 
 LOGIN = Login("alice", "se:cret")
@@ -55,20 +55,164 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "kept.json"
 
 
-def docker(folder: Path, **config: Any) -> DockerCredentials:
+def docker(folder: Path, **config: Any) -> LoginFile:
     if config:
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return DockerCredentials(folder)
+    return LoginFile(folder / "config.json")
 
 
-def test_configuration_is_where_docker_looks_for_it(
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Return the files that may have logins, in the order in which they are read, all of them missing."""
+    for name in ("run", "settings", "docker"):
+        (tmp_path / name / "containers").mkdir(parents=True)
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    return {
+        "run": tmp_path / "run/containers/auth.json",
+        "settings": tmp_path / "settings/containers/auth.json",
+        "docker": tmp_path / "docker/config.json",
+    }
+
+
+def packed(user: str) -> dict[str, str]:
+    return {"auth": base64.b64encode(f"{user}:x".encode()).decode()}
+
+
+def write(path: Path, **auths: Any) -> None:
+    path.write_text(json.dumps({"auths": {"a.example": packed(path.parent.name)} | auths}))
+
+
+def test_files_are_read_in_the_order_of_podman(places: dict[str, Path]) -> None:
+    for name in reversed(places):
+        write(places[name])
+        found = LoginFiles().find("a.example")
+        assert found is not None
+        assert found.user == places[name].parent.name
+    assert LoginFiles().find("b.example") is None
+
+
+def test_file_of_the_environment_is_the_only_one(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(places["run"])
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(tmp_path / "own.json"))
+    assert LoginFiles().find("a.example") is None
+
+    assert LoginFiles().store("a.example", LOGIN) == f"'{tmp_path / 'own.json'}'"
+
+    assert LoginFiles().find("a.example") == LOGIN
+
+
+def test_new_login_is_kept_where_the_old_one_was_and_in_dockers_file_otherwise(
+    places: dict[str, Path],
+) -> None:
+    assert LoginFiles().store("b.example", LOGIN) == f"'{places['docker']}'"
+    write(places["settings"])
+    assert LoginFiles().store("a.example", LOGIN) == f"'{places['settings']}'"
+    assert LoginFiles().find("a.example") == LOGIN
+
+
+def test_logout_forgets_the_login_in_all_files(places: dict[str, Path]) -> None:
+    for path in places.values():
+        write(path)
+
+    assert LoginFiles().erase("a.example") == tuple(f"'{path}'" for path in places.values())
+
+    assert LoginFiles().find("a.example") is None
+
+
+def test_docker_reads_its_file_from_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("DOCKER_CONFIG", raising=False)
-    assert DockerCredentials().path == tmp_path / ".docker" / "config.json"
-    monkeypatch.setenv("DOCKER_CONFIG", "/elsewhere")
-    assert DockerCredentials().path == Path("/elsewhere/config.json")
+    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert LoginFiles().store("a.example", LOGIN) == f"'{tmp_path / '.docker/config.json'}'"
+
+
+def test_nothing_is_known_and_nothing_fails_without_a_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+
+    assert LoginFiles().find("a.example") is None
+
+
+def test_file_that_cannot_be_read_does_not_hide_the_others(places: dict[str, Path]) -> None:
+    places["run"].write_text("{")
+    with pytest.raises(BlobstoreError, match="auth.json'"):
+        LoginFiles().find("a.example")
+    write(places["docker"])
+    assert LoginFiles().find("a.example") is not None
+
+
+@pytest.mark.parametrize(
+    ("repository", "user"),
+    [
+        ("teama/x", "teama"),
+        ("teama/deep/x", "deep"),
+        ("teama/deeper/x", "teama"),
+        ("teamb", "teamb"),
+        ("teambuilding/x", "host"),
+        ("", "host"),
+    ],
+)
+def test_login_of_the_longest_path_is_used(tmp_path: Path, repository: str, user: str) -> None:
+    auths = {
+        "a.example/teama": packed("teama"),
+        "a.example": packed("host"),
+        "https://a.example/teama/deep/": packed("deep"),
+        "a.example/teamb": packed("teamb"),
+    }
+
+    found = docker(tmp_path, auths=auths).find("a.example", repository)
+
+    assert found is not None
+    assert found.user == user
+
+
+def test_login_of_another_path_is_no_login(tmp_path: Path) -> None:
+    file = docker(tmp_path, auths={"a.example/teama": packed("teama")})
+
+    assert file.find("a.example", "teamb/x") is None
+    assert file.find("a.example") is None
+    file.store("a.example", LOGIN)
+    assert file.erase("a.example")
+    assert file.find("a.example", "teama/x") is not None
+
+
+def test_user_and_password_are_read_as_fields(tmp_path: Path) -> None:
+    entry = {"username": LOGIN.user, "password": LOGIN.password}
+
+    assert docker(tmp_path, auths={"a.example": entry}).find("a.example") == LOGIN
+
+
+@pytest.mark.parametrize("text", ["", "\ufeff", " \n"])
+def test_empty_configuration_has_no_logins(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+
+    assert docker(tmp_path).find("a.example") is None
+
+
+def test_byte_order_mark_before_a_configuration_is_ignored(tmp_path: Path) -> None:
+    text = json.dumps({"auths": {"a.example": {"auth": PACKED}}})
+    (tmp_path / "config.json").write_text(f"\ufeff{text}", encoding="utf-8")
+
+    assert docker(tmp_path).find("a.example") == LOGIN
+
+
+def test_file_is_used_if_the_helper_is_missing(tmp_path: Path) -> None:
+    credentials = docker(tmp_path, credsStore="gone", auths={"a.example": {"auth": PACKED}})
+
+    assert credentials.find("a.example") == LOGIN
 
 
 def test_there_is_no_login_without_a_configuration(tmp_path: Path) -> None:
@@ -84,6 +228,9 @@ def test_there_is_no_login_without_a_configuration(tmp_path: Path) -> None:
         ("https://ghcr.io/v1/", "ghcr.io"),
         ("localhost:5000", "localhost:5000"),
         ("https://index.docker.io/v1/", "docker.io"),
+        ("registry-1.docker.io", "docker.io"),
+        ("ghcr.io/", "ghcr.io"),
+        ("ghcr.io/v2/", "ghcr.io"),
     ],
 )
 def test_login_is_found_under_every_name_of_its_registry(
@@ -115,7 +262,7 @@ def test_malformed_password_is_an_error_that_does_not_show_it(tmp_path: Path, pa
     assert packed not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 10_000, " " * (2**20 + 1)])
+@pytest.mark.parametrize("text", ["[]", "{", "\x00", "[" * 10_000, " " * (2**20 + 1)])
 def test_malformed_configuration_is_an_error_with_its_path(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
 

@@ -282,7 +282,7 @@ def test_overload_is_transient(status: int) -> None:
         (404, RemoteRefused),
         (405, RemoteRefused),
         (413, RemoteRefused),
-        (416, BlobDamaged),
+        (416, RemoteRefused),
         (501, RemoteError),
         (505, RemoteError),
         (204, RemoteError),

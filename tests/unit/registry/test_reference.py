@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import InvalidDigest, InvalidReference
+from blobstore.errors import InvalidDigest, InvalidReference, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.registry.reference import RemoteReference
+from blobstore.registry.reference import RemoteReference, host_in
 
 DIGEST = Digest.of(b"x")
 
@@ -117,3 +117,15 @@ def test_name_that_no_registry_allows_has_no_address(name: str) -> None:
 def test_address_of_no_name_asks_for_one(address: str) -> None:
     with pytest.raises(InvalidReference, match=f"named '{address}.*; give a NAME"):
         RemoteReference.parse(address).name()
+
+
+@pytest.mark.parametrize(
+    "text", ["oci://user:secret@host/a", "user:secret@host:5000/a", "https://user:secret@host/a"]
+)
+def test_password_in_an_address_is_not_shown(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        RemoteReference.parse(text)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(UsageError) as caught:
+        host_in(text.removesuffix("/a"))
+    assert "secret" not in str(caught.value)

@@ -168,7 +168,7 @@ class Realm:
         return Reply(200, {}, body.encode(), request.url)
 
     def authorizer(self, login: Login | None = LOGIN, base: str = BASE) -> Authorizer:
-        return Authorizer(base, lambda: login, self.fetch, lambda: self.time)
+        return Authorizer(base, lambda _: login, self.fetch, lambda: self.time)
 
 
 def test_nothing_is_sent_before_the_registry_asks() -> None:
@@ -314,10 +314,10 @@ def test_realm_that_sends_no_token_is_an_error(body: str) -> None:
 
 
 def test_credentials_are_looked_up_once_and_only_if_they_are_needed() -> None:
-    calls: list[int] = []
+    calls: list[str] = []
 
-    def find() -> Login:
-        calls.append(1)
+    def find(repository: str) -> Login:
+        calls.append(repository)
         return LOGIN
 
     authorizer = Authorizer(BASE, find, Realm().fetch)
@@ -326,14 +326,48 @@ def test_credentials_are_looked_up_once_and_only_if_they_are_needed() -> None:
     authorizer.learn(BEARER, PULL, None)
     for _ in range(3):
         authorizer.authorization(PULL)
-    assert calls == [1]
+    assert calls == ["a"]
 
 
-def test_error_of_the_lookup_reaches_the_caller() -> None:
-    def find() -> Login:
+def test_requests_go_without_credentials_that_cannot_be_looked_up() -> None:
+    def find(_: str) -> Login:
         raise BlobstoreError("the keychain is locked")
 
     authorizer = Authorizer(BASE, find, Realm().fetch)
+    authorizer.learn(BEARER, PULL, None)
 
-    with pytest.raises(BlobstoreError, match="the keychain is locked"):
-        authorizer.learn(Challenge("basic"), PULL, None)
+    assert authorizer.authorization(PULL) == "Bearer t1"
+    assert authorizer.problem == "the keychain is locked"
+
+
+def test_login_of_one_repository_is_not_used_for_another() -> None:
+    realm = Realm()
+    logins = {"a": LOGIN, "b": Login("bob", "x"), "c": None}
+    authorizer = Authorizer(BASE, logins.get, realm.fetch)
+    authorizer.learn(BEARER, PULL, None)
+
+    for name in logins:
+        authorizer.authorization(frozenset({f"repository:{name}:pull"}))
+
+    sent = [request.headers.get("authorization") for request in realm.requests]
+    assert sent == [LOGIN.basic, Login("bob", "x").basic, None]
+    for other in "bc":
+        both = frozenset({"repository:a:pull,push", f"repository:{other}:pull"})
+        with pytest.raises(RemoteRefused, match="different credentials"):
+            authorizer.authorization(both)
+
+
+def test_password_that_a_realm_refuses_is_sent_once() -> None:
+    calls: list[Request] = []
+
+    def refuse(request: Request, _: int) -> Reply:
+        calls.append(request)
+        raise RemoteRefused("status 401")
+
+    authorizer = Authorizer(BASE, lambda _: LOGIN, refuse)
+    authorizer.learn(BEARER, PULL, None)
+
+    for _ in range(3):
+        with pytest.raises(RemoteRefused, match="status 401"):
+            authorizer.authorization(PULL)
+    assert len(calls) == 1

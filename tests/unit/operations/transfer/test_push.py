@@ -152,10 +152,12 @@ def test_a_registry_that_refuses_many_layers_gets_an_index(
     """Amazon's registry answers 405 to a manifest of more than 500 layers."""
     original = RegistryClient.put_manifest
 
-    def put(self: Any, repository: str, reference: str, manifest: RemoteManifest) -> None:
+    def put(
+        self: Any, repository: str, reference: str, manifest: RemoteManifest, *rest: Any
+    ) -> None:
         if len(json.loads(manifest.data).get("layers", ())) > 500:
             raise RemoteRefused("405 UNSUPPORTED")
-        original(self, repository, reference, manifest)
+        original(self, repository, reference, manifest, *rest)
 
     monkeypatch.setattr(RegistryClient, "put_manifest", put)
     store = LocalStore(tmp_path / "many")
@@ -427,13 +429,13 @@ def test_a_killed_upload_goes_on_where_it_stopped(
         patch.setattr(PushNotes, "keep_session", die)
         push(store, remote, "large", shape="ollama")
     offsets: list[int] = []
-    pieces = pushing._CheckedPieces.__call__
+    pieces = pushing.CheckedPieces.__call__
 
     def recorded(self: Any, offset: int) -> Any:
         offsets.append(offset)
         return pieces(self, offset)
 
-    monkeypatch.setattr(pushing._CheckedPieces, "__call__", recorded)
+    monkeypatch.setattr(pushing.CheckedPieces, "__call__", recorded)
     done = push(store, remote, "large", shape="ollama", verify=True)
     assert [offset for offset in offsets if offset] == [PART]
     assert done.bytes_resumed == PART

@@ -1,0 +1,82 @@
+"""The bytes of a blob on their way to a registry, hashed while they are sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+
+class PushedBlob(NamedTuple):
+    """A blob that the registry must have."""
+
+    digest: Digest
+    size: int
+    label: str
+    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
+    """Returns its bytes from the first one on."""
+
+
+class CheckedPieces:
+    """The bytes of a blob, hashed while they are read once, although they are asked for in parts."""
+
+    def __init__(self, blob: PushedBlob, report: Callable[[int, str], None]) -> None:
+        self._blob = blob
+        self._report = report
+        self._reported = 0
+        self._source: Generator[bytes | memoryview, None, None] | None = None
+        self._digester = Digester()
+        self._piece = memoryview(b"")
+        """The last piece that was read; it ends where the digest does."""
+
+    def close(self) -> None:
+        """Release what the blob's reader holds."""
+        if self._source is not None:
+            self._source.close()
+
+    def __call__(self, offset: int) -> Generator[memoryview, None, None]:
+        """Yield the bytes from ``offset`` on, the last of them only if all are intact.
+
+        Raises:
+            BlobDamaged: the digest differs.
+        """
+        if self._source is None or offset < self._digester.size - len(self._piece):
+            self.close()
+            self._source = self._blob.pieces()
+            self._digester, self._piece = Digester(), memoryview(b"")
+        while offset < self._blob.size:
+            end = self._digester.size
+            if offset < end:
+                yield self._piece[offset - end :]
+                offset = end
+                self._note(end)
+            else:
+                self._read_piece()
+
+    def _read_piece(self) -> None:
+        blob, digester = self._blob, self._digester
+        piece = next(self._source, None) if self._source is not None else None
+        if piece is not None:
+            self._piece = memoryview(piece).cast("B")
+            digester.update(piece)
+        if (piece is None or digester.size >= blob.size) and digester.digest() != blob.digest:
+            raise BlobDamaged(
+                f"layer {quote(blob.label)}: blob {blob.digest} is damaged: it has digest "
+                f"{digester.digest()}",
+                advice="nothing was published; run 'blobstore repair', then push again",
+            )
+
+    def _note(self, done: int) -> None:
+        """Report progress; bytes that are sent again count once."""
+        if done > self._reported:
+            self._report(done - self._reported, self._blob.label)
+            self._reported = done
+
+    def note_all(self) -> None:
+        """Report the whole blob as done."""
+        self._note(self._blob.size)

@@ -1,0 +1,90 @@
+"""Which certificates a registry is trusted by, and which one this client shows to it.
+
+Trust comes from the environment, as with curl, or from the system. As with Docker and Podman, the folder
+``certs.d/HOST[:PORT]`` of a registry adds to it: ``*.crt`` are authorities, and ``NAME.cert`` with ``NAME.key``
+is what the client shows to a server that asks for a certificate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import httpx2
+
+from blobstore.core.escape import quote
+from blobstore.errors import RemoteError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VARIABLES: Final = ("CURL_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables that name a file of certificates; the first that is set counts."""
+_SYSTEM_FOLDERS: Final = (Path("/etc/containers/certs.d"), Path("/etc/docker/certs.d"))
+
+
+def tls_context(host: str) -> ssl.SSLContext:
+    """Return what connections to a registry, ``host[:port]``, trust and show.
+
+    Raises:
+        RemoteError: a file of certificates cannot be used.
+    """
+    context = _trusted()
+    folder = _folder_of(host)
+    if folder is None:
+        return context
+    for path in sorted(folder.iterdir()):
+        with _errors_of(path):
+            if path.suffix == ".crt":
+                context.load_verify_locations(cafile=path)
+            elif path.suffix == ".cert":
+                # Without the function, OpenSSL asks for the password of a key at the terminal.
+                context.load_cert_chain(path, path.with_suffix(".key"), password=lambda: "")
+    return context
+
+
+def certificates_in_use() -> str:
+    """Return which variable names the certificates that are trusted, or which one may."""
+    for variable in (*VARIABLES, "SSL_CERT_DIR"):
+        if path := os.environ.get(variable):
+            return f"{variable} names the certificates to trust: {quote(path)}"
+    return f"{VARIABLES[-1]} names the certificates to trust"
+
+
+def _trusted() -> ssl.SSLContext:
+    """Return the certificates that the environment names, or those of the client."""
+    for variable in VARIABLES:
+        path = os.environ.get(variable)
+        if not path:
+            continue
+        try:
+            return ssl.create_default_context(cafile=path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RemoteError(f"{variable}: {quote(path)}: {reason}") from None
+    folder = os.environ.get("SSL_CERT_DIR")
+    if folder and not Path(folder).is_dir():  # OpenSSL would trust nobody, and not say why
+        raise RemoteError(f"SSL_CERT_DIR: {quote(folder)} is not a folder")
+    return httpx2.create_ssl_context()
+
+
+def _folder_of(host: str) -> Path | None:
+    """Return the first folder for a registry: that of the user, or one of the system."""
+    folders = list(_SYSTEM_FOLDERS)
+    with contextlib.suppress(RuntimeError):  # there is no home folder
+        folders.insert(0, Path.home() / ".config/containers/certs.d")
+    return next((folder / host for folder in folders if (folder / host).is_dir()), None)
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # as SSLError is
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RemoteError(
+            f"the certificate {quote(path)} cannot be used: {quote(reason)}"
+        ) from None

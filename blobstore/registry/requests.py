@@ -1,0 +1,115 @@
+"""What the responses to each request mean, in one table: needed or a hint, and which statuses count.
+
+A request is needed if the command cannot do its job without it: if it is refused, the command ends with one
+error. A hint only saves work. If it is refused or fails, in whatever way, the command goes on as if the answer
+were "there is none", and the next needed request shows whether rights are missing. Real registries answer
+hints with 401, 403, 405 and 500 where the specification says 404.
+
+Statuses of neither kind are judged by :func:`blobstore.registry.protocol.failure`: some are tried again
+(:data:`TRANSIENT`), all others are final. ``push`` and ``Upload`` go another way after some refusals;
+:func:`is_gone` and :func:`names_missing_blobs` say which.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from blobstore.errors import RemoteError
+
+TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which a request is sent again."""
+HINT_ATTEMPTS: Final = 3
+"""How often a hint is sent at most: what it saves is not worth a long wait."""
+KEEPS_METHOD: Final = frozenset({HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT})
+"""Redirects that a request with a body follows, within the registry."""
+ERROR_CODES: Final = frozenset(
+    {
+        "BLOB_UNKNOWN",
+        "BLOB_UPLOAD_INVALID",
+        "BLOB_UPLOAD_UNKNOWN",
+        "DIGEST_INVALID",
+        "MANIFEST_BLOB_UNKNOWN",
+        "MANIFEST_INVALID",
+        "MANIFEST_UNKNOWN",
+        "NAME_INVALID",
+        "NAME_UNKNOWN",
+        "SIZE_INVALID",
+        "UNAUTHORIZED",
+        "DENIED",
+        "UNSUPPORTED",
+        "TOOMANYREQUESTS",
+    }
+)
+"""https://github.com/opencontainers/distribution-spec/blob/v1.1.1/spec.md#error-codes"""
+_UPLOAD_CODES: Final = frozenset({"BLOB_UPLOAD_INVALID", "BLOB_UPLOAD_UNKNOWN"})
+_BLOB_CODES: Final = frozenset({"BLOB_UNKNOWN", "MANIFEST_BLOB_UNKNOWN"})
+_FORM_CODES: Final = frozenset({"MANIFEST_INVALID", "UNSUPPORTED"})
+
+
+class Rule(NamedTuple):
+    """What the responses to one kind of request mean."""
+
+    is_hint: bool
+    success: tuple[int, ...]
+    absent: tuple[int, ...] = ()
+    """The registry says that there is none."""
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The statuses that answer the question."""
+        return self.success + self.absent
+
+
+BASE: Final = Rule(is_hint=False, success=(200,))
+"""GET /v2/: checks a login."""
+TOKEN: Final = Rule(is_hint=False, success=(200,))
+"""GET or POST at the realm of a challenge."""
+MANIFEST: Final = Rule(is_hint=False, success=(200,), absent=(404,))
+"""GET of a manifest."""
+MANIFEST_LOOK: Final = Rule(is_hint=True, success=(200,), absent=(404,))
+"""HEAD of a manifest, before a push and for the IDs of a list."""
+MANIFEST_PUT: Final = Rule(is_hint=False, success=(200, 201, 202, 204))
+"""PUT of a manifest. If a refusal names missing blobs, these are sent, and it is put once more."""
+BLOB: Final = Rule(is_hint=False, success=(200, 206), absent=(404,))
+"""GET of a blob, or of a range of it."""
+BLOB_SIZE: Final = Rule(is_hint=False, success=(200,), absent=(404,))
+"""HEAD of a blob that is read later."""
+BLOB_LOOK: Final = Rule(is_hint=True, success=(200,), absent=(404, 500))
+"""HEAD of a blob before it is sent. Distribution answers with 500 if a full disk has left a part of the blob
+empty, and uploading it again repairs that."""
+MOUNT: Final = Rule(is_hint=True, success=(201,), absent=(202,))
+"""POST that mounts a blob of another repository. 202 begins an upload instead."""
+UPLOAD_START: Final = Rule(is_hint=False, success=(202, 200, 204))
+"""POST of an upload."""
+UPLOAD_PART: Final = Rule(is_hint=False, success=(202, 204, 200, 201))
+"""PATCH of an upload. If it is refused, the blob is sent in one piece."""
+UPLOAD_STATUS: Final = Rule(is_hint=True, success=(204, 202, 200), absent=(404,))
+"""GET of an upload that was interrupted. Without an answer, the upload begins again."""
+UPLOAD_END: Final = Rule(is_hint=False, success=(201, 204, 200))
+"""PUT of an upload. 202 is the answer to a part, so the blob may not be there."""
+TAGS: Final = Rule(is_hint=False, success=(200,), absent=(404,))
+"""GET of a page of the list of tags."""
+REFERRERS: Final = Rule(is_hint=True, success=(200,), absent=(404,))
+"""GET of what refers to a manifest: signatures and compressed forms. Without an answer, a tag may list
+them. A policy that requires a signature refuses a model whose signatures cannot be had."""
+
+
+def is_gone(error: RemoteError) -> bool:
+    """Return whether the refusal of a part or an end says that the upload is not known (any more)."""
+    return error.code in _UPLOAD_CODES or (error.status == HTTPStatus.NOT_FOUND and not error.code)
+
+
+def names_missing_blobs(error: RemoteError) -> bool:
+    """Return whether a manifest is refused because the registry lacks blobs of it."""
+    return error.code in _BLOB_CODES
+
+
+def refuses_form(error: RemoteError) -> bool:
+    """Return whether a manifest is refused for what it is: of another type than the registry takes."""
+    return error.code in _FORM_CODES or error.status in (
+        HTTPStatus.NOT_ACCEPTABLE,
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+    )

@@ -1,0 +1,376 @@
+"""A registry that answers each request of a push and of a pull with every status, one after the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.operations.transfer.push_objects import Pushed
+from blobstore.registry import client as client_module
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.manifest import OCI_INDEX
+from blobstore.registry.protocol import Patience
+from blobstore.store.local import LocalStore
+from tests.support.models import add_blobs, blob
+from tests.support.raw_server import RawServer, Received, reply
+
+STATUSES = (200, 201, 202, 204, 301, 308, 400, 401, 403, 404, 405, 413, 415, 416, 429, 500, 511)
+HINTS = {
+    "look at the tag": ("HEAD", r"/manifests/v1$"),
+    "look at a blob": ("HEAD", r"/blobs/sha256:"),
+    "mount": ("POST", r"mount="),
+    "referrers": ("GET", r"/referrers/"),
+    "tag of signatures": ("GET", r"/manifests/sha256-"),
+}
+NEEDED = {
+    "start of an upload": ("POST", r"/uploads/$"),
+    "end of an upload": ("PUT", r"/uploads/\d+"),
+    "manifest": ("PUT", r"/manifests/v1$"),
+}
+READ = {"manifest": ("GET", r"/manifests/v1$"), "blob": ("GET", r"/blobs/sha256:")}
+
+
+class Registry:
+    """A registry in memory; ``override`` answers first, if it returns something."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[tuple[str, str], bytes] = {}
+        self.manifests: dict[str, tuple[str, bytes]] = {}
+        self.uploads = 0
+        self.override: Callable[[Received], bytes | None] = lambda _: None
+
+    def __call__(self, request: Received) -> bytes:
+        return self.override(request) or self.answer(request)
+
+    def answer(self, request: Received) -> bytes:
+        path, _, query = request.path.partition("?")
+        if match := re.fullmatch(r"/v2/(.+)/blobs/uploads/(\d*)", path):
+            repository, number = match.groups()
+            if not number:
+                self.uploads += 1
+                place = f"/v2/{repository}/blobs/uploads/{self.uploads}"
+                return reply(202, location=place)
+            digest = query.partition("digest=")[2]
+            if request.method == "GET" or str(Digest.of(request.body)) != digest:
+                return reply(404)
+            self.blobs[repository, digest] = request.body
+            return reply(201)
+        if match := re.fullmatch(r"/v2/(.+)/blobs/(.+)", path):
+            data = self.blobs.get((match[1], match[2]))
+            if data is None:
+                return reply(404)
+            if request.method == "HEAD":
+                return reply(200, content_length=len(data))
+            found = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
+            if found is None:
+                return reply(200, data)
+            begin, end = int(found[1]), int(found[2]) + 1
+            return reply(206, data[begin:end], content_range=f"bytes {begin}-{end - 1}/{len(data)}")
+        if match := re.fullmatch(r"/v2/(.+)/manifests/(.+)", path):
+            return self.manifest(request, match[1], match[2])
+        return reply(404)
+
+    def manifest(self, request: Received, repository: str, reference: str) -> bytes:
+        if request.method == "PUT":
+            named = re.findall(r"sha256:[0-9a-f]{64}", request.body.decode())
+            missing = [one for one in named if (repository, one) not in self.blobs]
+            if missing and b'"layers"' in request.body:
+                errors = [{"code": "MANIFEST_BLOB_UNKNOWN", "detail": one} for one in missing]
+                return reply(400, json.dumps({"errors": errors}).encode())
+            kept = request.headers["content-type"], request.body
+            digest = str(Digest.of(request.body))
+            self.manifests[f"{repository}:{reference}"] = kept
+            self.manifests[f"{repository}:{digest}"] = kept
+            return reply(201, docker_content_digest=digest)
+        if f"{repository}:{reference}" not in self.manifests:
+            return reply(404)
+        kind, data = self.manifests[f"{repository}:{reference}"]
+        digest = str(Digest.of(data))
+        if request.method == "HEAD":
+            return reply(
+                200, content_length=len(data), content_type=kind, docker_content_digest=digest
+            )
+        return reply(200, data, content_type=kind, docker_content_digest=digest)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "Patience", lambda: Patience(attempts=2, first=0))
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
+
+
+@pytest.fixture
+def server(registry: Registry) -> Iterator[RawServer]:
+    with RawServer(registry) as server:
+        yield server
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "m", {"x": blob(("x", "U8", (3,), b"abc"))})
+    return store
+
+
+def push(server: RawServer, store: LocalStore, path: str = "a", *, mount: bool = True) -> Pushed:
+    return blobstore.push("m", f"{server.host}/{path}:v1", store=store, shape="ollama", mount=mount)
+
+
+def answer(kind: tuple[str, str], status: int) -> Callable[[Received], bytes | None]:
+    method, pattern = kind
+
+    def override(request: Received) -> bytes | None:
+        is_it = request.method == method and re.search(pattern, request.path)
+        return reply(status, b"{}" * (status != 204)) if is_it else None
+
+    return override
+
+
+def model_bytes(store: LocalStore) -> int:
+    return sum(item.size for item in store.resolve("m").blobs)
+
+
+@pytest.mark.parametrize("kind", HINTS)
+def test_hint_never_ends_a_push_or_a_pull(
+    registry: Registry, server: RawServer, store: LocalStore, tmp_path: Path, kind: str
+) -> None:
+    push(server, store, "first")  # so that there is something to mount
+    for status in STATUSES:
+        if kind == "look at a blob" and status == 200:
+            continue  # it has "{}" there, which is damage
+        path = f"{status}"
+        registry.override = answer(HINTS[kind], status)
+        pushed = push(server, store, path)
+        if kind != "mount" or status != 201:
+            assert pushed.bytes_sent == model_bytes(store)
+            assert pushed.bytes_mounted == pushed.bytes_present == 0
+        else:  # it says to have mounted what it has not
+            assert pushed.bytes_sent == model_bytes(store)
+        other = LocalStore(tmp_path / path)
+        blobstore.pull(f"{server.host}/{path}:v1", "m", store=other)
+        assert other.read_manifest("m") == store.read_manifest("m")
+
+
+@pytest.mark.parametrize("kind", NEEDED)
+def test_needed_request_of_a_push_fails_with_one_line(
+    registry: Registry, server: RawServer, store: LocalStore, kind: str
+) -> None:
+    good = {
+        "start of an upload": (),
+        "end of an upload": (200, 201, 204),
+        "manifest": (200, 201, 202, 204),
+    }
+    for status in STATUSES:
+        if status in good[kind]:
+            continue
+        registry.override = answer(NEEDED[kind], status)
+        with pytest.raises(RemoteError) as caught:
+            push(server, store)
+        assert str(caught.value).isprintable()
+        assert status < 400 or caught.value.status == status
+        assert "a:v1" not in registry.manifests
+    registry.override = lambda _: None
+    push(server, store)
+    assert "a:v1" in registry.manifests
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_needed_request_of_a_pull_fails_with_one_line(
+    registry: Registry, server: RawServer, store: LocalStore, tmp_path: Path, kind: str
+) -> None:
+    push(server, store)
+    other = LocalStore(tmp_path / "other")
+    for status in STATUSES:
+        registry.override = answer(READ[kind], status)
+        with pytest.raises(BlobstoreError) as caught:
+            blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+        assert str(caught.value).isprintable()
+        assert list(other.references()) == []
+    registry.override = lambda _: None
+    blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+    assert other.read_manifest("m") == store.read_manifest("m")
+
+
+@pytest.mark.parametrize("status", [200, 202, 204])
+def test_every_success_of_a_manifest_counts(
+    registry: Registry, server: RawServer, store: LocalStore, status: int
+) -> None:
+    def override(request: Received) -> bytes | None:
+        is_put = request.method == "PUT" and "/manifests/" in request.path
+        return registry.answer(request).replace(b" 201 ", b" %d " % status) if is_put else None
+
+    registry.override = override
+    push(server, store)
+    assert "a:v1" in registry.manifests
+
+
+def test_registry_that_stored_another_manifest_is_an_error(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    wrong = str(Digest.of(b"other"))
+    registry.override = lambda request: (
+        reply(201, docker_content_digest=wrong)
+        if request.method == "PUT" and "/manifests/" in request.path
+        else None
+    )
+    with pytest.raises(BlobstoreError, match="the registry stored"):
+        push(server, store)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_blobs_that_a_registry_only_claims_to_have_are_sent(
+    registry: Registry, server: RawServer, store: LocalStore, named: bool
+) -> None:
+    sizes = {str(item.digest): item.size for item in store.resolve("m").blobs}
+
+    def override(request: Received) -> bytes | None:
+        digest = request.path.rpartition("/")[2]
+        if request.method == "HEAD" and digest in sizes:
+            return reply(200, content_length=sizes[digest])
+        if request.method == "PUT" and "/manifests/" in request.path and not named:
+            answer = registry.answer(request)
+            return (
+                answer
+                if b" 201 " in answer
+                else reply(400, b'{"errors": [{"code": "MANIFEST_BLOB_UNKNOWN"}]}')
+            )
+        return None
+
+    registry.override = override
+    pushed = push(server, store)
+
+    assert (pushed.bytes_sent, pushed.bytes_present) == (model_bytes(store), 0)
+    assert "a:v1" in registry.manifests
+
+
+def test_upload_that_is_forgotten_for_ever_is_given_up(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    registry.override = answer(NEEDED["end of an upload"], 404)
+    with pytest.raises(RemoteError, match="status 404"):
+        push(server, store)
+
+
+def test_start_of_an_upload_may_be_redirected_within_the_registry(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    def override(request: Received) -> bytes | None:
+        if request.method == "POST" and not request.path.endswith("?here"):
+            return reply(308, location=f"{request.path.partition('?')[0]}?here")
+        return None
+
+    registry.override = override
+    push(server, store)
+    registry.override = lambda request: (
+        reply(308, location="http://127.0.0.1:1/x") if request.method == "POST" else None
+    )
+    with pytest.raises(RemoteError, match="to another server"):
+        push(server, store, "b")
+
+
+def test_proxy_that_drops_the_port_is_named(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    registry.override = lambda request: (
+        reply(202, location="http://127.0.0.1/v2/a/blobs/uploads/1")
+        if request.method == "POST"
+        else None
+    )
+    with pytest.raises(RemoteError, match=r"Host \$http_host"):
+        push(server, store)
+
+
+def test_nothing_is_mounted_if_the_user_says_so(server: RawServer, store: LocalStore) -> None:
+    push(server, store, "first")
+    push(server, store, "second", mount=False)
+
+    assert not [one for one in server.requests if "mount=" in one.path]
+
+
+def test_small_parts_pass_a_proxy_that_limits_requests(
+    server: RawServer, registry: Registry
+) -> None:
+    sizes: list[int] = []
+    sent = bytearray()
+    data = bytes(range(250))
+
+    def override(request: Received) -> bytes | None:
+        if request.method in ("PATCH", "PUT"):
+            sizes.append(len(request.body))
+            sent.extend(request.body)
+            if len(request.body) > 100:
+                return reply(413)
+            last = f"0-{len(sent) - 1}"
+            status = 202 if request.method == "PATCH" else 201
+            return reply(status, location="/v2/a/blobs/uploads/1", range=last)
+        return None
+
+    registry.override = override
+    with RegistryClient(server.host, part_size=100) as client:
+        client.upload_blob("a", Digest.of(data), len(data), lambda offset: (data[offset:],))
+    assert sizes == [100, 100, 50, 0]
+    assert sent == data
+    with (
+        RegistryClient(server.host) as client,
+        pytest.raises(RemoteRefused, match="--part-size 1MiB") as caught,
+    ):
+        client.upload_blob("a", Digest.of(data), len(data), lambda offset: (data[offset:],))
+    assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/octet-stream", "text/plain; x=y"]
+)
+def test_manifest_with_a_general_content_type_is_what_it_says(
+    registry: Registry, server: RawServer, store: LocalStore, tmp_path: Path, kind: str
+) -> None:
+    blobstore.push("m", f"{server.host}/a:v1", store=store)
+    registry.manifests = {name: (kind, data) for name, (_, data) in registry.manifests.items()}
+    other = LocalStore(tmp_path / "other")
+    blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+    assert other.read_manifest("m") == store.read_manifest("m")
+
+
+def test_page_in_place_of_a_manifest_is_named_with_its_address_and_type(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    registry.manifests["a:v1"] = ("text/html", b"<html>")
+    with pytest.raises(BlobstoreError, match=r"manifest '127.*/a:v1': .* as 'text/html'"):
+        blobstore.pull(f"{server.host}/a:v1", "m", store=store)
+
+
+def test_refused_form_brings_up_the_shape_for_images(
+    registry: Registry, server: RawServer, store: LocalStore
+) -> None:
+    body = b'{"errors": [{"code": "MANIFEST_INVALID", "message": "\\u001b[2J"}]}'
+    registry.override = lambda request: (
+        reply(400, body) if request.method == "PUT" and "/manifests/" in request.path else None
+    )
+    with pytest.raises(RemoteRefused, match="'--shape image'") as caught:
+        push(server, store)
+    assert (caught.value.status, caught.value.code) == (400, "MANIFEST_INVALID")
+
+
+def test_list_of_referrers_is_found_by_its_tag_if_a_proxy_answers(
+    registry: Registry, server: RawServer
+) -> None:
+    digest = Digest.of(b"x")
+    index = b'{"schemaVersion": 2, "mediaType": "%s", "manifests": []}' % OCI_INDEX.encode()
+    registry.manifests[f"a:{digest.file_name}"] = (OCI_INDEX, index)
+    registry.override = lambda request: (
+        reply(200, b"<html>") if "/referrers/" in request.path else None
+    )
+    with RegistryClient(server.host) as client:
+        assert client.referrers("a", digest) == ()
+    assert server.requests[-1].path.endswith(digest.file_name)
