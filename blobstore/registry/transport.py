@@ -107,14 +107,12 @@ class Transport:
         """
         rule = request.rule
         try:
-            for attempt in self.retry(HINT_ATTEMPTS if rule.is_hint else None):
-                with attempt:
-                    reply = self.exchange(request, limit)
-                    return reply if reply.status in rule.success else None
+            reply = self._repeated(request, limit, HINT_ATTEMPTS if rule.is_hint else None)
         except RemoteError:
             if not (rule.is_hint and self._has_answered):
                 raise
-        return None
+            return None
+        return reply if reply.status in rule.success else None
 
     def fetch(self, request: Request, limit: int = 0) -> Reply:
         """Send a request, again if it fails, and return its response with ``limit`` bytes at most.
@@ -122,9 +120,13 @@ class Transport:
         Raises:
             RemoteError: the registry cannot be reached, refuses, or sends more.
         """
+        return self._repeated(request, limit, None)
+
+    def _repeated(self, request: Request, limit: int, attempts: int | None) -> Reply:
+        """Send a request until it succeeds; the main thread stops waiting if the process is to end."""
 
         def exchange() -> Reply:
-            for attempt in self.retry():
+            for attempt in self.retry(attempts):
                 with attempt:
                     return self.exchange(request, limit)
             raise AssertionError("unreachable")
