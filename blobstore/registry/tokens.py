@@ -3,25 +3,33 @@
 A registry says with its first response of status 401 what it wants. From then on, a request is sent with
 authorization at once. The credentials are looked up when they are needed first, because that may start a
 credential helper which asks the user.
+
+A login that the registry has rejected is not sent again, as that may lock an account. Until the registry has
+accepted a password, one request at a time sends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, RemoteRefused
 from blobstore.registry import protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from blobstore.registry.protocol import Challenge, Login, Reply, Request
 
 _RENEWED: Final = 0.8
 """Share of a token's lifetime after which it is replaced."""
+_ACCEPTING: Final = frozenset({*range(200, 400), HTTPStatus.NOT_FOUND})
+"""Statuses of which a password is known to be right. Overloaded servers may not have looked at it."""
 
 
 class Authorizer:
@@ -50,11 +58,44 @@ class Authorizer:
         self._challenge: Challenge | None = None
         self._logins: dict[str, Login | None] = {}
         self._refusals: dict[tuple[Challenge, frozenset[str]], RemoteRefused] = {}
+        self._accepted: set[str] = set()
+        """The logins that have given access to something, as :attr:`Login.basic` writes them."""
+        self._rejected: dict[str, RemoteRefused] = {}
+        self._trial = threading.Lock()  # whoever holds it sends a password that may be wrong
         self.problem = ""
         """Why credentials could not be looked up; requests go without them then."""
         self._wider: dict[frozenset[str], frozenset[str]] = {}
         self._tokens: dict[tuple[Challenge, frozenset[str]], tuple[str, float]] = {}
         self._lock = threading.Lock()  # one token is fetched at a time; the others wait for it
+
+    @contextlib.contextmanager
+    def authorized(self, scopes: frozenset[str]) -> Iterator[str | None]:
+        """Give a block that sends one request its header ``Authorization``. Raises as :meth:`authorization`."""
+        header = self.authorization(scopes)
+        with contextlib.ExitStack() as stack:
+            if _is_password(header) and header not in self._accepted:
+                stack.enter_context(self._trial)
+                header = self.authorization(scopes)
+                if header in self._accepted:
+                    stack.close()
+            yield header
+
+    def judge(self, header: str | None, status: int) -> None:
+        """Take note of what a request with a header ``Authorization`` was answered with."""
+        if header is None or not _is_password(header):
+            return
+        if status == HTTPStatus.UNAUTHORIZED:
+            host = self._base.partition("://")[2]
+            self._reject(
+                header,
+                RemoteRefused(
+                    f"login at {quote(host)}: status {status}",
+                    advice=f"the credentials for {host} give no access to it",
+                    status=status,
+                ),
+            )
+        elif status in _ACCEPTING:
+            self._accepted.add(header)
 
     def authorization(self, scopes: frozenset[str]) -> str | None:
         """Return the header ``Authorization`` for a request that needs ``scopes``.
@@ -69,11 +110,13 @@ class Authorizer:
             if challenge is None:
                 return None
             login = self._login(scopes)
+            if login is not None and login.basic in self._rejected:
+                raise copy.copy(self._rejected[login.basic])
             if challenge.scheme == "basic":
                 return login.basic if login else None
             scopes = self._wider.get(scopes, scopes)
             key = challenge, scopes
-            if key in self._refusals:  # a password is not tried again: that may lock its user out
+            if key in self._refusals:
                 raise copy.copy(self._refusals[key])
             header, renewed = self._tokens.get(key, ("", 0.0))
             if not header or self._clock() >= renewed:
@@ -82,7 +125,11 @@ class Authorizer:
                     token = protocol.token_of(self._fetch(request, protocol.MAX_TOKEN).body)
                 except RemoteRefused as error:
                     self._refusals[key] = error
+                    if login is not None and error.status == HTTPStatus.UNAUTHORIZED:
+                        self._reject(login.basic, error)
                     raise
+                if login is not None:
+                    self._accepted.add(login.basic)
                 header, renewed = f"Bearer {token.value}", self._clock() + token.lifetime * _RENEWED
                 self._tokens[key] = header, renewed
             return header
@@ -122,6 +169,11 @@ class Authorizer:
             protocol.check_secrecy(self._base, protocol.host_of(self._base))
         return login
 
+    def _reject(self, header: str, error: RemoteRefused) -> None:
+        """Send a login no more; if it has given access before, others of its requests are still sent."""
+        if header not in self._accepted:
+            self._rejected.setdefault(header, error)
+
     def _login_of(self, repository: str) -> Login | None:
         if repository not in self._logins:
             self._logins[repository] = None
@@ -130,3 +182,7 @@ class Authorizer:
             except (BlobstoreError, OSError) as error:
                 self.problem = str(error)
         return self._logins[repository]
+
+
+def _is_password(header: str | None) -> bool:
+    return header is not None and header.startswith("Basic ")

@@ -247,8 +247,9 @@ class Transport:
         if request.is_for_token or not protocol.has_same_origin(url, self.base):
             return self._send(client, request, url, None)
         for _ in range(_MAX_CHALLENGES):
-            authorization = self._authorizer.authorization(request.scopes)
-            response = self._send(client, request, url, authorization)
+            with self._authorizer.authorized(request.scopes) as authorization:
+                response = self._send(client, request, url, authorization)
+                self._authorizer.judge(authorization, response.status_code)
             text = ", ".join(response.headers.get_list("www-authenticate"))
             challenge = protocol.challenge_of(text) if text else None
             if response.status_code != HTTPStatus.UNAUTHORIZED or challenge is None:
