@@ -9,7 +9,7 @@ import numpy as np
 from blobstore.compression.chunks import Pipeline
 from blobstore.compression.delta import codec as delta
 from blobstore.compression.entropy import Coder, encode_plane
-from blobstore.compression.transforms import delta_transform, transforms_for, width_of
+from blobstore.compression.transforms import IDENTITY, delta_transform, transforms_for, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,8 @@ _NOISE: Final = 1 << 4
 """A plane is noise if a Huffman code saves less than one byte in so many."""
 _FEW_VALUES: Final = 1 << 2
 """A plane that a Huffman code shrinks to this fraction may have only two values."""
+_TINY: Final = 1 << 4
+"""A delta is tiny if it takes less than one byte in so many."""
 _SLICES: Final = 4
 
 
@@ -63,8 +65,19 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
     is_typed = dtype is not None
-    sample = _sample(chunk, size, width)
+    differences = None
     tried: list[tuple[float, Pipeline]] = []
+    if base is not None:
+        # Deltas have many small planes, whose overhead a sample does not show.
+        delta_of_type = delta_transform(dtype, settings.delta)
+        differences = delta_of_type.encode(chunk, base)
+        if differences is not None and _TINY * len(differences[0]) < len(chunk):
+            # Nothing comes near it, and no coder finds more in it: rough estimates will do.
+            identity = IDENTITY[width]
+            sample = _sample(chunk, size // _TINY, width)
+            alone, pipeline = _try(identity, [sample], len(sample), settings, is_typed=is_typed)
+            return Choice([Pipeline(delta_of_type, [()]), pipeline], alone, differences)
+    sample = _sample(chunk, size, width)
     for group in transforms_for(dtype):
         for transform in group:
             planes = transform.encode(sample, None)
@@ -72,13 +85,8 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
                 tried.append(_try(transform, planes, len(sample), settings, is_typed=is_typed))
                 break
     alone = min(ratio for ratio, _ in tried)
-    differences = None
-    if base is not None:
-        # Deltas have many small planes, whose overhead a sample does not show.
-        delta_of_type = delta_transform(dtype, settings.delta)
-        differences = delta_of_type.encode(chunk, base)
-        if differences is not None:
-            tried.append(_try(delta_of_type, differences, len(chunk), settings, is_typed=is_typed))
+    if differences is not None:
+        tried.append(_try(delta_of_type, differences, len(chunk), settings, is_typed=is_typed))
     least = min(ratio for ratio, _ in tried)
     best = next(
         pipeline
