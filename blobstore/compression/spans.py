@@ -126,7 +126,7 @@ def _merged(one: Span, two: Span) -> Span | None:
         or two.base_begin != one.base_begin + one.size
         or one.size + two.size > _MAX_MERGED
         or two.dtype not in {None, dtype}
-        or not one.factors == two.factors == one.same_as == two.same_as is None
+        or any(item is not None for item in (one.factors, two.factors, one.same_as, two.same_as))
         or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
     ):
         return None

@@ -28,7 +28,10 @@ class Choice(NamedTuple):
     pipelines: list[Pipeline]
     """The best first; a chunk uses the first one that is applicable to it."""
     ratio_alone: float
-    """The ratio of the encoded size to the size if a sample is encoded without its base."""
+    """The ratio of the encoded size to the size if a sample is encoded without its base.
+
+    It is 1 where the delta is so small that this does not matter.
+    """
     planes: Sequence[Bytes] | None = None
     """The planes of the chunk by the first pipeline, if they were needed for the choice."""
 
@@ -72,11 +75,9 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
         delta_of_type = delta_transform(dtype, settings.delta)
         differences = delta_of_type.encode(chunk, base)
         if differences is not None and _TINY * len(differences[0]) < len(chunk):
-            # Nothing comes near it, and no coder finds more in it: rough estimates will do.
-            identity = IDENTITY[width]
-            sample = _sample(chunk, size // _TINY, width)
-            alone, pipeline = _try(identity, [sample], len(sample), settings, is_typed=is_typed)
-            return Choice([Pipeline(delta_of_type, [()]), pipeline], alone, differences)
+            # Nothing comes near it, and no coder finds more in it.
+            others = [Pipeline(IDENTITY[width], [()])]
+            return Choice([Pipeline(delta_of_type, [()]), *others], 1.0, differences)
     sample = _sample(chunk, size, width)
     for group in transforms_for(dtype):
         for transform in group:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import Span
+from blobstore.compression.spans import Span, merge_small
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes
@@ -150,7 +150,7 @@ class Cold:
         written: list[bytes] = []
         encode(
             [whole(after)],
-            spans,
+            merge_small(spans),
             lambda piece: written.append(bytes(piece)),
             level=self._level,
             digest=_ANY_DIGEST,

@@ -9,6 +9,7 @@ alike, and share one Huffman code.
 from __future__ import annotations
 
 import struct
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -74,9 +75,10 @@ def encode(
     fields, packed, at, start = [], [], 0, 0
     for count, size in zip(counts, sizes, strict=True):
         mine = gaps[at : at + count]
+        low = 0
         if count:
             mine[0] = ranks[at] - start
-        low = _low_bits_for(mine)
+            low = _low_bits_for(int(mine.sum()) // count)
         fields.append((count << _LOW_BITS | low).to_bytes(_FIELD, "little"))
         if low:
             packed.append(_pack(mine, low))
@@ -132,11 +134,8 @@ def decode(stored: memoryview, sizes: Sequence[int]) -> tuple[Array, list[int]]:
     return ranks, [count for count, _ in classes]
 
 
-def _low_bits_for(gaps: Array) -> int:
-    """Return the number of low bits that suits the gaps of a class."""
-    if not len(gaps):
-        return 0
-    mean = int(gaps.sum()) // len(gaps)
+def _low_bits_for(mean: int) -> int:
+    """Return the number of low bits that suits the mean gap of a class."""
     return min(max(mean.bit_length() - _HIGH_BITS, 0), _MAX_LOW)
 
 
@@ -203,6 +202,7 @@ def _unpack(stored: memoryview, low: int, count: int) -> Array:
     return spread.reshape(-1)[:count]
 
 
+@cache
 def _shifts(low: int) -> Array:
     """Return where the low bits of eight gaps begin in a word; they have at most 56 bits."""
     return np.arange(0, 8 * low, low, dtype=np.uint64)

@@ -274,6 +274,8 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
 
 def _block_starts(sizes: Sequence[int], bits: int) -> list[int]:
     """Return the offsets in a packed plane where a class begins in any of its bit positions."""
+    if len(sizes) == 1:
+        return []
     total = sum(sizes)
     part = -(-total * bits // 8)
     starts: list[int] = []
