@@ -192,33 +192,40 @@ def measure(codec: Codec, before: Sequence[Array], after: Sequence[Array]) -> Me
     return Measured(sum(map(len, stored)), encoded, decoded)
 
 
+def report(before: Sequence[Array], after: Sequence[Array], count: int) -> None:
+    """Print the table of a step."""
+    before, after = joined(before), joined(after)
+    least, nbytes = bound(before, after), sum(one.nbytes for one in before)
+    rounds: dict[str, list[Measured]] = {name: [] for name in CODECS}
+    for _ in range(count):
+        for name, codec in CODECS.items():
+            rounds[name].append(measure(codec, before, after))
+    print(
+        f"\n{nbytes / 1e6:.1f} MB in {len(before)} tensors, "
+        f"{changed(before, after):.2%} of the elements differ, bound {least:,.0f} bytes\n"
+    )
+    print("| codec | bytes | of the bound | of slime | encode GB/s | decode GB/s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, taken in rounds.items():
+        size = taken[0].size
+        print(
+            f"| {name} | {size:,} | {size / least:.2f} | {size / rounds['slime'][0].size:.2f} "
+            f"| {nbytes / min(one.encode for one in taken) / 1e9:.2f} "
+            f"| {nbytes / min(one.decode for one in taken) / 1e9:.2f} |",
+            flush=True,
+        )
+
+
 def main() -> None:
-    """Print a table for each rate."""
+    """Print the tables of all tensors at each rate, and of the largest one, whose chunks are whole."""
     options = arguments(__doc__)
     tensors = masters(options.scale)
-    before = joined([bits(tensor) for tensor in tensors])
-    nbytes = sum(one.nbytes for one in before)
+    before = [bits(tensor) for tensor in tensors]
+    largest = max(range(len(tensors)), key=lambda number: tensors[number].size)
     for share in RATES:
-        after = joined(step(tensors, share))
-        least = bound(before, after)
-        rounds: dict[str, list[Measured]] = {name: [] for name in CODECS}
-        for _ in range(options.rounds):
-            for name, codec in CODECS.items():
-                rounds[name].append(measure(codec, before, after))
-        print(
-            f"\n{nbytes / 1e6:.1f} MB of bf16, {changed(before, after):.2%} of elements differ, "
-            f"bound {least:,.0f} bytes\n"
-        )
-        print("| codec | bytes | of the bound | of slime | encode GB/s | decode GB/s |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for name, taken in rounds.items():
-            size = taken[0].size
-            print(
-                f"| {name} | {size:,} | {size / least:.2f} | {size / rounds['slime'][0].size:.2f} "
-                f"| {nbytes / min(one.encode for one in taken) / 1e9:.2f} "
-                f"| {nbytes / min(one.decode for one in taken) / 1e9:.2f} |",
-                flush=True,
-            )
+        after = step(tensors, share)
+        report(before, after, options.rounds)
+        report([before[largest]], [after[largest]], options.rounds)
 
 
 if __name__ == "__main__":
