@@ -76,8 +76,8 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
         differences = delta_of_type.encode(chunk, base)
         if differences is not None and _TINY * len(differences[0]) < len(chunk):
             # Nothing comes near it, and no coder finds more in it.
-            others = [Pipeline(IDENTITY[width], [()])]
-            return Choice([Pipeline(delta_of_type, [()]), *others], 1.0, differences)
+            transforms = delta_of_type, IDENTITY[width]
+            return Choice([Pipeline(item, [()]) for item in transforms], 1.0, differences)
     sample = _sample(chunk, size, width)
     for group in transforms_for(dtype):
         for transform in group:

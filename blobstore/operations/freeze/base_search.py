@@ -93,14 +93,13 @@ class BaseFinder:
                 candidates[kind] = self._candidates(kind, similar)
             found = {
                 other: self._saved_and_left(reference, other)
-                for other in candidates[kind]
+                for other in dict.fromkeys([*candidates[kind], *([base] if base else [])])
                 if other != reference
             }
             gains[reference] = {other: saved for other, (saved, _) in found.items() if saved > 0}
             if base is not None:
                 least = min((left for saved, left in found.values() if saved > 0), default=math.inf)
-                left = (found.get(base) or self._saved_and_left(reference, base))[1]
-                if left <= _MANY_TIMES * least:
+                if found[base][1] <= _MANY_TIMES * least:
                     named[reference] = base
         return choose_bases(named, gains)
 
