@@ -25,6 +25,7 @@ from blobstore.compression.delta.groups import (
     gather,
     group,
     has_classes,
+    indexes_of,
     scatter,
 )
 from blobstore.compression.entropy import Coder, decode_plane, encode_plane
@@ -246,16 +247,20 @@ def _sampled(
 def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
     classes, parts, at = _parse_head(stored)
     bodies = _split(stored[at:], parts, predicted.itemsize)
-    if classes.many == 1 and parts[0][1] > planes.Form.GAPS:
-        _decode_listed(*parts[0][1:3], bodies[0][0], predicted, out)
-        return
-    stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
     sizes, groups, even = [len(predicted)], None, len(predicted) & ~1
     if classes.many > 1:
         if not has_classes(dtype):
             raise ColdDamaged(f"differences of {dtype.value} cannot have classes")
         groups = group(predicted[:even], dtype, classes)
         sizes = _with_rest(groups, len(predicted) - even)
+    if any(part[1] > planes.Form.GAPS for part in parts):
+        ranks, differences = _decode_sparse(sizes, parts, bodies, predicted.dtype)
+        places = ranks if groups is None else indexes_of(ranks, groups)
+        elements = predicted[places] + differences
+        np.copyto(out, predicted)
+        out[places] = elements
+        return
+    stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
     _decode_stream(stream.view(f"<i{predicted.itemsize}"), sizes, parts, bodies)
     difference = stream
     if groups is not None:
@@ -263,17 +268,6 @@ def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) 
         scatter(stream[:even], groups, difference[:even])
         difference[even:] = stream[even:]
     np.add(predicted, difference, out=out)
-
-
-def _decode_listed(
-    form: int, escapes: int, stored: list[tuple[int, memoryview]], predicted: Array, out: Array
-) -> None:
-    """Decode a chunk of one class whose differences are listed: what is equal takes no time."""
-    dtype = np.dtype(f"<i{predicted.itemsize}")
-    places, differences = listed.decode(form, stored, escapes, [len(predicted)], dtype)
-    elements = predicted[places] + differences.view(predicted.dtype)
-    np.copyto(out, predicted)
-    out[places] = elements
 
 
 def _with_rest(groups: Groups, rest: int) -> list[int]:
@@ -363,14 +357,35 @@ def _split(
 
 def _decode_stream(stream: Array, sizes: list[int], parts: list[Any], bodies: list[Any]) -> None:
     number = position = 0
+    for (count, form, _, _), (stored, escaped) in zip(parts, bodies, strict=True):
+        size = sum(sizes[number : number + count])
+        number += count
+        segment = stream[position : position + size]
+        position += size
+        planes.decode(form, iter(stored), np.frombuffer(escaped, stream.dtype), segment)
+
+
+def _decode_sparse(
+    sizes: list[int], parts: list[Any], bodies: list[Any], dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Return the differences that may not be zero, and their numbers in the order of the classes.
+
+    The equal elements take no time. Classes in which most elements differ are small.
+    """
+    signed = np.dtype(f"<i{dtype.itemsize}")
+    ranks, differences = [], []
+    number = position = 0
     for (count, form, escapes, _), (stored, escaped) in zip(parts, bodies, strict=True):
         within = sizes[number : number + count]
         number += count
-        segment = stream[position : position + sum(within)]
-        position += len(segment)
+        size = sum(within)
         if form > planes.Form.GAPS:
-            places, differences = listed.decode(form, stored, escapes, within, stream.dtype)
-            segment[:] = 0
-            segment[places] = differences
+            places, found = listed.decode(form, stored, escapes, within, signed)
+            places += position
         else:
-            planes.decode(form, iter(stored), np.frombuffer(escaped, stream.dtype), segment)
+            places, found = np.arange(position, position + size), np.empty(size, signed)
+            planes.decode(form, iter(stored), np.frombuffer(escaped, signed), found)
+        position += size
+        ranks.append(places)
+        differences.append(found)
+    return np.concatenate(ranks), np.concatenate(differences).view(dtype)

@@ -13,7 +13,6 @@ import numpy as np
 from blobstore.compression.delta import gaps, planes
 from blobstore.compression.delta.planes import Form, Segment, coded_plane, escaped_plane
 from blobstore.compression.entropy import Coder, Method, Plane, decode_plane, encode_plane
-from blobstore.compression.scratch import scratch
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
@@ -117,6 +116,6 @@ def decode(
         split = np.empty((dtype.itemsize, escapes), np.uint8)
         decode_plane(*inner.pop(), split.data)
         escaped = split.T.copy().view(dtype).ravel()
-    differences = scratch("delta listed", len(ranks) * dtype.itemsize).view(dtype)
+    differences = np.empty(len(ranks), dtype)
     planes.decode(form - Form.GAPS, iter(inner), escaped, differences)
     return ranks, differences

@@ -313,6 +313,20 @@ def head(first: int, classes: int, *segments: tuple[int, int, int]) -> bytes:
     return struct.pack("<BBB", first, classes, len(segments)) + packed
 
 
+def listed(method: int, *planes: bytes) -> bytes:
+    """Return planes behind their table; ``method`` is that of the first one."""
+    table = [
+        struct.pack("<BI", 0 if number else method, len(plane))
+        for number, plane in enumerate(planes)
+    ]
+    return b"".join([*table, *planes])
+
+
+def places(count: int) -> bytes:
+    """Return the places of the first elements of a single class."""
+    return (count << 3).to_bytes(3, "little") + struct.pack("<BI", 0, count) + bytes(count)
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
@@ -325,6 +339,15 @@ def head(first: int, classes: int, *segments: tuple[int, int, int]) -> bytes:
         (head(0, 2, (1, 0, 0)), "do not have 2 classes"),
         (head(0, 1), "do not have 1 classes"),
         (head(0, 1, (1, 12, 0)), "unknown form 12"),
+        (head(0, 1, (1, 16, 0)), "unknown form 16"),
+        (head(0, 1, (1, 28, 0)), "unknown form 28"),
+        (head(0, 1, (1, 19, 0)) + listed(1, b"", b""), "method 1"),
+        (head(0, 1, (1, 19, 0)) + listed(0, b"", b""), "truncated"),
+        (head(0, 1, (1, 19, 0)) + listed(0, places(1), b"\1\1"), "raw plane has 2 bytes"),
+        (head(0, 1, (1, 19, 2)) + listed(0, places(1), b"\1", b"\1\1\1\1"), "2 escaped"),
+        (head(0, 1, (1, 19, 1)) + listed(0, places(1), b"\1", b"\1\1"), "0 escape codes for 1"),
+        (head(0, 1, (1, 20, 1)) + listed(0, places(1), b"\1", b"\1\1"), "without escapes"),
+        (head(0, 1, (1, 22, 0)) + listed(0, places(1), *[b"\1"] * 3), "3 planes"),
         (head(0, 1, (1, 0, 0xFFFFFFFF)), "truncated"),
         (head(0, 1, (1, 0, 1)) + b"ab", "1 escaped differences in a form without escapes"),
         (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 1, 0xFFFFFFFF), "truncated"),
