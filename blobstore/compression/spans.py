@@ -14,10 +14,15 @@ from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Final
 
     from typing_extensions import Buffer
 
     from blobstore.core.tensor import DType
+
+
+_MAX_MERGED: Final = 1 << 16
+"""Bytes of spans that are merged, at most: who reads one of them decodes all."""
 
 
 class Span(NamedTuple):
@@ -87,3 +92,42 @@ def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
             same = other if other != number and np.array_equal(mine, theirs) else None
         marked.append(span._replace(same_as=same))
     return marked
+
+
+def merge_small(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans, with small neighbours merged that are neighbours in the base, too.
+
+    Each span takes an entry of the table and tables of codes, which outweigh the differences of small
+    tensors. Only spans of one type are merged; untyped ones, such as headers, suit any type.
+    """
+    originals = {span.same_as for span in spans}
+    merged: list[Span] = []
+    numbers: list[int] = []
+    """The new number of each span."""
+    for number, span in enumerate(spans):
+        is_alone = number in originals or (merged and numbers[-1] in originals)
+        both = None if is_alone or not merged else _merged(merged[-1], span)
+        if both is not None:
+            merged[-1] = both
+        else:
+            merged.append(span)
+        numbers.append(len(merged) - 1)
+    return [
+        span if span.same_as is None else span._replace(same_as=numbers[span.same_as])
+        for span in merged
+    ]
+
+
+def _merged(one: Span, two: Span) -> Span | None:
+    """Return the span of both, or None if they cannot be one span."""
+    dtype = two.dtype if one.dtype is None else one.dtype
+    if (
+        one.base_begin is None
+        or two.base_begin != one.base_begin + one.size
+        or one.size + two.size > _MAX_MERGED
+        or two.dtype not in {None, dtype}
+        or any(item is not None for item in (one.factors, two.factors, one.same_as, two.same_as))
+        or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
+    ):
+        return None
+    return Span(one.size + two.size, dtype, base_begin=one.base_begin)

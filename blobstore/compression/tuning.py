@@ -9,7 +9,7 @@ import numpy as np
 from blobstore.compression.chunks import Pipeline
 from blobstore.compression.delta import codec as delta
 from blobstore.compression.entropy import Coder, encode_plane
-from blobstore.compression.transforms import delta_transform, transforms_for, width_of
+from blobstore.compression.transforms import IDENTITY, delta_transform, transforms_for, width_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,10 @@ class Choice(NamedTuple):
     pipelines: list[Pipeline]
     """The best first; a chunk uses the first one that is applicable to it."""
     ratio_alone: float
-    """The ratio of the encoded size to the size if a sample is encoded without its base."""
+    """The ratio of the encoded size to the size if a sample is encoded without its base.
+
+    It is 1 where the delta is so small that this does not matter.
+    """
     planes: Sequence[Bytes] | None = None
     """The planes of the chunk by the first pipeline, if they were needed for the choice."""
 
@@ -55,6 +58,8 @@ _NOISE: Final = 1 << 4
 """A plane is noise if a Huffman code saves less than one byte in so many."""
 _FEW_VALUES: Final = 1 << 2
 """A plane that a Huffman code shrinks to this fraction may have only two values."""
+_TINY: Final = 1 << 4
+"""A delta is tiny if it takes less than one byte in so many."""
 _SLICES: Final = 4
 
 
@@ -63,8 +68,17 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
     is_typed = dtype is not None
-    sample = _sample(chunk, size, width)
+    differences = None
     tried: list[tuple[float, Pipeline]] = []
+    if base is not None:
+        # Deltas have many small planes, whose overhead a sample does not show.
+        delta_of_type = delta_transform(dtype, settings.delta)
+        differences = delta_of_type.encode(chunk, base)
+        if differences is not None and _TINY * len(differences[0]) < len(chunk):
+            # Nothing comes near it, and no coder finds more in it.
+            transforms = delta_of_type, IDENTITY[width]
+            return Choice([Pipeline(item, [()]) for item in transforms], 1.0, differences)
+    sample = _sample(chunk, size, width)
     for group in transforms_for(dtype):
         for transform in group:
             planes = transform.encode(sample, None)
@@ -72,13 +86,8 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
                 tried.append(_try(transform, planes, len(sample), settings, is_typed=is_typed))
                 break
     alone = min(ratio for ratio, _ in tried)
-    differences = None
-    if base is not None:
-        # Deltas have many small planes, whose overhead a sample does not show.
-        delta_of_type = delta_transform(dtype, settings.delta)
-        differences = delta_of_type.encode(chunk, base)
-        if differences is not None:
-            tried.append(_try(delta_of_type, differences, len(chunk), settings, is_typed=is_typed))
+    if differences is not None:
+        tried.append(_try(delta_of_type, differences, len(chunk), settings, is_typed=is_typed))
     least = min(ratio for ratio, _ in tried)
     best = next(
         pipeline

@@ -29,21 +29,26 @@ def _chunk(data: bytes, start: list[int], layout: int) -> list[int]:
     first, classes, segments = data[:3]
     heads = [struct.unpack_from("<BBI", data, 3 + 6 * number) for number in range(segments)]
     at = 3 + 6 * segments
-    counts = [{0: 0, 1: 1, 2: 1, 3: 1}.get(form, form - 3) for _, form, _ in heads]
+    counts = [_plane_count(form, escapes) for _, form, escapes in heads]
     tables = [struct.unpack_from("<BI", data, at + 5 * number) for number in range(sum(counts))]
     at += 5 * sum(counts)
     order = _order(start, layout, first, classes)
     result, decoded, number = list(start), 0, 0
     for (many, form, escapes), count in zip(heads, counts, strict=True):
-        places = [place for group in order[decoded : decoded + many] for place in group]
+        groups = order[decoded : decoded + many]
         decoded += many
         planes = []
         for method, size in tables[number : number + count]:
-            plane = data[at : at + size]
-            planes.append(zstandard.decompress(plane) if method else plane)
+            planes.append((method, data[at : at + size]))
             at += size
         number += count
         width = _WIDTHS[layout]
+        places = [place for group in groups for place in group]
+        if form > 16:
+            found = _listed(form, [len(group) for group in groups], planes, escapes, width)
+            for place, difference in zip(places, found, strict=True):
+                result[place] = (start[place] + difference) % (1 << 8 * width)
+            continue
         end = at + escapes * width
         escaped = [
             int.from_bytes(data[place : place + width], "little") for place in range(at, end, width)
@@ -90,22 +95,77 @@ def _order(start: list[int], layout: int, first: int, classes: int) -> list[list
     return order
 
 
-def _segment(form: int, size: int, planes: list[bytes], escaped: list[int]) -> list[int]:
+def _plane_count(form: int, escapes: int) -> int:
+    if form > 16:
+        return 1 + _plane_count(form - 16, 0) + (escapes > 0)
+    return form - 3 if form > 3 else min(form, 1)
+
+
+def _plane(method: int, stored: bytes, size: int) -> bytes:
+    if method == 2:
+        bits = "".join(f"{byte:08b}" for byte in stored[2:])[:size]
+        return bytes(stored[int(bit)] for bit in bits)
+    return zstandard.decompress(stored) if method else stored
+
+
+def _segment(
+    form: int, size: int, planes: list[tuple[int, bytes]], escaped: list[int]
+) -> list[int]:
     if form == 0:
         return [0] * size
     if form > 3:
+        bytewise = [_plane(*plane, size) for plane in planes]
         return [
-            sum(_signed(plane[place], 8) << 8 * number for number, plane in enumerate(planes))
+            sum(_signed(plane[place], 8) << 8 * number for number, plane in enumerate(bytewise))
             for place in range(size)
         ]
     bits = 1 << form
-    part = len(planes[0])
-    codes = [
-        _signed(planes[0][place % part] >> bits * (place // part), bits) for place in range(size)
-    ]
+    part = -(-size * bits // 8)
+    packed = _plane(*planes[0], part)
+    assert len(packed) == part
+    codes = [_signed(packed[place % part] >> bits * (place // part), bits) for place in range(size)]
     rest = iter(escaped)
     found = [next(rest) if escaped and code == -(1 << bits - 1) else code for code in codes]
     assert not list(rest)
+    return found
+
+
+def _listed(
+    form: int, sizes: list[int], planes: list[tuple[int, bytes]], escapes: int, width: int
+) -> list[int]:
+    (method, stored), *planes = planes
+    assert method == 0
+    fields = [int.from_bytes(stored[at : at + 3], "little") for at in range(0, 3 * len(sizes), 3)]
+    at = 3 * len(sizes)
+    method, high_size = struct.unpack_from("<BI", stored, at)
+    at += 5
+    highs = iter(_plane(method, stored[at : at + high_size], 0))
+    at += high_size
+    places, begin = [], 0
+    for field, size in zip(fields, sizes, strict=True):
+        count, low = field >> 3, field & 7
+        end = at + -(-count * low // 8)
+        bits = int.from_bytes(stored[at:end], "little")
+        at, place = end, -1
+        for number in range(count):
+            high = byte = next(highs)
+            while byte == 255:
+                byte = next(highs)
+                high += byte
+            place += 1 + (high << low) + (bits >> low * number & ((1 << low) - 1))
+            assert place < size
+            places.append(begin + place)
+        begin += size
+    assert at == len(stored)
+    assert not list(highs)
+    escaped = []
+    if escapes:
+        split = _plane(*planes.pop(), escapes * width)
+        escaped = [int.from_bytes(split[number::escapes], "little") for number in range(escapes)]
+    found = [0] * begin
+    listed = _segment(form - 16, len(places), planes, escaped)
+    for place, difference in zip(places, listed, strict=True):
+        found[place] = difference
     return found
 
 

@@ -34,6 +34,17 @@ def tuned(seed: int, of: int, count: int = COUNT, step: float = 2e-5) -> bytes:
     return (base + steps).astype(ml_dtypes.bfloat16).tobytes()
 
 
+def steps(seed: int, of: int, many: int, count: int = COUNT) -> list[bytes]:
+    """Return what :func:`weights` are after each of several steps; a step changes about 1 % of them."""
+    masters = np.random.default_rng(of).standard_normal(count, dtype=np.float32) * np.float32(0.02)
+    random = np.random.default_rng(seed)
+    found = []
+    for _ in range(many):
+        masters += random.standard_normal(count, dtype=np.float32) * np.float32(5e-7)
+        found.append(masters.astype(ml_dtypes.bfloat16).tobytes())
+    return found
+
+
 def layer(name: str, data: bytes) -> bytes:
     """Return a blob of bf16 numbers."""
     return blob((name, "BF16", (len(data) // 2,), data))

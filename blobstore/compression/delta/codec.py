@@ -3,8 +3,8 @@
 Elements are compared as integers. The bits of floats of one sign sort like their values, so a step of
 a few units in the last place is a difference of a few, even across powers of two. Subtraction wraps
 around, so any bit pattern has one difference from any other. Differences are grouped by the exponent
-of the prediction (`groups`), and each group is stored in the form that suits it (`planes`). If many elements
-are equal, blocks of equal elements are omitted first. The caller supplies the prediction: the elements
+of the prediction (`groups`), and each group is stored in the form that suits it (`planes`). If few elements
+differ, these are listed (`listed`). If they are in few blocks, blocks of equal elements are omitted first. The caller supplies the prediction: the elements
 of a base, or what low-rank factors predict from them (`low_rank`). The bytes are specified in
 docs/cold-format.md.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta import planes
+from blobstore.compression.delta import gaps, listed, planes
 from blobstore.compression.delta.groups import (
     MAX_CLASSES,
     Classes,
@@ -25,6 +25,7 @@ from blobstore.compression.delta.groups import (
     gather,
     group,
     has_classes,
+    indexes_of,
     scatter,
 )
 from blobstore.compression.entropy import Coder, decode_plane, encode_plane
@@ -32,7 +33,7 @@ from blobstore.compression.scratch import scratch
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from typing import Final
 
     from blobstore.compression.delta.groups import Groups
@@ -64,10 +65,14 @@ class DeltaSettings(NamedTuple):
     """The fraction of a chunk that classes must save, because they double the decoding time."""
     coders: Sequence[Coder]
     """Coders to try on each plane."""
+    sparse: float
+    """Elements that differ are listed only if they are at most this fraction of each block with any."""
+    sparse_classes: int
+    """Exponent classes at most if they are listed."""
 
 
-FAST: Final = DeltaSettings(6, 0.17, (Coder.HUFFMAN,))
-SMALL: Final = DeltaSettings(8, 0.0, (Coder.HUFFMAN, Coder.ZSTD))
+FAST: Final = DeltaSettings(6, 0.17, (Coder.HUFFMAN,), 0.12, 1)
+SMALL: Final = DeltaSettings(8, 0.0, (Coder.HUFFMAN, Coder.ZSTD), 0.25, MAX_CLASSES)
 
 
 def as_elements(data: Any, dtype: DType) -> Array:
@@ -85,7 +90,16 @@ def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSe
         dtype: the type of both.
         settings: the effort to make.
     """
-    changed = _changed(chunk, predicted)
+    differs = scratch("delta differs", len(chunk)).view(np.bool)
+    np.not_equal(chunk, predicted, out=differs)
+    many = int(np.count_nonzero(differs))
+    if (places := _scattered(differs, many, settings.sparse)) is not None:
+        stored = _encode_listed(chunk, predicted, places, settings.coders)
+        if settings.sparse_classes > 1 and has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
+            in_classes = _encode_all(chunk, predicted, dtype, settings, is_sparse=True)
+            stored = min(stored, in_classes, key=len)
+        return stored
+    changed = _changed(differs) if 2 * many <= len(chunk) else None
     if changed is None:
         return _encode_all(chunk, predicted, dtype, settings)
     inner = _encode_all(_blocks(chunk, changed), _blocks(predicted, changed), dtype, settings)
@@ -134,17 +148,31 @@ def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array)
     out[whole:] = inner[len(inner) - rest :]
 
 
-def _changed(chunk: Array, predicted: Array) -> Array | None:
-    """Return a mask of the blocks that differ, or None if (nearly) all or none of them do."""
-    step = max(len(chunk) // _SAMPLE, 1)
-    if len(chunk) < _LEAST_GROUPED or 2 * np.count_nonzero(
-        chunk[::step] == predicted[::step]
-    ) * step < len(chunk):
+def _scattered(differs: Array, many: int, limit: float) -> Array | None:
+    """Return the indexes of the ``many`` elements that differ if they are few and scattered."""
+    if not 0 < many <= limit * len(differs):
         return None
-    whole = len(chunk) - len(chunk) % _BLOCK
-    differs = (chunk[:whole] != predicted[:whole]).view(np.uint64).reshape(-1, _BLOCK // 8)
-    changed: Array = np.bitwise_or.reduce(differs, axis=1) != 0
+    places = gaps.nonzero(differs)
+    numbers = places // _BLOCK
+    blocks = 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
+    return places if many <= limit * min(blocks * _BLOCK, len(differs)) else None
+
+
+def _changed(differs: Array) -> Array | None:
+    """Return a mask of the blocks that differ, or None if (nearly) all or none of them do."""
+    if len(differs) < _LEAST_GROUPED:
+        return None
+    whole = len(differs) - len(differs) % _BLOCK
+    words = differs[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
+    changed: Array = np.bitwise_or.reduce(words, axis=1) != 0
     return changed if 0 < np.count_nonzero(changed) < _MOST * len(changed) else None
+
+
+def _encode_listed(chunk: Array, predicted: Array, places: Array, coders: Sequence[Coder]) -> bytes:
+    """Encode a chunk as one class, and list the differences, which are at ``places``."""
+    differences = (chunk[places] - predicted[places]).view(f"<i{chunk.itemsize}")
+    segment = listed.encode(differences, places, [len(chunk)], None, coders)
+    return _joined(Classes(0, 1), [(1, segment)])
 
 
 def _blocks(elements: Array, changed: Array) -> Array:
@@ -154,10 +182,18 @@ def _blocks(elements: Array, changed: Array) -> Array:
     return np.concatenate([kept, elements[whole:]])
 
 
-def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:
+def _encode_all(
+    chunk: Array,
+    predicted: Array,
+    dtype: DType,
+    settings: DeltaSettings,
+    *,
+    is_sparse: bool = False,
+) -> bytes:
+    """Encode all differences; if they are sparse, those of some classes may be listed."""
     difference = scratch("delta difference", chunk.nbytes).view(chunk.dtype)
     np.subtract(chunk, predicted, out=difference)
-    classes, segments = _chosen(difference, predicted, dtype, settings)
+    classes, segments = _chosen(difference, predicted, dtype, settings, is_sparse=is_sparse)
     stream, sizes = difference, [len(chunk)]
     if classes.many > 1:
         even = len(chunk) & ~1
@@ -171,13 +207,22 @@ def _encode_all(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSet
 
 
 def _chosen(
-    difference: Array, predicted: Array, dtype: DType, settings: DeltaSettings
+    difference: Array,
+    predicted: Array,
+    dtype: DType,
+    settings: DeltaSettings,
+    *,
+    is_sparse: bool,
 ) -> tuple[Classes, list[tuple[int, int]]]:
     """Return the classes to use, several only if they save enough, and the form of each segment."""
     if not difference.any():
         return Classes(0, 1), [(1, planes.Form.ZERO)]
-    classes, histogram = _sampled(difference, predicted, dtype, settings.classes)
+    many = settings.sparse_classes if is_sparse else settings.classes
+    classes, histogram = _sampled(difference, predicted, dtype, many)
     costs = histogram.costs()
+    if is_sparse:
+        costs = np.hstack([costs, histogram.listed_costs()])
+        return classes, planes.choose(costs, difference.itemsize)
     if settings.min_gain and classes.many > 1:
         together = histogram.merged().costs()
         if costs.min(axis=1).sum() > (1 - settings.min_gain) * together.min():
@@ -201,14 +246,22 @@ def _sampled(
 
 def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) -> None:
     classes, parts, at = _parse_head(stored)
-    stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
+    bodies = _split(stored[at:], parts, predicted.itemsize)
     sizes, groups, even = [len(predicted)], None, len(predicted) & ~1
     if classes.many > 1:
         if not has_classes(dtype):
             raise ColdDamaged(f"differences of {dtype.value} cannot have classes")
         groups = group(predicted[:even], dtype, classes)
         sizes = _with_rest(groups, len(predicted) - even)
-    _decode_stream(stored[at:], stream.view(f"<i{predicted.itemsize}"), sizes, parts)
+    if any(part[1] > planes.Form.GAPS for part in parts):
+        ranks, differences = _decode_sparse(sizes, parts, bodies, predicted.dtype)
+        places = ranks if groups is None else indexes_of(ranks, groups)
+        elements = predicted[places] + differences
+        np.copyto(out, predicted)
+        out[places] = elements
+        return
+    stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
+    _decode_stream(stream.view(f"<i{predicted.itemsize}"), sizes, parts, bodies)
     difference = stream
     if groups is not None:
         difference = scratch("delta difference", predicted.nbytes).view(predicted.dtype)
@@ -229,16 +282,23 @@ def _encode_stream(
     segments: list[tuple[int, int]],
     coders: Sequence[Coder],
 ) -> bytes:
-    heads, tables, bodies = [], [], []
+    encoded = []
     at = number = 0
     for count, form in segments:
         within = sizes[number : number + count]
         number += count
         end = at + sum(within)
-        segment = planes.encode(stream[at:end], within, form, coders)
+        encode = listed.encode_segment if form > planes.Form.GAPS else planes.encode
+        encoded.append((count, encode(stream[at:end], within, form, coders)))
         at = end
-        escapes = len(segment.escaped) // stream.itemsize
-        heads.append(_SEGMENT.pack(count, segment.form, escapes))
+    return _joined(classes, encoded)
+
+
+def _joined(classes: Classes, segments: Sequence[tuple[int, planes.Segment]]) -> bytes:
+    """Return the bytes of segments, each with its number of classes."""
+    heads, tables, bodies = [], [], []
+    for count, segment in segments:
+        heads.append(_SEGMENT.pack(count, segment.form, segment.escapes))
         tables += [_PLANE.pack(plane.method, plane.size) for plane in segment.planes]
         bodies += [*(plane.data for plane in segment.planes), segment.escaped]
     return b"".join([_HEAD.pack(*classes, len(heads)), *heads, *tables, *bodies])
@@ -260,7 +320,7 @@ def _parse_head(stored: memoryview) -> tuple[Classes, list[tuple[int, int, int, 
         )
     parts = []
     for count, form, escapes in heads:
-        plane_count = planes.planes_of(form)
+        plane_count = planes.planes_of(form, escapes)
         table = [
             _PLANE.unpack_from(stored, at + _PLANE.size * number) for number in range(plane_count)
         ]
@@ -269,8 +329,15 @@ def _parse_head(stored: memoryview) -> tuple[Classes, list[tuple[int, int, int, 
     return classes, parts, at
 
 
-def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: list[Any]) -> None:
-    at = number = position = 0
+def _split(
+    body: memoryview, parts: list[Any], width: int
+) -> list[tuple[list[tuple[int, memoryview]], memoryview]]:
+    """Return the planes and the escapes of each segment.
+
+    Raises:
+        ColdDamaged: the chunk ends too early or too late.
+    """
+    at = 0
 
     def taken(size: int) -> memoryview:
         nonlocal at
@@ -279,14 +346,46 @@ def _decode_stream(body: memoryview, stream: Array, sizes: list[int], parts: lis
         at += size
         return body[at - size : at]
 
-    for count, form, escapes, table in parts:
-        size = sum(sizes[number : number + count])
-        number += count
-        stored_planes: Iterator[tuple[int, memoryview]] = iter(
-            [(method, taken(stored)) for method, stored in table]
-        )
-        escaped = np.frombuffer(taken(escapes * stream.itemsize), stream.dtype)
-        planes.decode(form, stored_planes, escaped, stream[position : position + size])
-        position += size
+    bodies = []
+    for _, form, escapes, table in parts:
+        stored = [(method, taken(size)) for method, size in table]
+        bodies.append((stored, taken(escapes * width if form < planes.Form.GAPS else 0)))
     if at != len(body):
         raise ColdDamaged(f"a chunk of differences has {len(body) - at} bytes too many")
+    return bodies
+
+
+def _decode_stream(stream: Array, sizes: list[int], parts: list[Any], bodies: list[Any]) -> None:
+    number = position = 0
+    for (count, form, _, _), (stored, escaped) in zip(parts, bodies, strict=True):
+        size = sum(sizes[number : number + count])
+        number += count
+        segment = stream[position : position + size]
+        position += size
+        planes.decode(form, iter(stored), np.frombuffer(escaped, stream.dtype), segment)
+
+
+def _decode_sparse(
+    sizes: list[int], parts: list[Any], bodies: list[Any], dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    """Return the differences that may not be zero, and their numbers in the order of the classes.
+
+    The equal elements take no time. Classes in which most elements differ are small.
+    """
+    signed = np.dtype(f"<i{dtype.itemsize}")
+    ranks, differences = [], []
+    number = position = 0
+    for (count, form, escapes, _), (stored, escaped) in zip(parts, bodies, strict=True):
+        within = sizes[number : number + count]
+        number += count
+        size = sum(within)
+        if form > planes.Form.GAPS:
+            places, found = listed.decode(form, stored, escapes, within, signed)
+            places += position
+        else:
+            places, found = np.arange(position, position + size), np.empty(size, signed)
+            planes.decode(form, iter(stored), np.frombuffer(escaped, signed), found)
+        position += size
+        ranks.append(places)
+        differences.append(found)
+    return np.concatenate(ranks), np.concatenate(differences).view(dtype)

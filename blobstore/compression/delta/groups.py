@@ -155,6 +155,22 @@ def scatter(stream: Array, groups: Groups, out: Array) -> None:
     out.view(pair)[groups.order] = pairs
 
 
+def indexes_of(ranks: Array, groups: Groups) -> Array:
+    """Return the indexes of elements by their numbers in the order of :func:`gather`, ascending.
+
+    An odd last element, which is behind the groups, keeps its number.
+    """
+    starts, ends = np.array(groups.runs).reshape(-1, 2).T
+    behind = np.cumsum(ends - starts)
+    many = len(groups.order)
+    grouped = ranks[: ranks.searchsorted(2 * many)]
+    runs = behind.searchsorted(grouped, "right")
+    lanes = grouped + (ends - behind)[runs]
+    is_second = lanes >= many
+    lanes -= many * is_second
+    return np.append(2 * groups.order[lanes] + is_second, ranks[len(grouped) :])
+
+
 def _exponents(base: Array, dtype: DType) -> Array:
     shift, mask = _EXPONENTS[dtype]
     shifted = scratch("delta shifted", base.nbytes).view(base.dtype)

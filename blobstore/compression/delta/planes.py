@@ -30,18 +30,24 @@ _WASTED_BITS: Final = 0.04
 """Excess of a symbol's code over its entropy; it also represents decoding time."""
 _SEGMENT_BITS: Final = 1000
 """Cost of a segment, most of which represents decoding time."""
+_PLACES_BITS: Final = 24
+"""Cost of a class whose nonzero differences are listed, besides the gaps between them."""
 _LEAST_BLOCK: Final = 1 << 10
 """Minimum size of a block with its own Huffman table, in bytes."""
 
 
 class Form(enum.IntEnum):
-    """The form of a segment; from ``BYTES`` on, ``form - BYTES + 1`` planes of bytes."""
+    """The form of a segment; from ``BYTES`` on, ``form - BYTES + 1`` planes of bytes.
+
+    Behind ``GAPS``, the nonzero differences are listed in the form ``form - GAPS`` (`listed`).
+    """
 
     ZERO = 0
     CRUMBS = 1
     NIBBLES = 2
     ESCAPED = 3
     BYTES = 4
+    GAPS = 16
 
 
 _BYTE: Final = 8
@@ -55,19 +61,28 @@ class Segment(NamedTuple):
 
     form: int
     planes: list[Plane]
-    escaped: bytes
-    """The differences that the plane replaces with an escape code."""
+    escapes: int = 0
+    """The number of differences that are replaced with an escape code."""
+    escaped: bytes = b""
+    """These differences, unless they are a plane."""
 
 
-def planes_of(form: int) -> int:
-    """Return the number of planes of a form.
+def planes_of(form: int, escapes: int = 0) -> int:
+    """Return the number of planes of a form with so many escapes.
 
     Raises:
         ColdDamaged: there is no such form.
     """
-    if form >= Form.BYTES + 8:
+    inner = form - Form.GAPS if form > Form.GAPS else form
+    if inner >= Form.BYTES + 8:
         raise ColdDamaged(f"differences have the unknown form {form}")
-    return max(form - Form.BYTES + 1, min(form, 1))
+    count = max(inner - Form.BYTES + 1, min(inner, 1))
+    return count if inner == form else 1 + count + (escapes > 0)
+
+
+def largest(form: int) -> int:
+    """Return the largest difference that a form with escapes has a code for."""
+    return (1 << (_BITS[form] - 1)) - 1
 
 
 class Histogram(NamedTuple):
@@ -104,7 +119,26 @@ class Histogram(NamedTuple):
         return Histogram(self.small.sum(axis=0, keepdims=True), planes)
 
     def costs(self) -> Array:
-        """Estimate the bits of each class in each form except `ZERO`."""
+        """Estimate the bits of each class in the forms from `CRUMBS` to `BYTES`."""
+        return self._costs(_BYTE * len(self.bytes))
+
+    def listed_costs(self) -> Array:
+        """Estimate the bits of each class in these forms behind the places of nonzero differences."""
+        zeros = self.small[:, 128]
+        listed = Histogram(self.small.copy(), [values.copy() for values in self.bytes])
+        for values, zero in [(listed.small, 128), *((values, 0) for values in listed.bytes)]:
+            values[:, zero] = np.maximum(values[:, zero] - zeros, 0)
+        sizes, nonzero = self.bytes[0].sum(axis=1), listed.bytes[0].sum(axis=1)
+        entropy = xlogx(sizes) - xlogx(nonzero) - xlogx(sizes - nonzero)
+        places = _code_bits(entropy, nonzero) + _PLACES_BITS
+        costs: Array = listed._costs(_BYTE) + places[:, None]
+        # If most differences are 1 and -1, codes of one bit and two are too long for single symbols.
+        ones = listed.small[:, 127] + listed.small[:, 129]
+        excess = ones * (0.5 + np.log2(np.maximum(ones, 1) / np.maximum(nonzero, 1)))
+        costs[:, Form.ESCAPED - 1 :] += np.maximum(excess, 0)[:, None]
+        return costs
+
+    def _costs(self, escape_bits: int) -> Array:
         width, sizes = len(self.bytes), self.bytes[0].sum(axis=1)
         logs = xlogx(self.small)
         costs = np.full((len(sizes), len(_BITS)), np.inf)
@@ -115,7 +149,7 @@ class Histogram(NamedTuple):
                 escapes = np.maximum(sizes - self.small[:, inside].sum(axis=1), 0)
                 entropy = xlogx(sizes) - logs[:, inside].sum(axis=1) - xlogx(escapes)
                 codes = _code_bits(entropy, sizes * bits / _BYTE)
-                costs[:, form - 1] = codes + _BYTE * width * escapes
+                costs[:, form - 1] = codes + escape_bits * escapes
         costs[:, -1] = _WASTED_BITS * sizes  # even an empty plane takes time
         for values in self.bytes:
             used = (values > 0).sum(axis=1)
@@ -128,7 +162,8 @@ def choose(costs: Array, width: int) -> list[tuple[int, int]]:
     """Return the number of classes and the form of each segment.
 
     Args:
-        costs: the bits of each class in each form, as :meth:`Histogram.costs` returns them.
+        costs: the bits of each class in each form, as :meth:`Histogram.costs` returns them; those of
+            :meth:`Histogram.listed_costs` may follow.
         width: bytes of a difference.
     """
     total, came = costs[0], []
@@ -142,7 +177,9 @@ def choose(costs: Array, width: int) -> list[tuple[int, int]]:
         forms.append(int(origin[forms[-1]]))
     segments: list[tuple[int, int]] = []
     for choice in reversed(forms):
-        form = choice + 1 if choice + 1 < Form.BYTES else Form.BYTES + width - 1
+        form = choice % len(_BITS) + 1
+        form = form if form < Form.BYTES else Form.BYTES + width - 1
+        form += Form.GAPS * (choice // len(_BITS))
         count = segments.pop()[0] if segments and segments[-1][1] == form else 0
         segments.append((count + 1, form))
     return segments
@@ -168,34 +205,42 @@ def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence
     Args:
         differences: the differences of some classes.
         sizes: the number of differences in each class.
-        form: the form from :func:`choose`.
+        form: the form from :func:`choose`, up to `GAPS`.
         coders: the coders to try on the planes; the second only if the first saves much.
     """
     if form == Form.ZERO:
-        return Segment(form, [], b"")
+        return Segment(form, [])
     if form >= Form.BYTES:
         planes, starts, rest = [], _block_starts(sizes, 8), differences
         for number in range(differences.itemsize):
             low = rest.astype(np.int8)
-            planes.append(_coded(low.view(np.uint8), starts, coders))
+            planes.append(coded_plane(low.view(np.uint8), starts, coders))
             if number + 1 < differences.itemsize:
                 rest = (rest - low) >> 8
                 if not rest.any():
                     break
-        return Segment(Form.BYTES + len(planes) - 1, planes, b"")
-    bits = _BITS[form]
-    half = (1 << (bits - 1)) - 1
+        return Segment(Form.BYTES + len(planes) - 1, planes)
+    plane, places = escaped_plane(differences, sizes, form, coders)
+    return Segment(form, [plane], len(places), differences[places].tobytes())
+
+
+def escaped_plane(
+    differences: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]
+) -> tuple[Plane, Array]:
+    """Return the plane of a form with escapes, and the places of these."""
+    bits, half = _BITS[form], largest(form)
     unsigned = np.dtype(f"<u{differences.itemsize}")
     outside = (differences + differences.dtype.type(half)).view(unsigned) > 2 * half
     places = np.flatnonzero(outside)
     small = differences.astype(np.int8)
     small[places] = -half - 1
-    plane = _coded(_pack(small.view(np.uint8), bits), _block_starts(sizes, bits), coders)
-    return Segment(form, [plane], differences[places].tobytes())
+    return coded_plane(
+        _pack(small.view(np.uint8), bits), _block_starts(sizes, bits), coders
+    ), places
 
 
 def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, out: Array) -> None:
-    """Decode differences into ``out``.
+    """Decode differences of a form up to `GAPS` into ``out``.
 
     Raises:
         ColdDamaged: a plane is damaged, or the number of escape codes is wrong.
@@ -229,6 +274,8 @@ def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, 
 
 def _block_starts(sizes: Sequence[int], bits: int) -> list[int]:
     """Return the offsets in a packed plane where a class begins in any of its bit positions."""
+    if len(sizes) == 1:
+        return []
     total = sum(sizes)
     part = -(-total * bits // 8)
     starts: list[int] = []
@@ -238,7 +285,8 @@ def _block_starts(sizes: Sequence[int], bits: int) -> list[int]:
     return starts
 
 
-def _coded(plane: Array, starts: Sequence[int], coders: Sequence[Coder]) -> Plane:
+def coded_plane(plane: Array, starts: Sequence[int], coders: Sequence[Coder]) -> Plane:
+    """Return a stored plane that does not reference ``plane``; blocks of their own begin at ``starts``."""
     coded = encode_plane(plane.data, coders[:1], block_starts=starts)
     if len(coders) > 1 and coded.size < len(plane) // 3:  # it may have long repetitions
         coded = min(coded, encode_plane(plane.data, coders[1:]), key=lambda one: one.size)

@@ -35,7 +35,7 @@ from blobstore.errors import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
-from blobstore.operations.archive.plan import MAX_UNCOMPRESSED, plan_members, read_models
+from blobstore.operations.archive.plan import plan_members, read_models
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.blob_encoder import (
     BlobEncoder,
@@ -277,7 +277,7 @@ class _ArchiveWriter:
                 if not is_hot:
                     raise self._fault(planned) from None
                 slot.clear()
-        if blob.size <= MAX_UNCOMPRESSED:
+        if planned.is_too_small:
             return None
         with contextlib.ExitStack() as files:
             if is_hot:

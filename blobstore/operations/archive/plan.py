@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
-MAX_UNCOMPRESSED: Final = 4096
-"""Bytes of a blob that is too small to be compressed."""
+_MAX_UNCOMPRESSED: Final = 4096
+"""Bytes of a blob that is too small to be compressed alone."""
+MAX_WITHOUT_BASE: Final = 512
+"""Bytes of a blob that is too small to be compressed with a base either."""
 
 
 class PlannedMember(NamedTuple):
@@ -40,6 +42,12 @@ class PlannedMember(NamedTuple):
     """The cold form that is to be copied."""
     base: BlobId | None = None
     """The base of the cold form, or the base to try."""
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether the blob is too small to be compressed."""
+        limit = _MAX_UNCOMPRESSED if self.base is None else MAX_WITHOUT_BASE
+        return self.blob.size <= limit
 
 
 def read_models(store: LocalStore, references: Sequence[Reference]) -> list[ArchivedModel]:
@@ -145,7 +153,7 @@ def _plan_deltas(
 ) -> None:
     """Plan bases for hot blobs, among the blobs of the models."""
     if all(
-        member.cold is not None or member.blob.size <= MAX_UNCOMPRESSED
+        member.cold is not None or member.blob.size <= MAX_WITHOUT_BASE
         for member in members.values()
     ):
         return
@@ -164,9 +172,9 @@ def _plan_deltas(
     for digest, base in chosen.items():
         member = members[digest]
         is_free = member.cold is None and digest not in bases and store.has_hot(digest)
-        can_have_base = is_free and member.blob.size > MAX_UNCOMPRESSED
-        if can_have_base and members[base.digest].base is None:
-            members[digest] = member._replace(base=base)
+        with_base = member._replace(base=base)
+        if is_free and not with_base.is_too_small and members[base.digest].base is None:
+            members[digest] = with_base
             bases.add(base.digest)
 
 

@@ -2,13 +2,16 @@
 
 Models are compared with few others: with those of the same layers whose blobs most models share, and with
 the most similar ones of other layers. Samples of blobs tell roughly how much a base saves. Of a family,
-as few models become bases as possible, because a base has no base itself.
+as few models become bases as possible, because a base has no base itself: of the steps of one run, the one
+in the middle. If another model is many times nearer than the one that a card names, as the steps of a run
+are to each other, the card is ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,8 @@ _MAX_CANDIDATES: Final = 8
 _SAMPLED_BLOBS: Final = 2
 _MIN_SIMILAR: Final = 0.5
 """The share of a model's bytes that must lie in layers of equal name and size."""
+_MANY_TIMES: Final = 8
+"""A base that a card names must not take so many times the space that the nearest model takes."""
 _MAX_CARD: Final = 1 << 20
 
 
@@ -84,15 +89,18 @@ class BaseFinder:
             base = next(
                 (other for other in known if other != reference and _names(other) & texts), None
             )
-            if base is not None:
-                named[reference] = base
             if kind not in candidates:
                 candidates[kind] = self._candidates(kind, similar)
-            gains[reference] = {
-                other: gain
-                for other in candidates[kind]
-                if other != reference and (gain := self._gain(reference, other)) > 0
+            found = {
+                other: self._saved_and_left(reference, other)
+                for other in dict.fromkeys([*candidates[kind], *([base] if base else [])])
+                if other != reference
             }
+            gains[reference] = {other: saved for other, (saved, _) in found.items() if saved > 0}
+            if base is not None:
+                least = min((left for saved, left in found.values() if saved > 0), default=math.inf)
+                if found[base][1] <= _MANY_TIMES * least:
+                    named[reference] = base
         return choose_bases(named, gains)
 
     def _similar_groups(self, kind: frozenset[tuple[str, int]]) -> list[frozenset[tuple[str, int]]]:
@@ -116,7 +124,7 @@ class BaseFinder:
         chosen = own[: _MAX_CANDIDATES - 1]
         if rest := own[_MAX_CANDIDATES - 1 :]:
             # The base of a family is nearer to each fine-tune than the other fine-tunes are.
-            chosen.append(max(rest, key=lambda other: self._gain(other, chosen[0])))
+            chosen.append(max(rest, key=lambda other: self._saved_and_left(other, chosen[0])[0]))
         return [*chosen, *others[:_MAX_CANDIDATES]]
 
     def _rank(self, reference: Reference) -> tuple[int, Reference]:
@@ -142,8 +150,8 @@ class BaseFinder:
                 if isinstance(name, str) and name:
                     yield _normalize(name.rpartition("/")[2])
 
-    def _gain(self, reference: Reference, base: Reference) -> float:
-        """Return about how many bytes of a model's own blobs a base saves; 0 if it is not enough."""
+    def _saved_and_left(self, reference: Reference, base: Reference) -> tuple[float, float]:
+        """Return about the bytes of a model's own blobs that a base saves, 0 if too few, and the others."""
         theirs = self._layers[base]
         pairs = [
             (layer, theirs[name])
@@ -155,9 +163,10 @@ class BaseFinder:
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                 saved += self._sampler.saved(layer.id, other.id) * layer.size
                 size += layer.size
+        total = sum(layer.size / self._uses[layer.digest] for layer, _ in pairs)
         if not size or saved < MIN_GAIN * size:
-            return 0.0
-        return saved / size * sum(layer.size / self._uses[layer.digest] for layer, _ in pairs)
+            return 0.0, total
+        return saved / size * total, (1 - saved / size) * total
 
 
 def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Reference, Reference]:

@@ -160,7 +160,7 @@ class BlobEncoder:
             header = parse_header(self._data[PREFIX_SIZE:end], blob.size)
             base_header, base_blob = store.read_blob_header(*base), store.base(*base)
             aligner = _BaseAligner(self._data, header, base_blob, base_header)
-            aligned = list(aligner.align(self._spans))
+            aligned = aligner.align(self._spans)
         except (InvalidHeader, Damaged, StoreError):
             return  # no tensors, or the base cannot be read
         if any(span.base_begin is not None for span in aligned):
@@ -187,7 +187,7 @@ class BlobEncoder:
         """Compress the blob into ``write``; ``report`` gets the number of bytes of each chunk read."""
         from blobstore.compression.encoder import encode
         from blobstore.compression.estimate import fit_low_rank
-        from blobstore.compression.spans import mark_duplicates
+        from blobstore.compression.spans import mark_duplicates, merge_small
 
         spans: Sequence[Span] = self._aligned
         if self._base is not None:
@@ -197,6 +197,7 @@ class BlobEncoder:
             for span in mark_duplicates(spans, self._data)
         ]
         chunks, digest = chunks_of(self._data, report), self._blob.digest
+        spans = merge_small(spans)
         return encode(chunks, spans, write, level=self._level, digest=digest, base=self._base)
 
 
@@ -228,17 +229,31 @@ class _BaseAligner:
         self._base_header = base_header
         self._pieces = BlobIndex(base_header, base.read_into)
 
-    def align(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Yield the spans of the blob, the header first, with their offsets in the base."""
+    def align(self, spans: Sequence[Span]) -> list[Span]:
+        """Return the spans of the blob, the header first, with their offsets in the base."""
+        tensors = list(self._align_tensors(spans[1:]))
+        header = spans[0]
+        if any(span.base_begin is not None for span in tensors) and self._has_equal(header.size):
+            header = header._replace(base_begin=0)
+        return [header, *tensors]
+
+    def _has_equal(self, size: int) -> bool:
+        """Return whether the first bytes of the base are equal."""
+        if size > self._base.identity.size:
+            return False
+        mine = bytearray(size)
+        self._read_into(memoryview(mine), 0)
+        return mine == self._base.read(0, size).data
+
+    def _align_tensors(self, spans: Sequence[Span]) -> Iterator[Span]:
         from blobstore.compression.spans import split_rows
 
-        yield spans[0]
         theirs = self._base_header.tensors
         single = (
             next(iter(theirs.values())) if len(self._header.tensors) == len(theirs) == 1 else None
         )
         tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
-        for span, (name, entry) in zip(spans[1:], tensors, strict=True):
+        for span, (name, entry) in zip(spans, tensors, strict=True):
             other, named = single or theirs.get(name), None
             if other is not None and other.spec[1:] == entry.spec[1:]:
                 named = self._base_header.data_start + other.begin

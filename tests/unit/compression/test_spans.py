@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.compression.spans import Span, mark_duplicates, spans_of, split_rows
+from blobstore.compression.spans import Span, mark_duplicates, merge_small, spans_of, split_rows
 from blobstore.core.tensor import DType
 from tests.support.cold import noise, safetensors, weights
 
@@ -57,3 +57,45 @@ def test_spans_with_colliding_checksums_are_compared(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("blobstore.compression.spans.crc32", lambda _: 7)
     marked = mark_duplicates([Span(4)] * 3, b"abcdefghabcd")
     assert [span.same_as for span in marked] == [None, None, 0]
+
+
+def small(*sizes: int, dtype: DType | None = DType.BF16, begin: int = 0) -> list[Span]:
+    """Return spans that are neighbours in the base."""
+    spans = []
+    for size in sizes:
+        spans.append(Span(size, dtype, base_begin=begin))
+        begin += size
+    return spans
+
+
+def test_small_neighbours_are_merged() -> None:
+    assert merge_small(small(100, 200, 300)) == small(600)
+    assert merge_small(small(100, 1 << 16, 300)) == small(100, 1 << 16, 300)
+    many = merge_small(small(*[1000] * 100))
+    assert [span.size for span in many] == [65_000, 35_000]
+
+
+def test_a_header_is_merged_with_the_tensor_behind_it() -> None:
+    header, tensor = small(72, dtype=None)[0], small(400, begin=72)[0]
+    assert merge_small([header, tensor]) == small(472)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(100, DType.BF16), *small(100, begin=100)],
+        [*small(100), *small(100, begin=104)],
+        [*small(100), *small(100, begin=100, dtype=DType.F32)],
+        [*small(70, dtype=None), *small(100, begin=70, dtype=DType.F32)],
+        [*small(100), small(100, begin=100)[0]._replace(factors=b"f")],
+        [*small(100, 50), Span(100, DType.BF16, same_as=0)],
+    ],
+    ids=["no base", "gap in the base", "other type", "odd place", "factors", "repeated"],
+)
+def test_other_spans_stay_apart(spans: list[Span]) -> None:
+    assert merge_small(spans) == spans
+
+
+def test_copies_refer_to_the_same_span_after_a_merge() -> None:
+    spans = [*small(10, 20), Span(7), Span(9), Span(7, same_as=2)]
+    assert merge_small(spans) == [*small(30), Span(7), Span(9), Span(7, same_as=1)]

@@ -165,6 +165,105 @@ def test_scattered_equal_blocks_are_left_out() -> None:
     assert np.array_equal(base, mixed)
 
 
+def sparse(
+    count: int, share: float, dtype: DType = DType.BF16, seed: int = 0
+) -> tuple[Array, Array]:
+    """Return elements, and the same after steps of a few units of a share of them."""
+    random = np.random.default_rng(seed)
+    base = fine_tuned(count, 0, seed)[0] if dtype is DType.BF16 else elements_of(dtype, count, seed)
+    steps = random.geometric(0.8, count) * random.choice([-1, 1], count)
+    return base, np.where(random.random(count) < share, base + steps.astype(base.dtype), base)
+
+
+def bound(base: Array, tensor: Array) -> float:
+    """Return the bytes that it takes to say which elements differ, and how."""
+    moved = (tensor - base)[tensor != base]
+    counts = [np.array([len(moved), len(base) - len(moved)]), np.unique_counts(moved).counts]
+    return sum(float((count * np.log2(count.sum() / count)).sum()) for count in counts) / 8
+
+
+@pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
+@pytest.mark.parametrize("share", [0.001, 0.005, 0.02, 0.05, 0.12])
+def test_sparse_steps_take_little_more_than_their_entropy(
+    share: float, settings: DeltaSettings
+) -> None:
+    base, tensor = sparse(1 << 18, share)
+    stored = round_trip(tensor, base, DType.BF16, settings)
+    assert len(stored) < 1.1 * bound(base, tensor) + 100
+
+
+def test_sparse_steps_of_small_weights_take_less_in_classes() -> None:
+    base, tensor = fine_tuned(1 << 18, 1.5e-6)
+    assert 0.001 < np.count_nonzero(base != tensor) / len(base) < 0.05
+    fast, small = (
+        len(round_trip(tensor, base, DType.BF16, settings)) for settings in (FAST, SMALL)
+    )
+    assert small < 0.9 * fast
+
+
+@pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
+@pytest.mark.parametrize("dtype", [*_FLOATS, *_OTHERS])
+def test_sparse_steps_of_any_type_survive_a_round_trip(
+    dtype: DType, settings: DeltaSettings
+) -> None:
+    for count in (1, 7, 63, 64, 1000, 1023, 5001, 70_001):
+        for share in (0.001, 0.05, 0.19):
+            base, tensor = sparse(count, share, dtype, count)
+            round_trip(tensor, base, dtype, settings)
+            other = elements_of(dtype, count, 7)
+            round_trip(np.where(tensor == base, base, other), base, dtype, settings)
+
+
+@given(st.data())
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_another_reader_decodes_any_sparse_steps(data: st.DataObject) -> None:
+    dtype, layout = data.draw(
+        st.sampled_from([(DType.U8, 32), (DType.BF16, 37), (DType.F32, 39), (DType.U64, 40)])
+    )
+    count = data.draw(st.integers(1, 3000))
+    share = data.draw(st.sampled_from([0.001, 0.01, 0.1, 0.2]))
+    base, tensor = sparse(count, share, dtype, data.draw(st.integers(0, 99)))
+    if data.draw(st.booleans()):
+        tensor = np.where(tensor == base, base, tensor * 77)
+    stored = round_trip(tensor, base, dtype, data.draw(st.sampled_from([FAST, SMALL])))
+    assert read_differences(stored, base.tobytes(), layout) == tensor.tobytes()
+
+
+@pytest.mark.parametrize("place", [0, 1, 62, 63, 64, 2499, 4998, 4999])
+@pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
+def test_one_changed_element_takes_a_few_bytes(place: int, settings: DeltaSettings) -> None:
+    base, _ = fine_tuned(5000, 0)
+    tensor = base.copy()
+    tensor[place] ^= 0x7FFF
+    assert len(round_trip(tensor, base, DType.BF16, settings)) < 50
+
+
+@pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
+def test_flipped_bits_of_listed_differences_raise_no_other_error(settings: DeltaSettings) -> None:
+    base, tensor = sparse(3001, 0.05)
+    tensor[7] ^= 0x7FFF
+    stored = bytearray(encode_chunk(tensor, base, DType.BF16, settings))
+    refused = 0
+    for place in range(len(stored) * 8):
+        stored[place >> 3] ^= 1 << (place & 7)
+        try:
+            decode_chunk(memoryview(stored), base, DType.BF16, np.empty_like(base))
+        except ColdDamaged:
+            refused += 1
+        stored[place >> 3] ^= 1 << (place & 7)
+    assert refused > len(stored)
+    for size in range(len(stored)):
+        with pytest.raises(ColdDamaged):
+            decode_chunk(memoryview(stored)[:size], base, DType.BF16, np.empty_like(base))
+
+
+def test_changed_rows_are_not_listed() -> None:
+    base, tensor = fine_tuned(1 << 16, 1e-3)
+    rows = np.where(np.arange(1 << 16) % 4096 < 400, tensor, base)
+    stored = round_trip(rows, base, DType.BF16)
+    assert stored[1] == 0  # blocks left out
+
+
 def test_a_few_large_steps_cost_little() -> None:
     base, tensor = fine_tuned(1 << 16, 2e-4)
     plain = len(round_trip(tensor, base, DType.BF16, SMALL))
@@ -214,6 +313,20 @@ def head(first: int, classes: int, *segments: tuple[int, int, int]) -> bytes:
     return struct.pack("<BBB", first, classes, len(segments)) + packed
 
 
+def listed(method: int, *planes: bytes) -> bytes:
+    """Return planes behind their table; ``method`` is that of the first one."""
+    table = [
+        struct.pack("<BI", 0 if number else method, len(plane))
+        for number, plane in enumerate(planes)
+    ]
+    return b"".join([*table, *planes])
+
+
+def places(count: int) -> bytes:
+    """Return the places of the first elements of a single class."""
+    return (count << 3).to_bytes(3, "little") + struct.pack("<BI", 0, count) + bytes(count)
+
+
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
@@ -226,6 +339,15 @@ def head(first: int, classes: int, *segments: tuple[int, int, int]) -> bytes:
         (head(0, 2, (1, 0, 0)), "do not have 2 classes"),
         (head(0, 1), "do not have 1 classes"),
         (head(0, 1, (1, 12, 0)), "unknown form 12"),
+        (head(0, 1, (1, 16, 0)), "unknown form 16"),
+        (head(0, 1, (1, 28, 0)), "unknown form 28"),
+        (head(0, 1, (1, 19, 0)) + listed(1, b"", b""), "method 1"),
+        (head(0, 1, (1, 19, 0)) + listed(0, b"", b""), "truncated"),
+        (head(0, 1, (1, 19, 0)) + listed(0, places(1), b"\1\1"), "raw plane has 2 bytes"),
+        (head(0, 1, (1, 19, 2)) + listed(0, places(1), b"\1", b"\1\1\1\1"), "2 escaped"),
+        (head(0, 1, (1, 19, 1)) + listed(0, places(1), b"\1", b"\1\1"), "0 escape codes for 1"),
+        (head(0, 1, (1, 20, 1)) + listed(0, places(1), b"\1", b"\1\1"), "without escapes"),
+        (head(0, 1, (1, 22, 0)) + listed(0, places(1), *[b"\1"] * 3), "3 planes"),
         (head(0, 1, (1, 0, 0xFFFFFFFF)), "truncated"),
         (head(0, 1, (1, 0, 1)) + b"ab", "1 escaped differences in a form without escapes"),
         (head(0, 1, (1, 3, 0)) + struct.pack("<BI", 1, 0xFFFFFFFF), "truncated"),

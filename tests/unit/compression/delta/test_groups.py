@@ -12,6 +12,7 @@ from blobstore.compression.delta.groups import (
     gather,
     group,
     has_classes,
+    indexes_of,
     scatter,
 )
 from blobstore.core.tensor import DType
@@ -42,6 +43,20 @@ def test_scatter_undoes_gather(dtype: DType, many: int) -> None:
     gather(elements, groups, stream)
     scatter(stream, groups, back)
     assert np.array_equal(back, elements)
+
+
+@pytest.mark.parametrize("many", [2, 16])
+@pytest.mark.parametrize("step", [1, 7, 999])
+def test_indexes_say_what_gather_takes(many: int, step: int) -> None:
+    base = np.frombuffer(np.random.default_rng(0).bytes(8000), np.uint16)
+    groups = group(base, DType.BF16, choose_classes(base, DType.BF16, many))
+    elements, stream = np.arange(len(base), dtype=np.uint16), base.copy()
+    gather(elements, groups, stream)
+    ranks = np.arange(0, len(base), step)
+    assert np.array_equal(indexes_of(ranks, groups), stream[ranks])
+    odd = np.array([len(base)])
+    assert indexes_of(odd, groups).tolist() == [len(base)]
+    assert indexes_of(odd[:0], groups).tolist() == []
 
 
 def test_classes_are_exponents_and_the_ends_hold_all_beyond() -> None:

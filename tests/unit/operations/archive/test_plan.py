@@ -15,7 +15,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.plan import (
-    MAX_UNCOMPRESSED,
+    MAX_WITHOUT_BASE,
     PlannedMember,
     plan_members,
     read_models,
@@ -94,8 +94,8 @@ def test_fine_tunes_are_deltas_against_their_base_model(store: LocalStore) -> No
 
 def test_blobs_that_are_stored_uncompressed_get_no_base(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "small")
-    count = (MAX_UNCOMPRESSED - len(layer("l0", b""))) // 2
-    while len(layer("l0", weights(0, count))) > MAX_UNCOMPRESSED:
+    count = (MAX_WITHOUT_BASE - len(layer("l0", b""))) // 2
+    while len(layer("l0", weights(0, count))) > MAX_WITHOUT_BASE:
         count -= 1
     sizes = {}
     for more in (0, 4):  # the header is padded to 8 bytes
@@ -103,7 +103,7 @@ def test_blobs_that_are_stored_uncompressed_get_no_base(tmp_path: Path) -> None:
         sizes[len(layer("l0", weights(0, count + more)))] = len(
             edges(planned(store, "base", "one"))
         )
-    assert sizes == {MAX_UNCOMPRESSED: 0, MAX_UNCOMPRESSED + 8: 3}
+    assert sizes == {MAX_WITHOUT_BASE: 0, MAX_WITHOUT_BASE + 8: 3}
 
 
 def test_a_base_comes_before_its_deltas(store: LocalStore) -> None:

@@ -10,7 +10,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.base_search import BaseFinder, choose_bases
 from blobstore.operations.freeze.similarity import BlobSampler
 from blobstore.store.local import LocalStore
-from tests.support.frozen import layer, layers, put, tuned, weights
+from tests.support.frozen import layer, layers, put, steps, tuned, weights
 from tests.support.models import add_blobs, replace_file
 
 MINE = Reference.parse("mine")
@@ -124,6 +124,39 @@ def test_the_time_grows_with_the_number_of_models(
     BaseFinder(store, manifests, report=reported.append).find_bases(names)
     assert len(compared) <= 10 * len(names)
     assert reported[-1] == f"searching for bases: {len(names)} of {len(names)} models"
+
+
+def test_the_base_of_the_steps_of_a_run_is_the_one_in_the_middle(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    for number, data in enumerate(steps(5, 1, 10)):
+        add_blobs(store, f"run:step-{number}", {"x": layer("x", data)})
+    bases = finder(store).find_bases(list(store.references()))
+    assert len(bases) == 9
+    assert {base.tag for base in bases.values()} <= {"step-4", "step-5"}
+
+
+def test_a_new_step_gets_the_nearest_step_as_its_base(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    run = steps(5, 1, 10)
+    for number in (0, 3, 8, 9):
+        add_blobs(store, f"run:step-{number}", {"x": layer("x", run[number])})
+    newest = Reference.parse("run:step-9")
+    assert finder(store).find_bases([newest])[newest].tag == "step-8"
+
+
+@pytest.mark.parametrize(("far", "base"), [(tuned(3, 1, step=1e-2), "near"), (None, "far")])
+def test_a_card_is_ignored_where_another_step_is_much_nearer(
+    store: LocalStore, tmp_path: Path, far: bytes | None, base: str
+) -> None:
+    first, near, mine = steps(5, 1, 3)
+    add_blobs(store, "far", {"x": layer("x", far or first)})
+    add_blobs(store, "near", {"x": layer("x", near)})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(layer("x", mine))
+    (folder / "config.json").write_text('{"_name_or_path": "org/far"}')
+    blobstore.create(folder, "mine", store=store)
+    assert found(store) == base
 
 
 @pytest.mark.parametrize(

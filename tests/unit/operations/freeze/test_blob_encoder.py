@@ -12,7 +12,7 @@ from blobstore.errors import BlobMissing
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from tests.support.frozen import COUNT, layer, tuned, weights
+from tests.support.frozen import COUNT, layer, steps, tuned, weights
 from tests.support.models import add_blobs, blob
 
 
@@ -96,6 +96,29 @@ def test_tensors_of_a_group_are_compared_by_name(store: LocalStore) -> None:
         header.data_start + header.tensors["b"].begin,
         None,  # of another shape
     ]
+    assert decoded(store, cold) == mine
+
+
+def test_a_header_like_that_of_the_base_takes_no_space(store: LocalStore) -> None:
+    base = add(store, blob(("x" * 900, "BF16", (COUNT,), weights(1))))
+    mine = blob(("x" * 900, "BF16", (COUNT,), tuned(10, 1)))
+    cold = encode(BlobEncoder(store, add(store, mine), "fast", base))
+    assert cold.table.parts[0].base_begin == 0
+    assert cold.table.chunks[0].stored_size < 16
+    assert decoded(store, cold) == mine
+
+
+def test_small_tensors_of_a_step_take_few_bytes(store: LocalStore) -> None:
+    one, two = steps(5, 1, 2, 384 * 64)
+    base, mine = (
+        blob(*((f"{n:02}", "BF16", (384,), data[768 * n : 768 * (n + 1)]) for n in range(64)))
+        for data in (one, two)
+    )
+    differ = sum(a != b for a, b in zip(base, mine, strict=True))
+    assert 60 < differ < 1000
+    cold = encode(BlobEncoder(store, add(store, mine), "fast", add(store, base)))
+    assert len(cold.table.parts) == 1
+    assert len(cold.data) < 300 + 2 * differ
     assert decoded(store, cold) == mine
 
 

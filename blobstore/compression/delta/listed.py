@@ -1,0 +1,121 @@
+"""Stores differences of which few are not zero: their places as gaps, and then these differences.
+
+Forms that have one code for each difference spend a quarter of a bit or more on each zero. Gaps cost
+about what the places are worth, and what is not listed takes no time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from blobstore.compression.delta import gaps, planes
+from blobstore.compression.delta.planes import Form, Segment, coded_plane, escaped_plane
+from blobstore.compression.entropy import Coder, Method, Plane, decode_plane, encode_plane
+from blobstore.errors import ColdDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Final
+
+    Array = np.ndarray[Any, Any]
+
+_FEW_ESCAPES: Final = {Form.CRUMBS: 1 / 64, Form.NIBBLES: 1 / 8, Form.ESCAPED: 1 / 8}
+"""The share of escapes that a form may have where there is no time for an estimate."""
+
+
+def encode_segment(
+    differences: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]
+) -> Segment:
+    """Encode the differences of some classes; the result does not reference ``differences``.
+
+    Args:
+        differences: all differences of these classes.
+        sizes: the number of differences in each class.
+        form: a form behind `GAPS`.
+        coders: as :func:`encode` takes them.
+    """
+    ranks = gaps.nonzero(differences != 0)
+    return encode(differences[ranks], ranks, sizes, form - Form.GAPS, coders)
+
+
+def encode(
+    differences: Array,
+    ranks: Array,
+    sizes: Sequence[int],
+    form: int | None,
+    coders: Sequence[Coder],
+) -> Segment:
+    """Encode differences that are not zero, with their places.
+
+    Args:
+        differences: the nonzero differences of some classes.
+        ranks: their places among all differences of these classes, ascending.
+        sizes: the number of differences in each class, zeros included.
+        form: the form of the nonzero differences; None to choose one by their sizes alone.
+        coders: the coders to try on the planes; the second only if the first saves much.
+    """
+    counts = gaps.counts_of(ranks, sizes)
+    stored = gaps.encode(ranks, counts, sizes, coders[:1])
+    places = Plane(Method.RAW, stored, len(stored))
+    if form is None:
+        form = _form_by_size(differences)
+    if form >= Form.BYTES:
+        inner = planes.encode(differences, counts, form, coders)
+        return Segment(inner.form + Form.GAPS, [places, *inner.planes])
+    if form == Form.CRUMBS and np.all(np.abs(differences) == 1):
+        signs = encode_plane(differences.astype(np.int8).view(np.uint8).data, (Coder.BITS,))
+        if signs.method == Method.BITS:
+            return Segment(Form.ESCAPED + Form.GAPS, [places, signs])
+    plane, escapes = escaped_plane(differences, counts, form, coders)
+    if not len(escapes):
+        return Segment(form + Form.GAPS, [places, plane])
+    split = differences[escapes].view(np.uint8).reshape(len(escapes), -1).T.ravel()
+    rest = coded_plane(split, range(len(escapes), len(split), len(escapes)), coders)
+    return Segment(form + Form.GAPS, [places, plane, rest], len(escapes))
+
+
+def _form_by_size(differences: Array) -> int:
+    """Return a form that suits nonzero differences, in little time."""
+    sizes = np.abs(differences)
+    for form, share in _FEW_ESCAPES.items():
+        largest = planes.largest(form)
+        if np.count_nonzero(sizes > largest) <= share * len(differences):
+            return form
+    return Form.BYTES + differences.itemsize - 1
+
+
+def decode(
+    form: int,
+    stored: Sequence[tuple[int, memoryview]],
+    escapes: int,
+    sizes: Sequence[int],
+    dtype: np.dtype[Any],
+) -> tuple[Array, Array]:
+    """Return the places of the differences that are not zero, ascending, and these differences.
+
+    Args:
+        form: a form behind `GAPS`.
+        stored: its planes.
+        escapes: the number of escape codes.
+        sizes: the number of differences in each class.
+        dtype: the type of differences.
+
+    Raises:
+        ColdDamaged: a plane is damaged, or places or escape codes are impossible.
+    """
+    (method, places), *inner = stored
+    if method != Method.RAW:
+        raise ColdDamaged(f"the places of differences have the method {method}")
+    ranks, _ = gaps.decode(places, sizes)
+    escaped = np.zeros(0, dtype)
+    if escapes:
+        if escapes > len(ranks):
+            raise ColdDamaged(f"{escapes} escaped differences of {len(ranks)}")
+        split = np.empty((dtype.itemsize, escapes), np.uint8)
+        decode_plane(*inner.pop(), split.data)
+        escaped = split.T.copy().view(dtype).ravel()
+    differences = np.empty(len(ranks), dtype)
+    planes.decode(form - Form.GAPS, iter(inner), escaped, differences)
+    return ranks, differences
