@@ -271,13 +271,6 @@ def test_entries_of_a_tar_are_not_kept() -> None:
     assert traced(lambda: image.read_catalog(catalog), InvalidManifest, "no file") < MIB
 
 
-def test_a_tar_of_too_many_entries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "CATALOG", Limit(MIB, MIB, 10))
-    catalog = b"".join(image._header(f"{number:06}", 0) for number in range(20))
-    with pytest.raises(RemoteError, match="the first layer: more than 10 entries"):
-        image.read_catalog(catalog)
-
-
 @pytest.mark.parametrize(
     ("folder", "limit"), [(COLD_INDEXES, limits.COLD_INDEX), (HEADERS, limits.PACKED_HEADERS)]
 )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.operations.transfer import push as pushing
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, spoil_deltas, tuned
 from tests.support.models import add_blobs
@@ -89,17 +88,6 @@ def test_a_damaged_blob_is_exit_status_4(stored: LocalStore, server: Server) -> 
     path.write_bytes(bytes(layer.size - 1) + b"x")
     result = run("push", "dense", f"{server.host}/cli/damaged", "--shape=ollama", exit_code=4)
     assert "run 'blobstore repair', then push again" in result.stderr
-
-
-def test_says_that_an_interrupted_push_can_be_continued(
-    stored: LocalStore, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pushing._Push, "send_blobs", interrupt)
-    result = run("push", "dense", f"{server.host}/cli/stopped", exit_code=130)
-    assert "the same command continues where this one stopped" in result.stderr
 
 
 def test_other_tools_words_for_it_lead_to_it() -> None:

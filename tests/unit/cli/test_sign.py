@@ -41,6 +41,7 @@ def test_signs_and_says_with_which_key_and_what_was_read(
         "hashed",
         "bytes_hashed",
         "file",
+        "notices",
         "seconds",
     }
     assert (again["name"], again["key"], again["file"]) == ("model:latest", fingerprint, None)

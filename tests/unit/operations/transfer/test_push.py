@@ -22,7 +22,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.operations.transfer import push as pushing
+from blobstore.operations.transfer.checked_pieces import CheckedPieces
 from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.push_objects import Pushed
 from blobstore.registry.client import RegistryClient
@@ -429,13 +429,13 @@ def test_a_killed_upload_goes_on_where_it_stopped(
         patch.setattr(PushNotes, "keep_session", die)
         push(store, remote, "large", shape="ollama")
     offsets: list[int] = []
-    pieces = pushing.CheckedPieces.__call__
+    pieces = CheckedPieces.__call__
 
     def recorded(self: Any, offset: int) -> Any:
         offsets.append(offset)
         return pieces(self, offset)
 
-    monkeypatch.setattr(pushing.CheckedPieces, "__call__", recorded)
+    monkeypatch.setattr(CheckedPieces, "__call__", recorded)
     done = push(store, remote, "large", shape="ollama", verify=True)
     assert [offset for offset in offsets if offset] == [PART]
     assert done.bytes_resumed == PART
