@@ -87,9 +87,9 @@ READ_HEADERS: Final = Request("s3:GetObject", _HINT)
 """The headers of all blobs of a model, which can be read one by one."""
 READ_COLD_INDEX: Final = Request("s3:GetObject", _HINT)
 """The compressed forms of the blobs of a model."""
-READ_SIGNATURE: Final = Request("s3:GetObject", _HINT)
-LIST_SIGNATURES: Final = Request("s3:ListBucket", _HINT)
-"""Without signatures a policy refuses the model."""
+READ_SIGNATURE: Final = Request("s3:GetObject", _NEEDED)
+LIST_SIGNATURES: Final = Request("s3:ListBucket", _NEEDED)
+"""Hints too. Without signatures a policy refuses the model, and says why there are none."""
 LOOK_FOR_BLOB: Final = Request("s3:GetObject", _HINT)
 """Whether a blob needs to be sent."""
 LOOK_FOR_COLLECTION: Final = Request("s3:GetObject", _UNLESS_DENIED)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
-from blobstore.errors import ModelNotFound, RemoteRefused
+from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import model_addresses
 from blobstore.objects.requests import READ_COLD_INDEX, READ_HEADERS
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from blobstore.core.workers import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
@@ -128,6 +128,6 @@ class ObjectSource:
             if self._stopping.is_set():
                 raise Cancelled("stopped")
 
-    def signatures(self) -> Iterator[bytes]:
+    def signatures(self, on_error: Callable[[RemoteError], object]) -> Iterator[bytes]:
         """Yield the signatures that are kept with the manifest; none of them is verified."""
-        return self.store.read_signatures(self.root.digest)
+        return self.store.read_signatures(self.root.digest, on_error)

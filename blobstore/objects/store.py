@@ -23,6 +23,7 @@ from blobstore.errors import (
     InvalidManifest,
     InvalidReference,
     ModelNotFound,
+    RemoteError,
     StoreError,
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
@@ -268,16 +269,31 @@ class ObjectStore:
 
     # Signatures
 
-    def read_signatures(self, manifest: Digest) -> Iterator[bytes]:
-        """Yield the signatures of a manifest; those beyond the limits or of other bytes are left out."""
+    def read_signatures(
+        self, manifest: Digest, on_error: Callable[[RemoteError], object] = lambda _: None
+    ) -> Iterator[bytes]:
+        """Yield the signatures of a manifest; those beyond the limits or of other bytes are left out.
+
+        ``on_error`` is called with why they cannot be listed, or one cannot be read.
+        """
         limit, size = limits.SIGNATURES, 0
-        listed = self.client.list(_signature_key(manifest), LIST_SIGNATURES)
-        for item in islice(listed, limit.count):
-            if item.size <= limit.one and size + item.size <= limit.all:
-                size += item.size
-                version = self.client.get(item.key, limit.one, READ_SIGNATURE)
-                if version and item.key.endswith(f"/{Digest.of(version.data).hex}.sig"):
-                    yield version.data
+        try:
+            listed = self.client.list(_signature_key(manifest), LIST_SIGNATURES)
+            for item in islice(listed, limit.count):
+                if item.size <= limit.one and size + item.size <= limit.all:
+                    size += item.size
+                    yield from self._signature(item.key, on_error)
+        except RemoteError as error:
+            on_error(error)
+
+    def _signature(self, key: str, on_error: Callable[[RemoteError], object]) -> Iterator[bytes]:
+        try:
+            version = self.client.get(key, limits.SIGNATURES.one, READ_SIGNATURE)
+        except RemoteError as error:
+            on_error(error)
+            return
+        if version and key.endswith(f"/{Digest.of(version.data).hex}.sig"):
+            yield version.data
 
     def keep_signature(self, manifest: Digest, data: bytes) -> None:
         """Keep a signature of a manifest."""

@@ -331,8 +331,15 @@ class RegistryClient:
             budget.spend(0, len(found))
             yield from found
 
-    def referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+    def referrers(
+        self,
+        repository: str,
+        digest: Digest,
+        on_error: Callable[[RemoteError], object] = lambda _: None,
+    ) -> tuple[RemoteDescriptor, ...]:
         """Return what refers to a manifest, such as signatures; by a tag if the registry lists none.
+
+        ``on_error`` is called with why the registry does not list it.
 
         Raises:
             InvalidManifest: the list is malformed.
@@ -342,7 +349,7 @@ class RegistryClient:
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
         budget = Budget(limits.REFERRERS, what)
-        for reply in self._pages(repository, what, url, requests.REFERRERS, budget):
+        for reply in self._pages(repository, what, url, requests.REFERRERS, budget, on_error):
             if reply is None:
                 return self.tagged_referrers(repository, digest)
             try:
@@ -366,7 +373,13 @@ class RegistryClient:
             return ()
 
     def _pages(
-        self, repository: str, what: str, first: str, rule: Rule, budget: Budget
+        self,
+        repository: str,
+        what: str,
+        first: str,
+        rule: Rule,
+        budget: Budget,
+        on_error: Callable[[RemoteError], object] = lambda _: None,
     ) -> Iterator[Reply | None]:
         """Yield the responses to a request for a list; None if it is missing."""
         url: str | None = first
@@ -375,7 +388,7 @@ class RegistryClient:
                 return
             scopes = _scopes(repository, _PULL)
             request = Request(what=what, method="GET", url=url, rule=rule, scopes=scopes)
-            reply = self._transport.ask(request, MAX_SIZE)
+            reply = self._transport.ask(request, MAX_SIZE, on_error)
             budget.spend(0 if reply is None else len(reply.body), 0)
             yield reply
             if reply is None:

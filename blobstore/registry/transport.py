@@ -98,8 +98,15 @@ class Transport:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
-    def ask(self, request: Request, limit: int = 0) -> Reply | None:
+    def ask(
+        self,
+        request: Request,
+        limit: int = 0,
+        on_error: Callable[[RemoteError], object] = lambda _: None,
+    ) -> Reply | None:
         """Send a request, again if it fails; None if there is no such thing, or a hint is refused.
+
+        ``on_error`` is called with what keeps a hint from being answered.
 
         Raises:
             RemoteError: the registry cannot be reached. Or it refuses, fails or sends more, and the request
@@ -108,9 +115,10 @@ class Transport:
         rule = request.rule
         try:
             reply = self._repeated(request, limit, HINT_ATTEMPTS if rule.is_hint else None)
-        except RemoteError:
+        except RemoteError as error:
             if not (rule.is_hint and self._has_answered):
                 raise
+            on_error(error)
             return None
         return reply if reply.status in rule.success else None
 

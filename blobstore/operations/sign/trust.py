@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import join_some, quote
 from blobstore.errors import (
     BlobstoreError,
     InvalidPolicy,
@@ -23,6 +24,7 @@ from blobstore.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from blobstore.errors import RemoteError
     from blobstore.manifests.reference import Reference
     from blobstore.operations.sign.keys import PublicKey
     from blobstore.operations.sign.policy import Policy, Verdict
@@ -95,6 +97,7 @@ def check_trust(
     data: bytes,
     signatures: Iterable[Envelope] = (),
     policy: Policy | None = None,
+    errors: Sequence[RemoteError] = (),
 ) -> Verdict | None:
     """Return what the policy says about a model; None if there is no policy.
 
@@ -104,6 +107,7 @@ def check_trust(
         data: the bytes of its manifest.
         signatures: more signatures, which came with the model; the store may have them too.
         policy: the policy, if it was read before.
+        errors: why signatures that may have come with the model could not be read.
 
     Raises:
         NotTrusted: the policy refuses the model.
@@ -117,6 +121,9 @@ def check_trust(
     manifest = Digest.of(data)
     kept = envelopes(store.signatures(manifest))
     verdict = decide(policy, reference, manifest, _distinct(chain(kept, signatures)))
+    if errors and not verdict.is_trusted:
+        why = join_some([one.message for one in errors], 2)
+        verdict = replace(verdict, reason=f"{verdict.reason}; signatures could not be read: {why}")
     if verdict.is_refused:
         raise NotTrusted(
             f"the policy refuses model {reference}: {verdict.reason}",

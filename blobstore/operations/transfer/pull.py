@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
+    from blobstore.errors import RemoteError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
     from blobstore.operations.remote.cold_layer import ColdLayer
@@ -151,9 +152,10 @@ def pull_model(
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
         policy = read_policy(store)
-        found, fetch_layers = _attached(source, digest)
+        errors: list[RemoteError] = []
+        found, fetch_layers = _attached(source, digest, errors.append)
         signatures = SelectedSignatures.of(found, digest, policy)
-        verdict = check_trust(store, reference, signed, envelopes(signatures.data), policy)
+        verdict = check_trust(store, reference, signed, envelopes(signatures.data), policy, errors)
         if source.files or not cold:
             fetch_layers = dict
         if source.files and _is_imported(store, reference, source, dry_run=dry_run):
@@ -196,14 +198,19 @@ def pull_model(
 
 
 def _attached(
-    source: RemoteSource | ObjectSource, manifest: Digest
+    source: RemoteSource | ObjectSource,
+    manifest: Digest,
+    on_error: Callable[[RemoteError], object],
 ) -> tuple[Iterator[bytes], Callable[[], Mapping[Digest, ColdLayer]]]:
-    """Return the signatures of a model, none of them verified, and what fetches its compressed forms."""
+    """Return the signatures of a model, none of them verified, and what fetches its compressed forms.
+
+    ``on_error`` is called with why signatures cannot be fetched.
+    """
     if isinstance(source, ObjectSource):
-        return source.signatures(), lambda: parse_cold_index(source.cold_index() or b"")
+        return source.signatures(on_error), lambda: parse_cold_index(source.cold_index() or b"")
     client, repository = source.client, source.address.repository
-    referrers = fetch_referrers(client, repository, source.root)
-    signatures = fetch_signatures(client, repository, source.root, manifest, referrers)
+    referrers = fetch_referrers(client, repository, source.root, on_error)
+    signatures = fetch_signatures(client, repository, source.root, manifest, referrers, on_error)
     blobs = (blob.id for blob in source.model.blobs)
     return signatures, lambda: fetch_cold_layers(client, repository, referrers, blobs)
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, ModelNotFound, RemoteRefused
+from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteRefused
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageIndex, RemoteManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor
@@ -24,12 +24,26 @@ _EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 
 
 def fetch_referrers(
-    client: RegistryClient, repository: str, root: RemoteManifest
+    client: RegistryClient,
+    repository: str,
+    root: RemoteManifest,
+    on_error: Callable[[RemoteError], object] = lambda _: None,
 ) -> tuple[RemoteDescriptor, ...]:
-    """Return what refers to a manifest; nothing if the registry cannot say."""
-    with contextlib.suppress(BlobstoreError):
-        return client.referrers(repository, root.digest)
+    """Return what refers to a manifest; nothing if the registry cannot say, and ``on_error`` gets why."""
+    with noting_errors(on_error):
+        return client.referrers(repository, root.digest, on_error)
     return ()
+
+
+@contextlib.contextmanager
+def noting_errors(on_error: Callable[[RemoteError], object]) -> Iterator[None]:
+    """Suppress errors of a block that reads what is optional; those of the remote are passed on."""
+    try:
+        yield
+    except RemoteError as error:
+        on_error(error)
+    except BlobstoreError:
+        pass
 
 
 def send_referrers(

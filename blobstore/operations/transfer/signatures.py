@@ -18,7 +18,6 @@ from blobstore.core.digest import Digest
 from blobstore.core.limits import Budget, gather
 from blobstore.errors import (
     BlobDamaged,
-    BlobstoreError,
     InvalidSignature,
     RemoteError,
 )
@@ -28,6 +27,7 @@ from blobstore.operations.sign.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIG
 from blobstore.operations.sign.trust import envelopes, signed_by
 from blobstore.operations.transfer.referrers import (
     image_manifest,
+    noting_errors,
     put_with,
     send_blob,
     send_referrers,
@@ -37,7 +37,7 @@ from blobstore.registry.manifest import ImageManifest
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.operations.sign.keys import PrivateKey
     from blobstore.operations.sign.policy import Policy
@@ -80,6 +80,7 @@ def fetch_signatures(
     root: RemoteManifest,
     manifest: Digest,
     referrers: Iterable[RemoteDescriptor],
+    on_error: Callable[[RemoteError], object] = lambda _: None,
 ) -> Iterator[bytes]:
     """Yield the signatures that a registry has of a model, one at a time; none of them is parsed or verified.
 
@@ -91,16 +92,17 @@ def fetch_signatures(
         root: the model's manifest in the registry.
         manifest: the digest of its manifest in a store.
         referrers: what the registry says refers to ``root``.
+        on_error: called with why a signature, or the list of them, cannot be fetched.
     """
     budget = Budget(limits.SIGNATURES, f"signatures of {root.digest.short}")
-    with contextlib.suppress(BlobstoreError):
+    with noting_errors(on_error):
         content = client.get_manifest(repository, cosign.tag_of(root.digest)).parse()
         if isinstance(content, ImageManifest):
             subject = b"" if root.digest == manifest else root.data
-            yield from _fetch_cosign(client, repository, content.layers, subject, budget)
+            yield from _fetch_cosign(client, repository, content.layers, subject, budget, on_error)
     bundles = (item for item in referrers if item.artifact_type == BUNDLE)
     for item in islice(bundles, limits.SIGNATURES.count):
-        with contextlib.suppress(BlobstoreError):
+        with noting_errors(on_error):
             yield from _fetch_bundles(client, repository, item, budget)
 
 
@@ -110,10 +112,11 @@ def _fetch_cosign(
     layers: Iterable[RemoteDescriptor],
     subject: bytes,
     budget: Budget,
+    on_error: Callable[[RemoteError], object],
 ) -> Iterator[bytes]:
     wanted = (one for one in layers if one.media_type == SIMPLE_SIGNING)
     for layer in islice(wanted, limits.SIGNATURES.count):
-        with contextlib.suppress(BlobstoreError):
+        with noting_errors(on_error):
             signature = decoded(layer.annotations.get(ANNOTATION, ""), ANNOTATION)
             payload = _fetch_blob(client, repository, layer, MAX_PAYLOAD, budget)
             yield cosign.write_signature(payload, signature, subject)
