@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import did_you_mean, quote
-from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest
+from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -17,7 +18,7 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
@@ -170,16 +171,24 @@ def first_text(config: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def locate_damage(model: ModelFiles, error: Damaged) -> BlobstoreError:
-    """Return the error with the model and the damaged blob's layer in front of its message.
+@contextlib.contextmanager
+def faults_located(model: ModelFiles) -> Iterator[None]:
+    """Put the model, and the layer of the blob at fault, in front of the messages of errors.
 
     If a blob is missing or has a wrong size, that is reported instead: it is the likely cause.
     """
+    try:
+        yield
+    except (Damaged, StoreError) as error:
+        raise _located(model, error) from None
+
+
+def _located(model: ModelFiles, error: Damaged | StoreError) -> BlobstoreError:
     layers = model.manifest.layers_of(media_types.TENSOR)
     for layer in layers:
         try:
             model.store.check_size(layer.digest, layer.size)
-        except Damaged as found:
+        except (Damaged, StoreError) as found:
             return found.at(f"{model.reference}: layer {quote(layer.name)}")
     for layer in layers:
         if layer.digest.hex in str(error):  # messages contain the path of the hot or cold blob

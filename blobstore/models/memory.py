@@ -25,12 +25,11 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     BlobstoreError,
-    Damaged,
     TooManyMaps,
     UsageError,
 )
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
-from blobstore.models.files import locate_damage
+from blobstore.models.files import faults_located
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -169,7 +168,7 @@ class ModelMemory:
             if self._region is not None and not self._absent and not self._unfetched:
                 return self._region
             wanted = set(slots)
-            try:
+            with faults_located(self.files):
                 try:
                     return self._load(wanted, is_in_order=is_in_order)
                 except TooManyMaps:
@@ -178,17 +177,16 @@ class ModelMemory:
                 # Here, because the error keeps the region and its maps alive.
                 self._read_instead()
                 return self._load(wanted, is_in_order=is_in_order)
-            except Damaged as error:
-                raise locate_damage(self.files, error) from None
 
     def bring(self, slots: Collection[int], slot: int, begin: int, end: int) -> None:
         """Load the blobs at ``slots``, and bring bytes of one of them into memory. Raises as :meth:`load`."""
         region = self.load(slots)
-        try:
-            region.populate(slot, begin, end)
-        except OSError as error:
-            digest, _ = self._blobs[slot]
-            raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
+        with faults_located(self.files):
+            try:
+                region.populate(slot, begin, end)
+            except OSError as error:
+                digest, _ = self._blobs[slot]
+                raise BlobDamaged(f"blob {digest} cannot be read: {error.strerror}") from None
 
     def map_hot(self) -> bool:
         """Map all blobs that are not cold. Returns whether all blobs are in memory then.
@@ -196,13 +194,9 @@ class ModelMemory:
         Raises:
             BlobDamaged: a blob is damaged.
         """
-        with self._lock:
-            try:
+        with self._lock, faults_located(self.files):
+            with contextlib.suppress(TooManyMaps):  # load() reads the blobs
                 self._map_hot(self._absent.copy(), self._reserve())
-            except TooManyMaps:
-                pass  # load() reads the blobs
-            except Damaged as error:
-                raise locate_damage(self.files, error) from None
             return not self._absent
 
     def check_sizes(self) -> None:
@@ -211,11 +205,9 @@ class ModelMemory:
         Raises:
             BlobMissing, BlobDamaged: a blob is missing or damaged.
         """
-        try:
+        with faults_located(self.files):
             for digest, size in self._blobs:
                 self._store.check_size(digest, size)
-        except Damaged as error:
-            raise locate_damage(self.files, error) from None
 
     def read_into(self, slot: int, begin: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of a blob's file, or of the memory if the file is gone.
@@ -223,16 +215,16 @@ class ModelMemory:
         Raises:
             BlobMissing, BlobDamaged: the blob is missing or damaged.
         """
-        try:
-            if self._is_elsewhere(slot):
-                raise BlobMissing("it is checked when it is read completely")  # noqa: TRY301
-            self._store.read_into(*self._blobs[slot], begin, buffer)
-        except BlobMissing:  # it may still be mapped
-            region = self.load((slot,), is_in_order=True)
-            start = region.offsets[slot] + begin
-            buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
-        except Damaged as error:
-            raise locate_damage(self.files, error) from None
+        if not self._is_elsewhere(slot):  # it is checked when it is read completely
+            with (
+                faults_located(self.files),
+                contextlib.suppress(BlobMissing),
+            ):  # may still be mapped
+                self._store.read_into(*self._blobs[slot], begin, buffer)
+                return
+        region = self.load((slot,), is_in_order=True)
+        start = region.offsets[slot] + begin
+        buffer[:] = memoryview(region.memory)[start : start + len(buffer)]
 
     def close(self) -> None:
         """Release the memory. Arrays that were handed out keep it alive."""

@@ -17,7 +17,7 @@ from blobstore.core import pictures
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
-from blobstore.errors import BlobstoreError, Damaged, TensorNotFound, TooManyMaps
+from blobstore.errors import BlobstoreError, Damaged, StoreError, TensorNotFound, TooManyMaps
 from blobstore.models.checks import check_blobs, check_level
 from blobstore.models.device import upload_tensors
 from blobstore.models.files import ModelFiles
@@ -81,10 +81,10 @@ class Model(ModelFiles, Mapping[str, Array]):
             region_of = functools.partial(reserve, writable=target.is_writable)
             try:
                 index, region = read_index(store, manifest, region_of if read == "mmap" else None)
-            except Damaged as error:
-                raise error.at(str(reference)) from None
             except TooManyMaps:
                 pass
+            except (Damaged, StoreError) as error:
+                raise error.at(str(reference)) from None
         if index is None:  # here, because the error keeps all maps alive
             index, region = read_index(store, manifest)
         self._index = index

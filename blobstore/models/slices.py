@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, Generic
 from blobstore.core.escape import quote
 from blobstore.core.slicing import select
 from blobstore.errors import (
-    Damaged,
     TensorNotFound,
     UsageError,
 )
-from blobstore.models.files import locate_damage
+from blobstore.models.files import faults_located
 from blobstore.models.parts import part_ranges, read_part, view_part
 
 if TYPE_CHECKING:
@@ -255,10 +254,8 @@ class SliceReader:
             )
         self._memory.load()  # raises an error if the model is closed
         files = self._memory.files
-        try:
+        with faults_located(files):
             buffer, spec = read_part(files.store, self._index.blobs[slot], location, part, loaded)
-        except Damaged as error:
-            raise locate_damage(files, error) from None
         if not target.is_writable:
             buffer = buffer.toreadonly()
         elif buffer.readonly:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import gc
 import json
 import re
@@ -275,6 +276,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.port not in range(1 << 16):
         parser.error(f"port {options.port} is not one of 0 to 65535")
+    faulthandler.enable()  # a mapped blob that another program truncates kills the process
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server = Server(options)

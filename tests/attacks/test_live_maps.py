@@ -1,8 +1,9 @@
-"""Blobs that are truncated while a process uses them: each way to read them behaves as documented."""
+"""Blobs that are truncated or cannot be read while a process uses them: it ends or goes on as documented."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import blobstore
 from blobstore.errors import BlobDamaged
 from blobstore.store.local import LocalStore
+from tests.faults import tracing
 from tests.support.damage import blob_path
 from tests.support.models import write_folder
 
@@ -25,12 +27,28 @@ import sys
 import blobstore
 
 store, how = sys.argv[1:]
-options = {"map": {}, "copy": {"copy": True}, "pread": {"read": "pread"}}[how]
+options = {
+    "map": {}, "prefetch": {"prefetch": "read"}, "copy": {"copy": True}, "pread": {"read": "pread"}
+}[how]
 with blobstore.open("m", store=blobstore.LocalStore(store), **options) as model:
     weight = model["w"]
     print(float(weight.sum()), flush=True)
     sys.stdin.readline()
     print(float(weight.sum()), flush=True)
+"""
+
+
+_RETRIES = """
+import sys
+import blobstore
+
+store, verify = sys.argv[1:]
+for _ in range(2):
+    try:
+        model = blobstore.open("m", store=store, read="pread", verify=verify)
+        print(float(model["w"].sum()))
+    except blobstore.BlobstoreError as error:
+        print(error)
 """
 
 
@@ -46,7 +64,7 @@ def read_while_truncated(store: LocalStore, how: str) -> tuple[int, list[str], s
     """Return status, output and errors of a process whose blob is truncated while it runs."""
     path = blob_path(store, "w")
     path.chmod(0o600)
-    command = [sys.executable, "-c", _READER, str(store.root), how]
+    command = [sys.executable, "-X", "faulthandler", "-c", _READER, str(store.root), how]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -68,11 +86,39 @@ def test_a_model_copied_to_memory_outlives_its_blobs(store: LocalStore, how: str
     assert read_while_truncated(store, how) == (0, [total, total], "")
 
 
-def test_truncating_a_mapped_blob_ends_the_process_with_sigbus(store: LocalStore) -> None:
+@pytest.mark.parametrize("how", ["map", "prefetch"])
+def test_truncating_a_mapped_blob_ends_the_process_with_sigbus(store: LocalStore, how: str) -> None:
     """The documentation warns of this; if it changes, the documentation must too."""
-    status, lines, _ = read_while_truncated(store, "map")
+    status, lines, errors = read_while_truncated(store, how)
     assert status == -signal.SIGBUS
     assert len(lines) == 1
+    assert errors.startswith("Fatal Python error: Bus error\n")
+
+
+@pytest.mark.skipif(bool(tracing.why_not()), reason=tracing.why_not() or "strace works")
+@pytest.mark.parametrize(
+    ("verify", "calls"),
+    [("none", "preadv,preadv2"), ("size", "preadv,preadv2"), ("header", "pread64")],
+)
+def test_a_blob_that_cannot_be_read_is_one_error_and_is_read_again_later(
+    store: LocalStore, tmp_path: Path, verify: str, calls: str
+) -> None:
+    path = blob_path(store, "w")
+    trace = ["strace", "-f", "-qq", "-o", str(tmp_path / "log"), "-P", str(path)]
+    # The first of each call in each thread fails. The main thread reads a single blob itself.
+    fails = ["-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO:when=1"]
+    done = subprocess.run(
+        [*trace, *fails, sys.executable, "-c", _RETRIES, str(store.root), verify],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    refused, found = done.stdout.splitlines()
+    where = re.escape(f"m:latest: layer 'w': blob '{path}' cannot be read")
+    assert re.fullmatch(f"{where}: Input/output error", refused)
+    assert found == str(float(ROWS * PAGE // 4))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("options", [{}, {"copy": True}, {"read": "pread"}, {"prefetch": "read"}])

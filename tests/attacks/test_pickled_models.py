@@ -1,9 +1,13 @@
-"""Models that are pickled, as for the processes of a pool: equal tensors, and no lease left behind."""
+"""Models that are sent to the processes of a pool: equal tensors, and no lease or descriptor left behind."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import multiprocessing
+import os
 import pickle
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,48 @@ def content(model: Model) -> dict[str, bytes]:
 
 def leases(store: LocalStore) -> list[str]:
     return [path.name for path in store.folder("leases").iterdir()]
+
+
+def read_in_worker(model: Model) -> tuple[dict[str, bytes], list[str], list[str]]:
+    """Read a model and a copy of it, and release both; return the bytes, and what was open before and after."""
+    before = open_files()
+    other = copy.copy(model)
+    with model, other:
+        found = content(model)
+        assert content(other) == found
+    # These get the numbers that have just become free. Who closes one a second time closes one of these.
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(32)]
+    del other
+    gc.collect()
+    for descriptor in taken:
+        os.close(descriptor)
+    return found, before, open_files()
+
+
+def open_files() -> list[str]:
+    """Return what this process has open, but for what it opens to find out."""
+    links = [Path("/proc/self/fd", str(number)) for number in range(256)]
+    return sorted(str(link.readlink()) for link in links if link.is_symlink())
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it counts descriptors in /proc")
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_pool_reads_the_same_tensors_and_leaves_nothing_behind(
+    store: LocalStore, method: str
+) -> None:
+    # Processes that are not forked import torch again, which takes many seconds where it has no bytecode.
+    ways = [how for how in WAYS if method == "fork" or "framework" not in how]
+    models = [blobstore.open("m", store=store, **how) for how in ways]
+    expected = content(models[0])
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context(method)) as pool:
+        for found, before, after in pool.map(read_in_worker, models * 2):
+            assert found == expected
+            assert after == before
+    for model in models:
+        assert content(model) == expected
+        model.close()
+    assert leases(store) == []
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)

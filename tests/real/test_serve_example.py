@@ -304,6 +304,18 @@ def test_swaps_run_one_after_another(server: Server, models: Models) -> None:
     assert answer["choices"][0]["text"] == models.texts[answer["model"]]
 
 
+def test_a_truncated_blob_ends_the_server_with_a_last_word(models: Models, tmp_path: Path) -> None:
+    store = shutil.copytree(models.store.root, tmp_path / "store")
+    with running(tmp_path / "server", "a", "--store", str(store)) as server:
+        for path in Models(LocalStore(store), {}, {}).blobs("a"):
+            Path(path).chmod(0o600)
+            os.truncate(path, 0)
+        with pytest.raises(ConnectionError):
+            server.ask("POST", COMPLETIONS, {"prompt": PROMPT})
+        assert server.process.wait() == -signal.SIGBUS
+    assert "Fatal Python error: Bus error\n" in (tmp_path / "server" / "log").read_text()
+
+
 def test_metrics_count_loads_and_requests(server: Server, models: Models) -> None:
     server.swap("missing")
     before = server.metrics()

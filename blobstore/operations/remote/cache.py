@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -185,15 +186,17 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
             if name not in own and (size := _size(store, name))
         }
         kept = sum(sizes.values())
-        for number, model in enumerate(models):
+        users = Counter(name for model in models for name in set(model.blobs))
+        for model in models:
             if kept + needed <= limit:
                 break
             if model.path.name == manifest.hex:
                 continue
-            others = {name for one in (*models[number + 1 :],) for name in one.blobs}
-            for name in set(model.blobs) & sizes.keys() - others:
+            names = set(model.blobs)
+            users.subtract(names)
+            for name in names & sizes.keys():
                 digest = Digest(name)
-                if digest not in leased and not store.has_base_link(digest):
+                if not users[name] and digest not in leased and not store.has_base_link(digest):
                     Path(store.blob_path(digest)).unlink(missing_ok=True)
                     kept -= sizes.pop(name)
             model.path.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, StoreError, UsageError
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.remote.cache import evict_models
 from blobstore.operations.remote.reader import pack_headers, unpack_headers
 from blobstore.operations.remote.reading import Cache
 from blobstore.operations.remote.store import RemoteStore
@@ -386,6 +387,52 @@ def test_the_cache_never_drops_blobs_of_models_or_of_running_programs(
     assert kept(other, local, "a") == len(local.resolve("a").blobs)
     assert kept(other, local, "b") == len(local.resolve("b").blobs)
     assert not other.has(frozen.layers(local, "c")["c"].digest)
+
+
+def cached_models(store: LocalStore, blobs: dict[str, list[bytes]]) -> dict[str, Digest]:
+    """Keep models as if they had been opened elsewhere, the first one longest ago; return their digests."""
+    found = {}
+    for used, (name, contents) in enumerate(blobs.items()):
+        add_blobs(store, name, {str(number): data for number, data in enumerate(contents)})
+        data = store.read_manifest(name)
+        store.cached_models.keep(data)
+        found[name] = Digest.of(data)
+        os.utime(store.folder("cache") / found[name].hex, (used + 1, used + 1))
+    blobstore.remove(list(blobs), store=store)
+    return found
+
+
+def test_a_model_that_is_opened_again_keeps_the_blobs_that_it_shares_with_newer_ones(
+    other: LocalStore,
+) -> None:
+    shared, old, new = (bytes([number]) * 5000 for number in range(3))
+    digests = cached_models(other, {"first": [shared], "old": [old], "new": [shared, new]})
+    assert evict_models(other, 5000, 9000, digests["first"]) is False
+    assert other.has(Digest.of(shared))
+    assert not any(other.has(Digest.of(data)) for data in (old, new))
+
+
+def test_evicting_models_looks_at_the_blobs_of_each_a_fixed_number_of_times(
+    other: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+
+    class Blobs(tuple[str, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[str]:
+            looks.append(None)
+            return super().__iter__()
+
+    names = [f"m{number}" for number in range(30)]
+    cached_models(other, {name: [name.encode() * 2000] for name in names})
+    models = [one._replace(blobs=Blobs(one.blobs)) for one in other.cached_models.all()]
+    monkeypatch.setattr(
+        type(other.cached_models), "all", lambda _, within=0: iter(models if within != -1 else ())
+    )
+    assert evict_models(other, 1, 1, Digest.of(b""))
+    assert not list(other.folder("cache").iterdir())
+    assert len(looks) <= 5 * len(names)
 
 
 def test_the_environment_limits_the_cache(
