@@ -203,6 +203,8 @@ class Lease:
         # Read-only from the start: a descriptor that is open for writing stays usable.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o444)
+        status = os.fstat(descriptor)
+        _WRITTEN[descriptor] = status.st_dev, status.st_ino
         give_to_owner(path)
         return path, descriptor
 
@@ -233,15 +235,32 @@ class _LocksFile(Protocol):
 
 NOT_INHERITED: weakref.WeakSet[_LocksFile] = weakref.WeakSet()
 """Owners of locked files whose locks forked processes do not keep."""
+_WRITTEN: dict[int, tuple[int, int]] = {}
+"""Devices and inodes of the temporary files that descriptors were opened for, which may be closed by now.
+
+A forked process keeps none that is open for writing: the file may become a blob."""
 
 
 def _drop_in_child() -> None:
-    if NOT_INHERITED:
+    descriptors = [owner._descriptor for owner in NOT_INHERITED]
+    descriptors += [number for number, inode in _WRITTEN.items() if _writes_to(number, inode)]
+    if descriptors:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        for owner in NOT_INHERITED:
-            os.dup2(nowhere, owner._descriptor, inheritable=False)
+        for descriptor in descriptors:
+            os.dup2(nowhere, descriptor, inheritable=False)
         os.close(nowhere)
-        NOT_INHERITED.clear()
+    NOT_INHERITED.clear()
+    _WRITTEN.clear()
+
+
+def _writes_to(descriptor: int, inode: tuple[int, int]) -> bool:
+    """Return whether a descriptor is still open for writing to a file, and not used for another one."""
+    try:
+        status = os.fstat(descriptor)
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    except OSError:
+        return False
+    return mode != os.O_RDONLY and (status.st_dev, status.st_ino) == inode
 
 
 # A worker of an import that outlives it would keep its lease locked.
