@@ -23,13 +23,11 @@ from blobstore.safetensors.numpy import load_file, save_file
 from tests.faults.known import command, write_models
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import Ended, nursery, workspace
-from tests.faults.workloads import changes_of
+from tests.faults.workloads import ALIGNMENT, changes_of
 
 _ATTEMPTS = 50
 _MEASURED = 3
 _SIZE = 2**20
-_ALIGNMENT = 4096
-"""Leaves space in the header, so that tensors can be added in place."""
 
 
 class Case:
@@ -50,7 +48,7 @@ class Case:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
         tensors = {f"t{number}": np.full(_SIZE, number, np.uint8) for number in range(4)}
-        save_file(tensors, self.path, alignment=_ALIGNMENT)
+        save_file(tensors, self.path, alignment=ALIGNMENT)
 
     def write_link(self) -> None:
         """Give the file another name, or let it be a link."""

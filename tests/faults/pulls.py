@@ -231,24 +231,45 @@ def _two(case: Case, effort: Effort, outcome: Outcome) -> None:
 
 
 def _without_locks(case: Case, effort: Effort, outcome: Outcome) -> None:
-    """Pull one model several times at once, and copy it, where all have every lock; kill some of them."""
-    case.registry.pause = 0.0005
+    """Pull one model several times at once, and copy it, where all have every lock.
+
+    Some are killed, and one stands still until the others have ended.
+    """
+    case.registry.pause = 0.002
     for _ in effort:
         if any(map(case.store.has_model, (*_PULLED, _COPIED))):
             case.forget()
         children = dict(_crowd(case))
         outcome.injected += 1
-        for name in case.chance.sample(_PULLED, case.chance.randrange(len(_PULLED) + 1)):
-            time.sleep(case.chance.uniform(0, 0.3))
-            children[name].kill()
-        for name, child in children.items():
-            ended = child.wait()
-            if ended.code and not ended.is_killed and RUN_AGAIN not in ended.stderr:
-                outcome.violate(f"{name}: exit code {ended.code}: {ended.stderr[-300:]}")
-            case.check(outcome, f"others pull {name}", ended.code == 0 or None, name=name)
-        for problem in _wrong_blobs(case.store):
-            outcome.violate(problem)
+        late = case.chance.choice(_PULLED)
+        _wait(case, 0.5)
+        children[late].send(signal.SIGSTOP)
+        for name in case.chance.sample(_PULLED, case.chance.randrange(len(_PULLED))):
+            if name != late:
+                _wait(case, 0.3)
+                children[name].kill()
+        for name, child in sorted(children.items(), key=lambda item: item[0] == late):
+            if name == late:
+                child.send(signal.SIGCONT)
+                if case.chance.random() < 0.5:
+                    _wait(case, 0.1)
+                    child.kill()
+            _check_pull(case, name, child.wait(), outcome)
     case.must_pull(outcome, "after the last kill")
+
+
+def _wait(case: Case, most: float) -> None:
+    time.sleep(case.chance.uniform(0, most))
+
+
+def _check_pull(case: Case, name: str, ended: Ended, outcome: Outcome) -> None:
+    """Check that a pull, or a copy, that was not killed has succeeded, and that all blobs are right."""
+    if ended.code and not ended.is_killed and RUN_AGAIN not in ended.stderr:
+        outcome.violate(f"{name}: exit code {ended.code}: {ended.stderr[-300:]}")
+    case.check(outcome, f"others pull {name}", ended.code == 0 or None, name=name)
+    for path in (case.store.root / "blobs").glob("sha256-*"):
+        if f"sha256-{hashlib.sha256(path.read_bytes()).hexdigest()}" != path.name:
+            outcome.violate(f"blob {path.name} has other bytes after {name}")
 
 
 def _crowd(case: Case) -> Iterator[tuple[str, Child]]:
@@ -259,13 +280,7 @@ def _crowd(case: Case) -> Iterator[tuple[str, Child]]:
         calls[_COPIED] = ["blobstore", "cp", "model", _COPIED, *where]
     for name, arguments in calls.items():
         yield name, nursery().start(*arguments, hooks={"vain_locks": True})
-        time.sleep(case.chance.uniform(0, 0.1))
-
-
-def _wrong_blobs(store: LocalStore) -> Iterator[str]:
-    for path in (store.root / "blobs").glob("sha256-*"):
-        if f"sha256-{hashlib.sha256(path.read_bytes()).hexdigest()}" != path.name:
-            yield f"blob {path.name} has other bytes"
+        _wait(case, 0.3)
 
 
 def _with_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
