@@ -197,16 +197,24 @@ class Lease:
         return os.fstat(self._descriptor).st_nlink == 0
 
     def create_file(self) -> tuple[Path, int]:
-        """Return the path and the descriptor of a new temporary file, which belongs to this lease."""
+        """Return the path and the descriptor of a new temporary file, which belongs to this lease.
+
+        The caller closes it with :meth:`close_file`. Forked processes cannot write to it.
+        """
         folder, prefix = self._files
         path = folder / f"{prefix}{next(_NUMBERS)}"
         # Read-only from the start: a descriptor that is open for writing stays usable.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o444)
-        status = os.fstat(descriptor)
-        _WRITTEN[descriptor] = status.st_dev, status.st_ino
+        _WRITTEN.add(descriptor)
         give_to_owner(path)
         return path, descriptor
+
+    @staticmethod
+    def close_file(descriptor: int) -> None:
+        """Close a descriptor, which may be one of :meth:`create_file`."""
+        _WRITTEN.discard(descriptor)
+        os.close(descriptor)
 
     def remove_files(self) -> None:
         """Remove the files of :meth:`create_file` that have not been renamed."""
@@ -235,15 +243,12 @@ class _LocksFile(Protocol):
 
 NOT_INHERITED: weakref.WeakSet[_LocksFile] = weakref.WeakSet()
 """Owners of locked files whose locks forked processes do not keep."""
-_WRITTEN: dict[int, tuple[int, int]] = {}
-"""Devices and inodes of the temporary files that descriptors were opened for, which may be closed by now.
-
-A forked process keeps none that is open for writing: the file may become a blob."""
+_WRITTEN: set[int] = set()
+"""Descriptors of temporary files, which may become blobs."""
 
 
 def _drop_in_child() -> None:
-    descriptors = [owner._descriptor for owner in NOT_INHERITED]
-    descriptors += [number for number, inode in _WRITTEN.items() if _writes_to(number, inode)]
+    descriptors = _WRITTEN.union(owner._descriptor for owner in NOT_INHERITED)
     if descriptors:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         for descriptor in descriptors:
@@ -251,16 +256,6 @@ def _drop_in_child() -> None:
         os.close(nowhere)
     NOT_INHERITED.clear()
     _WRITTEN.clear()
-
-
-def _writes_to(descriptor: int, inode: tuple[int, int]) -> bool:
-    """Return whether a descriptor is still open for writing to a file, and not used for another one."""
-    try:
-        status = os.fstat(descriptor)
-        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
-    except OSError:
-        return False
-    return mode != os.O_RDONLY and (status.st_dev, status.st_ino) == inode
 
 
 # A worker of an import that outlives it would keep its lease locked.

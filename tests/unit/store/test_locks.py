@@ -353,19 +353,19 @@ def test_a_forked_process_cannot_write_to_the_files_of_a_lease(store: LocalStore
     with store.lease() as lease:
         path, descriptor = lease.create_file()
         closed, other = lease.create_file()
-        os.close(other)
-        reader = os.open(closed, os.O_RDONLY)  # has the number of the descriptor that was closed
-        assert reader == other
+        lease.close_file(other)
+        again = os.open(closed, os.O_RDONLY)
+        assert again == other
         child = os.fork()
         if child == 0:
             with contextlib.suppress(OSError):
                 os.write(descriptor, b"of the child")
-            is_kept = os.path.samestat(os.fstat(reader), closed.stat())
+            is_kept = os.path.samestat(os.fstat(again), closed.stat())
             os._exit(0 if is_kept else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         os.write(descriptor, b"of the parent")
-        os.close(descriptor)
-        os.close(reader)
+        lease.close_file(descriptor)
+        os.close(again)
         assert path.read_bytes() == b"of the parent"
 
 
