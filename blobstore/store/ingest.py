@@ -165,7 +165,7 @@ class Ingest:
             path.unlink(missing_ok=True)
             raise
         finally:
-            os.close(descriptor)
+            self._lease.close_file(descriptor)
         with self._changed:
             self._unsynced.append(path)
         self.adopt(Ingested(digest, len(data), written=True, file=path.name))
@@ -317,7 +317,7 @@ class Ingest:
             is_new = True
         finally:
             if not is_new:
-                os.close(descriptor)
+                self._lease.close_file(descriptor)
                 path.unlink(missing_ok=True)
         is_repair = digest in self._damaged
         item = Ingested(digest, size, written=True, file=path.name, is_repair=is_repair)
@@ -332,7 +332,7 @@ class Ingest:
             try:
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                self._lease.close_file(descriptor)
                 self._slots.release()
 
         self._slots.acquire()
@@ -374,4 +374,4 @@ class WorkerIngest(Ingest):
         try:
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            self._lease.close_file(descriptor)

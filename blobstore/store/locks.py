@@ -197,14 +197,24 @@ class Lease:
         return os.fstat(self._descriptor).st_nlink == 0
 
     def create_file(self) -> tuple[Path, int]:
-        """Return the path and the descriptor of a new temporary file, which belongs to this lease."""
+        """Return the path and the descriptor of a new temporary file, which belongs to this lease.
+
+        The caller closes it with :meth:`close_file`. Forked processes cannot write to it.
+        """
         folder, prefix = self._files
         path = folder / f"{prefix}{next(_NUMBERS)}"
         # Read-only from the start: a descriptor that is open for writing stays usable.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o444)
+        _WRITTEN.add(descriptor)
         give_to_owner(path)
         return path, descriptor
+
+    @staticmethod
+    def close_file(descriptor: int) -> None:
+        """Close a descriptor, which may be one of :meth:`create_file`."""
+        _WRITTEN.discard(descriptor)
+        os.close(descriptor)
 
     def remove_files(self) -> None:
         """Remove the files of :meth:`create_file` that have not been renamed."""
@@ -233,15 +243,19 @@ class _LocksFile(Protocol):
 
 NOT_INHERITED: weakref.WeakSet[_LocksFile] = weakref.WeakSet()
 """Owners of locked files whose locks forked processes do not keep."""
+_WRITTEN: set[int] = set()
+"""Descriptors of temporary files, which may become blobs."""
 
 
 def _drop_in_child() -> None:
-    if NOT_INHERITED:
+    descriptors = _WRITTEN.union(owner._descriptor for owner in NOT_INHERITED)
+    if descriptors:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        for owner in NOT_INHERITED:
-            os.dup2(nowhere, owner._descriptor, inheritable=False)
+        for descriptor in descriptors:
+            os.dup2(nowhere, descriptor, inheritable=False)
         os.close(nowhere)
-        NOT_INHERITED.clear()
+    NOT_INHERITED.clear()
+    _WRITTEN.clear()
 
 
 # A worker of an import that outlives it would keep its lease locked.

@@ -17,6 +17,10 @@ _INTERRUPTIONS = 0.02
 _LONGEST = 0.05
 """Seconds: several commands of another process."""
 
+_PAGE = 4096
+_PACE = 0.002
+"""Seconds of a write."""
+
 
 def install(hooks: Mapping[str, Any]) -> None:
     """Change this process as the hooks say, for its life."""
@@ -53,6 +57,22 @@ def _short(seed: int) -> None:
     os.preadv = preadv_part
 
 
+def _paced(seed: int) -> None:
+    """Let writes at offsets take some pages each, and some time: a system may end a process after any page."""
+    chance = random.Random(seed)
+    pwrite = os.pwrite
+
+    def part(descriptor: int, data: Any, offset: int) -> int:
+        view = memoryview(data).cast("B")
+        pages = len(view) // _PAGE
+        time.sleep(_PACE)
+        return pwrite(
+            descriptor, view[: chance.randint(1, pages) * _PAGE] if pages else view, offset
+        )
+
+    os.pwrite = part
+
+
 def _no_locks(_: object) -> None:
     """Let no file be locked, as on some network file systems."""
 
@@ -60,6 +80,11 @@ def _no_locks(_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     fcntl.flock = flock  # type: ignore[assignment]
+
+
+def _vain_locks(_: object) -> None:
+    """Let every process have every lock, as on some other network file systems."""
+    fcntl.flock = lambda descriptor, operation: None  # type: ignore[assignment]
 
 
 def _sync_threads(count: int) -> None:
@@ -114,7 +139,9 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "slow": _slow,
     "clock": _clock,
     "short": _short,
+    "paced": _paced,
     "no_locks": _no_locks,
+    "vain_locks": _vain_locks,
     "sync_threads": _sync_threads,
     "part": _part,
     "impatience": _impatience,

@@ -7,19 +7,21 @@ each stream no more than a few pieces.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import signal
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from blobstore.core.digest import Digest
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.store.local import LocalStore
+from blobstore.store.partial import RUN_AGAIN
 from tests.faults import disks
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import Ended, nursery, workspace
+from tests.faults.processes import Child, Ended, nursery, workspace
 from tests.support.frozen import put, weights
 from tests.support.models import add_blobs, blob
 from tests.support.stub_registry import StubRegistry
@@ -28,6 +30,8 @@ _STREAMS = 4
 _IN_FLIGHT = 2**20
 """Bytes that a stream may have fetched in vain when its process is killed: buffers of both sides."""
 _PAGE = 4096
+_PULLED = ("model", "second", "third")
+_COPIED = "copied"
 
 
 class Case:
@@ -65,14 +69,16 @@ class Case:
         command("gc", "--force", "--older-than", "0s", "--store", self.store.root)
         self.registry.sent.clear()
 
-    def check(self, outcome: Outcome, how: str, *, is_there: bool | None = None) -> None:
+    def check(
+        self, outcome: Outcome, how: str, is_there: bool | None = None, name: str = "model"
+    ) -> None:
         """Check that the model is complete or absent, or as ``is_there`` says."""
-        has_name = self.store.has_model("model")
+        has_name = self.store.has_model(name)
         if is_there is not None and has_name != is_there:
             outcome.violate(f"{how}: the name is {'there' if has_name else 'absent'}")
         if has_name:
-            code, output, errors = command("verify", "model", "--store", self.store.root)
-            if code or self.store.read_manifest("model") != self.data:
+            code, output, errors = command("verify", name, "--store", self.store.root)
+            if code or self.store.read_manifest(name) != self.data:
                 outcome.names_lost += 1
                 outcome.violate(f"{how}: the model is not complete: {output[-300:]}{errors[-300:]}")
 
@@ -224,6 +230,59 @@ def _two(case: Case, effort: Effort, outcome: Outcome) -> None:
             outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")
 
 
+def _without_locks(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Pull one model several times at once, and copy it, where all have every lock.
+
+    Some are killed, and one stands still until the others have ended.
+    """
+    case.registry.pause = 0.002
+    for _ in effort:
+        if any(map(case.store.has_model, (*_PULLED, _COPIED))):
+            case.forget()
+        children = dict(_crowd(case))
+        outcome.injected += 1
+        late = case.chance.choice(_PULLED)
+        _wait(case, 0.5)
+        children[late].send(signal.SIGSTOP)
+        for name in case.chance.sample(_PULLED, case.chance.randrange(len(_PULLED))):
+            if name != late:
+                _wait(case, 0.3)
+                children[name].kill()
+        for name, child in sorted(children.items(), key=lambda item: item[0] == late):
+            if name == late:
+                child.send(signal.SIGCONT)
+                if case.chance.random() < 0.5:
+                    _wait(case, 0.1)
+                    child.kill()
+            _check_pull(case, name, child.wait(), outcome)
+    case.must_pull(outcome, "after the last kill")
+
+
+def _wait(case: Case, most: float) -> None:
+    time.sleep(case.chance.uniform(0, most))
+
+
+def _check_pull(case: Case, name: str, ended: Ended, outcome: Outcome) -> None:
+    """Check that a pull, or a copy, that was not killed has succeeded, and that all blobs are right."""
+    if ended.code and not ended.is_killed and RUN_AGAIN not in ended.stderr:
+        outcome.violate(f"{name}: exit code {ended.code}: {ended.stderr[-300:]}")
+    case.check(outcome, f"others pull {name}", ended.code == 0 or None, name=name)
+    for path in (case.store.root / "blobs").glob("sha256-*"):
+        if f"sha256-{hashlib.sha256(path.read_bytes()).hexdigest()}" != path.name:
+            outcome.violate(f"blob {path.name} has other bytes after {name}")
+
+
+def _crowd(case: Case) -> Iterator[tuple[str, Child]]:
+    """Start pulls, and sometimes a copy from another store, one soon after the other."""
+    calls = {name: case.arguments(name) for name in _PULLED}
+    if case.chance.random() < 0.3:
+        where = ("--to", case.store.root, "--store", case.origin.root)
+        calls[_COPIED] = ["blobstore", "cp", "model", _COPIED, *where]
+    for name, arguments in calls.items():
+        yield name, nursery().start(*arguments, hooks={"vain_locks": True})
+        _wait(case, 0.3)
+
+
 def _with_gc(case: Case, effort: Effort, outcome: Outcome) -> None:
     case.registry.pause = 0.0005
     put(case.store, "stays", {"x": 1})
@@ -256,5 +315,6 @@ CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
     "blob of the registry collected": _collected,
     "disk full during pull": _full,
     "two pulls of one model at once": _two,
+    "pulls and copies of one model at once, where locks do nothing": _without_locks,
     "pull during gc": _with_gc,
 }

@@ -14,10 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 import blobstore
 from blobstore import Model
 from blobstore.errors import BlobMissing, BlobstoreError, ModelNotFound
 from blobstore.models.checks import Verify
+from blobstore.safetensors import edit_file
+from blobstore.safetensors.numpy import load_file
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import forget, layers
 from tests.faults.known import Known, command, has_command, read_models, write_models
@@ -25,6 +29,10 @@ from tests.faults.known import Known, command, has_command, read_models, write_m
 SWAPPED = "swapped"
 """The name that is there throughout, but not always of one model."""
 LEVELS: tuple[Verify, ...] = ("none", "size", "header", "digest", "rehash")
+ALIGNMENT = 4096
+"""Of the data in files whose headers have space for more tensors."""
+_ADDED = 100_000
+"""Bytes of a tensor that an edit adds."""
 _NOT_FOUND = ModelNotFound.exit_code
 
 
@@ -72,6 +80,27 @@ def open_elsewhere(address: str, store: str) -> None:
     """Load a model from object storage, and keep its blobs."""
     with blobstore.open(address, store=store, framework="numpy") as model:
         dict(model.iter_tensors())
+
+
+def edit(path: str, seed: str) -> None:
+    """Edit a safetensors file in place, if that is possible."""
+    edit_file(path, changes_of(path, seed), in_place=True)
+
+
+def changes_of(path: str, seed: str) -> dict[str, np.ndarray]:
+    """Return new tensors for a file, every byte of which differs from the old one.
+
+    Sometimes there is one more, if the header has space for it.
+    """
+    chance = random.Random(seed)
+    old = load_file(path)
+    chosen = chance.sample(sorted(old), chance.randint(1, len(old)))
+    new = {name: np.invert(old[name].view(np.uint8)).view(old[name].dtype) for name in chosen}
+    with Path(path).open("rb") as file:
+        is_aligned = (8 + int.from_bytes(file.read(8), "little")) % ALIGNMENT == 0
+    if is_aligned and chance.random() < 0.5:
+        new["added"] = np.full(_ADDED, 7, np.uint8)
+    return new
 
 
 def _report(what: str) -> None:

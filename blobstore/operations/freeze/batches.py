@@ -84,7 +84,7 @@ class TemporaryFiles:
                 yield path, descriptor
                 os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                self.lease.close_file(descriptor)
         except BaseException:
             path.unlink(missing_ok=True)
             raise

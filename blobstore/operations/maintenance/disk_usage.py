@@ -19,6 +19,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.remote.reading import reading_models
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore
+from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.scan import digest_of, walk_files
 
 if TYPE_CHECKING:
@@ -227,6 +228,11 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         together = Counter(
             itertools.chain.from_iterable(needs[entry.reference] for entry in chosen)
         )
+    downloads: list[int] = []
+    locks: list[int] = []
+    for entry, status in _files(store.folder("partial")):
+        sizes = locks if entry.name.endswith(PARTIAL_LOCK) else downloads
+        sizes.append(allocated(status))
     names: tuple[Folder, ...] = ("temporary", "partial", "quarantine", "cold", "bases")
     parts = {name: store.folder(name) for name in names}
     return StoreUsage(
@@ -255,9 +261,9 @@ def usage_of(disk: StoreDisk, references: Sequence[Reference] = ()) -> StoreUsag
         foreign=_total(blobs.foreign),
         manifests=_space_of(store.folder("manifests")),
         temporary=_space_of(parts["temporary"]),
-        partial=_total(allocated(status) for _, status in _files(parts["partial"])),
+        partial=_total(downloads),
         quarantine=_space_of(parts["quarantine"]),
-        caches=_space_of(store.folder("headers").parent, without=parts.values()),
+        caches=_total([*_sizes(store.folder("headers").parent, parts.values()), *locks]),
     )
 
 
@@ -348,8 +354,12 @@ def _total(sizes: Iterable[int]) -> Space:
     return Space(len(found), sum(found))
 
 
-def _space_of(folder: Path, without: Collection[Path] = ()) -> Space:
-    return _total(status.st_size for _, status in _files(folder, without))
+def _space_of(folder: Path) -> Space:
+    return _total(_sizes(folder))
+
+
+def _sizes(folder: Path, without: Collection[Path] = ()) -> Iterator[int]:
+    return (status.st_size for _, status in _files(folder, without))
 
 
 def _files(

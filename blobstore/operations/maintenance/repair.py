@@ -357,7 +357,7 @@ class _Repair:
                 if is_right:
                     os.fsync(descriptor)
             finally:
-                os.close(descriptor)
+                self._lease.close_file(descriptor)
             if is_right:
                 self._place(candidate.blob, path)
         finally:

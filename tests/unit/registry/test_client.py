@@ -180,6 +180,22 @@ def test_upload_that_the_registry_has_forgotten_begins_again(
     assert client.blob_size(repository, digest) == len(DATA)
 
 
+def test_blob_of_a_forgotten_upload_is_not_sent_again_if_it_has_arrived(
+    client: RegistryClient, open_registry: Server, repository: str
+) -> None:
+    digest = push(client, repository, DATA)
+    gone = UploadSession(f"http://{open_registry.host}/v2/{repository}/blobs/uploads/0", 1000)
+    offsets: list[int] = []
+
+    def pieces(offset: int) -> list[bytes]:
+        offsets.append(offset)
+        return [DATA[offset:]]
+
+    client.upload_blob(repository, digest, len(DATA), pieces, session=gone)
+
+    assert offsets == []
+
+
 def test_pieces_that_end_early_are_an_error(client: RegistryClient, repository: str) -> None:
     digest = Digest.of(DATA)
 

@@ -348,6 +348,27 @@ def test_a_lease_waits_for_a_process_that_tests_its_lock(
         assert store.read_leases().digests == {A}
 
 
+def test_a_forked_process_cannot_write_to_the_files_of_a_lease(store: LocalStore) -> None:
+    store.folder("temporary").mkdir(parents=True, exist_ok=True)
+    with store.lease() as lease:
+        path, descriptor = lease.create_file()
+        closed, other = lease.create_file()
+        lease.close_file(other)
+        again = os.open(closed, os.O_RDONLY)
+        assert again == other
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"of the child")
+            is_kept = os.path.samestat(os.fstat(again), closed.stat())
+            os._exit(0 if is_kept else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.write(descriptor, b"of the parent")
+        lease.close_file(descriptor)
+        os.close(again)
+        assert path.read_bytes() == b"of the parent"
+
+
 def test_a_forked_process_does_not_keep_the_lease_of_an_import_alive(store: LocalStore) -> None:
     lease = store._locks.lease(is_import=True)
     lease.hold([A])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import BlobId, Digest
+from blobstore.core.files import allocated
 from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest, ModelNotFound, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -99,6 +101,19 @@ def test_adds_up_the_requested_models(store: LocalStore) -> None:
     assert usage.names == 3
     with pytest.raises(ModelNotFound, match="'none:latest'"):
         measure_usage([A, "none"], store=store)
+
+
+def test_locks_of_downloads_are_no_downloads(store: LocalStore) -> None:
+    digest = Digest.of(b"x" * 1000)
+    with store.ingest() as ingest:
+        file = ingest.open_partial(BlobId(digest, 1000))
+        assert file is not None
+        with file:
+            file.write(0, b"x")
+    usage = measure_usage(store=store)
+    (path,) = store.folder("partial").glob("*-*-*")
+    assert usage.partial == Space(1, allocated(path.stat()))
+    assert usage.size >= usage.partial.size + 17
 
 
 def test_reports_unreferenced_files(store: LocalStore) -> None:

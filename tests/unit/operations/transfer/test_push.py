@@ -400,6 +400,18 @@ def refuse_connection(*_: object) -> None:
     raise RemoteError("connection refused")
 
 
+def test_a_refused_manifest_of_few_layers_is_an_error(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RemoteRefused("the tag cannot be changed", status=403, code="DENIED")
+
+    monkeypatch.setattr(RegistryClient, "put_manifest", refuse)
+    with pytest.raises(RemoteRefused, match="the tag cannot be changed") as caught:
+        push(origin, remote)
+    assert (caught.value.status, caught.value.code) == (403, "DENIED")
+
+
 # Large blobs
 
 
