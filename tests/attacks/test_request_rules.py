@@ -338,7 +338,8 @@ def test_manifest_with_a_general_content_type_is_what_it_says(
     blobstore.push("m", f"{server.host}/a:v1", store=store)
     registry.manifests = {name: (kind, data) for name, (_, data) in registry.manifests.items()}
     other = LocalStore(tmp_path / "other")
-    blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+    [notice] = blobstore.pull(f"{server.host}/a:v1", "m", store=other).notices
+    assert kind.partition(";")[0] in notice
     assert other.read_manifest("m") == store.read_manifest("m")
 
 
