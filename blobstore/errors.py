@@ -123,7 +123,7 @@ class RemoteError(BlobstoreError):
         self.status = status
         """The status of the HTTP response; 0 if there was none, or it is not known."""
         self.code = code
-        """The registry's error code, such as ``MANIFEST_BLOB_UNKNOWN``; empty if it sent no known one."""
+        """The code of a registry or S3, such as ``MANIFEST_BLOB_UNKNOWN``; empty if it sent no known one."""
         self.digests = digests
         """Digests that the registry's explanation names."""
 

@@ -24,7 +24,7 @@ from blobstore.cli.render import OutputClosed, is_verbose, printable_lines, show
 from blobstore.core import interrupts
 from blobstore.core.escape import escape, quote
 from blobstore.core.interrupts import Stopped
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data,
 \b
 With --json, a failed command also prints on standard output
 {"error": {"kind": …, "message": …, "exit_code": …}}; kind is the name of
-the Python exception in blobstore.errors, or Interrupted.
+the Python exception in blobstore.errors, or Interrupted. What a registry or
+object storage has answered follows as "status" and "code", if it is known.
 
 \b
 Completion in bash, zsh or fish, for example:
@@ -148,7 +149,7 @@ class _Program(click.Group):
             # The advice names arguments of Python, of which the command line has options.
             advice = _ARGUMENT.sub("--force", error.advice)
             text = f"{error.message}; {advice}" if advice else error.message
-            _report_json(ctx, type(error).__name__, text, error.exit_code)
+            _report_json(ctx, type(error).__name__, text, error.exit_code, error)
             if is_verbose():
                 import traceback
 
@@ -209,9 +210,18 @@ def _show_version(ctx: click.Context) -> None:
     ctx.exit()
 
 
-def _report_json(ctx: click.Context, kind: str, message: str, exit_code: int) -> None:
+def _report_json(
+    ctx: click.Context,
+    kind: str,
+    message: str,
+    exit_code: int,
+    error: BlobstoreError | None = None,
+) -> None:
     if options.wants_json(ctx):
-        value = {"kind": kind, "message": message, "exit_code": exit_code}
+        value: dict[str, Any] = {"kind": kind, "message": message, "exit_code": exit_code}
+        if isinstance(error, RemoteError):
+            answered = {"status": error.status, "code": error.code}
+            value |= {name: known for name, known in answered.items() if known}
         # If standard output cannot be written, the message on standard error is enough.
         with contextlib.suppress(BlobstoreError, OutputClosed):
             show_json({"error": value})

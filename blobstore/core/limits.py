@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20
-_ADVICE: Final = "no known model needs so much; check the address, and who can write there"
+ADVICE: Final = "no known model needs so much; check the address, and who can write there"
+"""What to do about a document that is too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,13 @@ class Limit:
 
     one: int
     """Bytes of one."""
-    all: int
-    """Bytes of all."""
-    count: int
-    """Entries of a list, or documents."""
+    all: int = 0
+    """Bytes of all; 0 if a command reads one at most."""
+    count: int = 0
+    """Entries of a list, or documents; 0 if a command reads one at most."""
 
 
-MANIFEST: Final = Limit(64 * _MIB, 64 * _MIB, 1)
+MANIFEST: Final = Limit(64 * _MIB)
 """The manifest of a model as stores have it."""
 REGISTRY_MANIFEST: Final = Limit(4 * _MIB, 256 * _MIB, 1024)
 """Manifests and indexes of a registry: the parts of a model that was divided, or its cold layers."""
@@ -40,34 +41,34 @@ REFERRERS: Final = Limit(4 * _MIB, 64 * _MIB, 10_000)
 """Pages of a list of what refers to a manifest; its entries."""
 TAGS: Final = Limit(4 * _MIB, 64 * _MIB, 1_000_000)
 """Pages of a list of tags; its entries."""
-CATALOG: Final = Limit(128 * _MIB, 128 * _MIB, 100_000)
-"""The first tar of an image; its entries."""
+CATALOG: Final = Limit(128 * _MIB)
+"""The first tar of an image."""
 SMALL_FILES: Final = Limit(256 * _MIB, 512 * _MIB, 100_000)
 """Configs and other files of a model besides its tensors; those beyond are read when they are asked for."""
 HEADERS: Final = Limit(100_000_008, 512 * _MIB, 1_000_000)
 """Headers of blobs with their prefixes."""
-PACKED_HEADERS: Final = Limit(256 * _MIB, 256 * _MIB, 1)
+PACKED_HEADERS: Final = Limit(256 * _MIB)
 """The headers of a model in one object."""
-COLD_INDEX: Final = Limit(64 * _MIB, 64 * _MIB, 1)
+COLD_INDEX: Final = Limit(64 * _MIB)
 """The list of compressed forms in object storage."""
 SIGNATURES: Final = Limit(32 * _MIB, 128 * _MIB, 100)
 """Signatures that come with a model."""
 UNVERIFIED: Final = Limit(32 * _MIB, 32 * _MIB, 20)
 """Signatures of a manifest that no key has verified and that are kept; the oldest ones are removed."""
-LISTING: Final = Limit(4 * _MIB, 10_000 * _MIB, 10_000_000)
-"""Pages of a list of objects, which are not kept; its entries."""
+LISTED: Final = 10_000_000
+"""Entries of a list of objects, of which a page is kept."""
 LEASE: Final = Limit(64 * _MIB, 256 * _MIB, 10_000)
 """Leases in object storage."""
 HUB_LISTING: Final = Limit(32 * _MIB, 256 * _MIB, 1_000_000)
 """Pages of a list of the Hub; its entries."""
-ERROR: Final = Limit(64 * _KIB, 64 * _KIB, 1)
+ERROR: Final = Limit(64 * _KIB)
 """The body of a response that reports an error, or that has a token."""
 
 
 class Budget:
     """What may still arrive of a kind of document. Any number of threads may use it."""
 
-    def __init__(self, limit: Limit, what: str, advice: str = _ADVICE) -> None:
+    def __init__(self, limit: Limit, what: str, advice: str = ADVICE) -> None:
         """Take the name of the documents for messages, and what to do if there is too much of them."""
         self._limit = limit
         self._what = what

@@ -52,7 +52,7 @@ _RETRIES: Final = {
     "retry_timeout": timedelta(seconds=60),
     "backoff": {"max_backoff": timedelta(seconds=10)},
 }
-_MAX_LISTED: Final = limits.LISTING.count
+_MAX_LISTED: Final = limits.LISTED
 _MAX_LIST_SECONDS: Final = 3600.0
 _PROBE: Final = ".blobstore/probe"
 _ATTEMPTS: Final = 5
@@ -122,7 +122,10 @@ class ObjectClient:
         def send() -> ObjectVersion:
             found = self._api.get(self._reading, key)
             if (size := found.meta["size"]) > limit:
-                raise RemoteError(f"{self._name(key)}: {size} bytes, expected at most {limit}")
+                raise RemoteError(
+                    f"{self._name(key)}: {size} bytes, expected at most {limit}",
+                    advice=limits.ADVICE,
+                )
             return ObjectVersion(bytes(found.bytes()), _strong(found.meta["e_tag"]))
 
         return self._send(request, key, send)

@@ -79,6 +79,11 @@ class Failure(NamedTuple):
             what: the object, quoted.
             request: what was asked.
         """
+        error = self._explained(what, request)
+        error.status, error.code = int(self.status or 0), self.code or ""
+        return error
+
+    def _explained(self, what: str, request: Request) -> RemoteError:
         shown = ", ".join(filter(None, (self.status, self.code)))
         shown = f" (status {shown})" if shown else ""
         if self.code in CODES:

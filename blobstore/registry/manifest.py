@@ -6,7 +6,7 @@ are ignored, as the OCI specification asks; the known ones are checked strictly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import limits, strict_json
@@ -80,6 +80,8 @@ class RemoteManifest:
     media_type: str
     data: bytes = field(repr=False)
     digest: Digest
+    foreign_type: str = field(default="", compare=False)
+    """The ``Content-Type`` of a server that does not say what the manifest is."""
 
     @classmethod
     def of(cls, media_type: str, data: bytes) -> RemoteManifest:
@@ -114,7 +116,7 @@ class RemoteManifest:
             raise InvalidManifest(
                 f"the registry sends it as {quote(content_type)}, and it is not a manifest that says what it is"
             )
-        return cls.of(declared, data)
+        return replace(cls.of(declared, data), foreign_type=content_type)
 
     def parse(self) -> ImageManifest | ImageIndex:
         """Return the content, checked.

@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 import httpx2
 
-from blobstore.core import interrupts
+from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
@@ -324,7 +324,9 @@ class Transport:
             if len(body) > max(limit, protocol.MAX_ERROR):
                 break
         if limit and len(body) > limit:
-            raise RemoteError(f"{request.what}: the response has more than {limit} bytes")
+            raise RemoteError(
+                f"{request.what}: the response has more than {limit} bytes", advice=limits.ADVICE
+            )
         return bytes(body)
 
     def _failure(self, request: Request, response: httpx2.Response) -> BlobstoreError:

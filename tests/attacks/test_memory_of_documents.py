@@ -282,7 +282,7 @@ def test_what_belongs_to_a_manifest_in_a_bucket_is_refused_before_it_is_read(
     with path.open("wb") as file:
         file.truncate(limit.one + 1)
     store = ObjectStore(StoreAddress.parse(f"file://{bucket}"))
-    message = f"{limit.one + 1} bytes, expected at most {limit.one}"
+    message = f"{limit.one + 1} bytes, expected at most {limit.one}; .*check the address"
     assert (
         traced(lambda: store.read_for_manifest(folder, Digest.of(b"m")), RemoteError, message) < MIB
     )

@@ -311,7 +311,7 @@ def test_huge_or_foreign_manifest_is_refused() -> None:
         return reply(200, b"<html>", content_type="text/html; charset=\x1b[2J")
 
     get = lambda client: client.get_manifest("a", "b")  # noqa: E731
-    refused(huge, get, RemoteError, "more than 4194304 bytes")
+    refused(huge, get, RemoteError, "more than 4194304 bytes; .*check the address")
     refused(foreign, get, InvalidManifest, "sends it as 'text/html'")
 
 

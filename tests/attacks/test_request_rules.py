@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,20 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.operations.transfer.push_objects import Pushed
 from blobstore.registry import client as client_module
+from blobstore.registry import upload as upload_module
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.protocol import Patience
+from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply
 
-STATUSES = (200, 201, 202, 204, 301, 308, 400, 401, 403, 404, 405, 413, 415, 416, 429, 500, 511)
+STATUSES = (200, 201, 202, 204, 301, 308, 400, 401, 403, 404, 413, 416, 429, 500, 511)
+"""One of each meaning; all others of 400 to 499 are as 400."""
+HINT_STATUSES = (200, 201, 202, 204, 308, 400, 401, 404, 416, 500)
+"""A hint is not sent again in another way, so fewer differ."""
 HINTS = {
     "look at the tag": ("HEAD", r"/manifests/v1$"),
     "look at a blob": ("HEAD", r"/blobs/sha256:"),
@@ -80,7 +87,12 @@ class Registry:
     def manifest(self, request: Received, repository: str, reference: str) -> bytes:
         if request.method == "PUT":
             named = re.findall(r"sha256:[0-9a-f]{64}", request.body.decode())
-            missing = [one for one in named if (repository, one) not in self.blobs]
+            missing = [
+                one
+                for one in named
+                if (repository, one) not in self.blobs
+                and f"{repository}:{one}" not in self.manifests
+            ]
             if missing and b'"layers"' in request.body:
                 errors = [{"code": "MANIFEST_BLOB_UNKNOWN", "detail": one} for one in missing]
                 return reply(400, json.dumps({"errors": errors}).encode())
@@ -146,7 +158,7 @@ def test_hint_never_ends_a_push_or_a_pull(
     registry: Registry, server: RawServer, store: LocalStore, tmp_path: Path, kind: str
 ) -> None:
     push(server, store, "first")  # so that there is something to mount
-    for status in STATUSES:
+    for status in HINT_STATUSES:
         if kind == "look at a blob" and status == 200:
             continue  # it has "{}" there, which is damage
         path = f"{status}"
@@ -157,6 +169,8 @@ def test_hint_never_ends_a_push_or_a_pull(
             assert pushed.bytes_mounted == pushed.bytes_present == 0
         else:  # it says to have mounted what it has not
             assert pushed.bytes_sent == model_bytes(store)
+        if HINTS[kind][0] != "GET":
+            continue  # a pull has no such request
         other = LocalStore(tmp_path / path)
         blobstore.pull(f"{server.host}/{path}:v1", "m", store=other)
         assert other.read_manifest("m") == store.read_manifest("m")
@@ -200,6 +214,75 @@ def test_needed_request_of_a_pull_fails_with_one_line(
     registry.override = lambda _: None
     blobstore.pull(f"{server.host}/a:v1", "m", store=other)
     assert other.read_manifest("m") == store.read_manifest("m")
+
+
+@pytest.mark.parametrize("kind", ["PATCH", "GET"])
+def test_part_or_status_of_an_upload_that_is_refused_lets_it_begin_again(
+    registry: Registry, server: RawServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(upload_module, "PART", 100)
+    data = bytes(150 if kind == "PATCH" else 50)
+    session = None
+    if kind == "GET":
+        session = UploadSession(f"http://{server.host}/v2/a/blobs/uploads/7", 10)
+    with RegistryClient(server.host, patience=Patience(attempts=3, first=0)) as client:
+        for status in STATUSES:
+            registry.blobs.clear()
+            registry.override = answer((kind, r"/uploads/\d+"), status)
+            upload = partial(
+                client.upload_blob, "a", Digest.of(data), len(data), lambda at: (data[at:],)
+            )
+            # A part is needed: only a refusal that is final leads to another way.
+            if kind == "GET" or (400 <= status < 500 and status not in (404, 429)):
+                upload(session=session)
+                assert registry.blobs == {("a", str(Digest.of(data))): data}
+            else:
+                with pytest.raises(RemoteError) as caught:
+                    upload(session=session)
+                assert str(caught.value).isprintable()
+                assert not registry.blobs
+
+
+@pytest.mark.parametrize("kind", ["tags", "token", "login"])
+def test_needed_request_of_a_list_or_login_fails_with_one_line(
+    registry: Registry, server: RawServer, kind: str
+) -> None:
+    realm = f'Bearer realm="http://{server.host}/token"'
+    path = {"tags": "/tags/list", "token": "/token", "login": "/v2/$"}[kind]
+    for status in STATUSES:
+        override = answer(("GET", path), status)
+        registry.override = override
+        if kind == "token":
+            registry.override = lambda one, override=override: (  # type: ignore[misc]
+                override(one) or reply(401, www_authenticate=realm)
+            )
+        with RegistryClient(server.host, credentials=GivenLogin(None)) as client:
+            if kind == "login" and status == 200:
+                client.check_login()
+                continue
+            with pytest.raises(BlobstoreError) as caught:
+                client.check_login() if kind == "login" else list(client.tags("a"))
+        assert str(caught.value).isprintable()
+        if isinstance(caught.value, RemoteError) and status >= 400:
+            assert caught.value.status == status
+
+
+def test_refused_compressed_form_never_ends_a_pull(
+    registry: Registry, server: RawServer, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+    add_blobs(store, "m", {"x": blob(("x", "F32", (2**14,), bytes(2**16)))})
+    plain = {str(item.digest) for item in store.resolve("m").blobs}
+    blobstore.push("m", f"{server.host}/a:v1", store=store, cold=True, shape="ollama")
+    whole = blobstore.pull(f"{server.host}/a:v1", "m", store=tmp_path / "whole")
+    assert whole.bytes_saved > 0
+    cold = {name for _, name in registry.blobs} - plain
+    for pattern in ("|".join(cold), r"/manifests/(?!v1)"):
+        for status in set(HINT_STATUSES) - {308}:  # which leads nowhere
+            registry.override = answer(("GET", pattern), status)
+            other = LocalStore(tmp_path / f"{len(pattern)}-{status}")
+            blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+            assert other.read_manifest("m") == store.read_manifest("m")
 
 
 @pytest.mark.parametrize("status", [200, 202, 204])
@@ -338,7 +421,8 @@ def test_manifest_with_a_general_content_type_is_what_it_says(
     blobstore.push("m", f"{server.host}/a:v1", store=store)
     registry.manifests = {name: (kind, data) for name, (_, data) in registry.manifests.items()}
     other = LocalStore(tmp_path / "other")
-    blobstore.pull(f"{server.host}/a:v1", "m", store=other)
+    [notice] = blobstore.pull(f"{server.host}/a:v1", "m", store=other).notices
+    assert kind.partition(";")[0] in notice
     assert other.read_manifest("m") == store.read_manifest("m")
 
 

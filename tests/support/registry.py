@@ -69,21 +69,22 @@ def running_registry(folder: Path, auth: dict[str, Any] | None = None) -> Iterat
     with (folder / "log").open("wb") as log:
         process = start([PROGRAM, "serve", str(path)], stdout=log, stderr=log)
     try:
-        _wait_until_ready(host, process, folder / "log")
+        wait_until_ready(host, process, folder / "log")
         yield Server(host, root)
     finally:
         process.kill()
         process.wait()
 
 
-def _wait_until_ready(host: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_until_ready(host: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a registry, or a proxy in front of it, answers."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(httpx2.TransportError):
             httpx2.get(f"http://{host}/v2/", trust_env=False)
             return
         time.sleep(0.05)
-    raise RuntimeError(f"{PROGRAM} does not answer: {log.read_text(encoding='utf-8')}")
+    raise RuntimeError(f"{host} does not answer: {log.read_text(encoding='utf-8')}")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import mapped
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource
+from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, RemoteError
 from blobstore.registry.protocol import DAMAGED_ADVICE
 
 if TYPE_CHECKING:
@@ -211,6 +211,11 @@ class Download:
             if fetch.cold is None:
                 raise error.at(fetch.label) from None
             # The blob itself is fetched when no part is left.
+        except RemoteError as error:
+            if (
+                fetch.cold is None or not error.status
+            ):  # what gets no answer will get none for the blob
+                raise
         file.catch_up()
         with self._changed:
             fetch.parts -= 1
@@ -236,8 +241,8 @@ class Download:
         if fetch.cold is not None:
             with self._changed:
                 self._notices.append(
-                    f"{fetch.label}: its compressed form in the registry is damaged, so the blob itself "
-                    "was fetched"
+                    f"{fetch.label}: its compressed form in the registry is damaged or denied, so the blob "
+                    "itself was fetched"
                 )
             fetch.cold = None
         elif fetch.is_second:

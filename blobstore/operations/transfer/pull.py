@@ -85,7 +85,7 @@ class Pulled:
     """Whether the name belonged to another model, which ``restore`` brings back."""
     seconds: float
     notices: tuple[str, ...] = ()
-    """What the policy warns about."""
+    """What the policy warns about, and what is unusual there."""
 
 
 def pull_model(
@@ -192,6 +192,7 @@ def pull_model(
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
             *replacement_notices(reference, done.former),
+            *_type_notices(source),
             *done.notices,
         ),
     )
@@ -265,6 +266,15 @@ def _planned(
     notices = _base_notices(without_base)
     return Fetched(
         len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
+    )
+
+
+def _type_notices(source: RemoteSource | ObjectSource) -> tuple[str, ...]:
+    if isinstance(source, ObjectSource) or not source.root.foreign_type:
+        return ()
+    sent, right = source.root.foreign_type, source.root.media_type
+    return (
+        f"the server sends the manifest as {quote(sent)}; other tools may need the Content-Type {right}",
     )
 
 

@@ -30,9 +30,10 @@ def fetch_referrers(
     on_error: Callable[[RemoteError], object] = lambda _: None,
 ) -> tuple[RemoteDescriptor, ...]:
     """Return what refers to a manifest; nothing if the registry cannot say, and ``on_error`` gets why."""
+    found: list[RemoteDescriptor] = []
     with noting_errors(on_error):
-        return client.referrers(repository, root.digest, on_error)
-    return ()
+        found += client.referrers(repository, root.digest, on_error)
+    return tuple(found)
 
 
 @contextlib.contextmanager
