@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
     from types import FrameType
 
 POLL = 0.1
@@ -186,7 +187,7 @@ def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
         return function()
     if not patience:
         check()
-    from concurrent.futures import Future, wait
+    from concurrent.futures import Future
 
     future: Future[Result] = Future()
 
@@ -197,6 +198,13 @@ def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, name="blobstore-call", daemon=True).start()
+    return result(future, patience=patience)
+
+
+def result(future: Future[Result], *, patience: float = 0.0) -> Result:
+    """Return the result of a job of another thread; a request ends the wait. Args and raises as :func:`call`."""
+    from concurrent.futures import wait
+
     end = 0.0
     while not wait([future], POLL).done:
         if is_requested():

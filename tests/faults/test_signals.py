@@ -6,8 +6,9 @@ import pytest
 
 from tests.faults import signals
 from tests.faults.outcomes import Effort
+from tests.faults.stoppable import SERVER
 
-_READERS = {*("verify", "list", "show", "du", "find", "history", "diff", "inspect", signals.SERVER)}
+_READERS = {*("verify", "list", "show", "du", "find", "history", "diff", "inspect", SERVER)}
 """Commands that give nothing a name."""
 
 

@@ -229,3 +229,15 @@ except ValueError as error:
     print(interrupts.is_consequence(ValueError("after")))
 """
     assert _output(program) == "True False\nTrue\n"
+
+
+def test_the_wait_for_a_job_of_another_thread_ends() -> None:
+    program = """
+from concurrent.futures import Future
+send()
+try:
+    interrupts.result(Future())
+except Stopped as stopped:
+    print(stopped.exit_code)
+"""
+    assert _output(program) == "130\n"
