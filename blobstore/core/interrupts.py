@@ -173,8 +173,8 @@ def sleep(seconds: float) -> None:
 def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
     """Call ``function``, which may block for long, so that a request ends the wait for it.
 
-    The main thread of a program that listens, or another that obeys, calls it on a daemon thread, and leaves that behind. So the
-    function must change nothing that the clean-up needs.
+    The main thread of a program that listens, or another that obeys, calls it on a daemon thread, and
+    leaves that behind. So the function must change nothing that the clean-up needs.
 
     Args:
         function: the call.
