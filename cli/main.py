@@ -136,7 +136,7 @@ class _Program(click.Group):
             raise
         # A RuntimeError is that of a thread that cannot be started.
         except (BlobstoreError, OSError, MemoryError, RuntimeError) as error:
-            if interrupts.is_requested():
+            if interrupts.is_consequence(error):
                 # Ctrl-C reaches the processes of a terminal together: what fails now is a consequence.
                 request = interrupts.stopped()
                 _report_json(ctx, "Interrupted", "interrupted", request.exit_code)

@@ -17,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
     from types import FrameType
 
 POLL = 0.1
@@ -52,10 +54,24 @@ class _State:
     number = 0
     """The first signal; 0 if there was none."""
     count = 0
-    is_raised = False
+    error: BaseException | None = None
+    """What the main thread was cleaning up after when the signal came."""
     is_listening = False
+
+
+class _Thread(threading.local):
+    """What a thread has done about the request."""
+
+    obeys = False
+    """Whether it stops as the main thread does."""
+    is_raised = False
     deferred = 0
-    """How many blocks of :func:`deferred` the main thread is in."""
+    """How many blocks of :func:`deferred` it is in."""
+    error: BaseException | None = None
+    """That of :func:`cleaning_up`."""
+
+
+_thread = _Thread()
 
 
 def listen() -> None:
@@ -76,7 +92,8 @@ def _record(number: int, frame: FrameType | None) -> None:
     # The second request is ignored, so that an impatient user does not interrupt the clean-up. The third
     # ends the process as SIGKILL does.
     del frame
-    _State.number = _State.number or number
+    if not _State.number:
+        _State.number, _State.error = number, _thread.error or sys.exception()
     _State.count += 1
     if _State.count > _PATIENCE:
         os._exit(128 + number)
@@ -94,46 +111,70 @@ def is_requested() -> bool:
     return _State.number != 0
 
 
+def is_consequence(error: BaseException | None) -> bool:
+    """Return whether the process is to end, and was when ``error`` happened."""
+    if not _State.number:
+        return False
+    while error is not None and error is not _State.error:
+        error = error.__cause__ or error.__context__
+    return error is None
+
+
+@contextlib.contextmanager
+def cleaning_up(error: BaseException | None) -> Iterator[None]:
+    """Note that a request that comes in the block comes later than ``error``, which is yet to be raised."""
+    before, _thread.error = _thread.error, error
+    try:
+        yield
+    finally:
+        _thread.error = before
+
+
 def check() -> None:
     """Stop the main thread if the process is to end. Call this wherever an error may be raised.
 
     Raises:
-        Stopped: the first time after the request. In other threads it is not raised.
+        Stopped: the first time after the request. In other threads it is not raised, unless they called
+            :func:`obey`.
     """
-    if _State.number and not (_State.is_raised or _State.deferred) and _is_main():
+    if _State.number and not (_thread.is_raised or _thread.deferred) and _obeys():
         raise stopped()
+
+
+def obey() -> None:
+    """Let this thread stop as the main thread does: for threads that run operations of their own."""
+    _thread.obeys = True
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
     """Let a request wait until the block ends: for the last rename of a command and all that follows."""
-    is_main = _is_main()
-    _State.deferred += is_main
+    _thread.deferred += 1
     try:
         yield
     finally:
-        _State.deferred -= is_main
+        _thread.deferred -= 1
 
 
 def stopped() -> Stopped:
     """Return the request as an exception; :func:`check` does not raise it any more."""
-    _State.is_raised = True
+    _thread.is_raised = True
     return Stopped(_State.number)
 
 
 def sleep(seconds: float) -> None:
-    """Sleep; the main thread wakes up if the process is to end. Raises as :func:`check`."""
+    """Sleep; a thread that obeys wakes up if the process is to end. Raises as :func:`check`."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         check()
-        time.sleep(min(left, POLL) if _is_main() else left)
+        time.sleep(min(left, POLL) if _obeys() else left)
 
 
 def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
     """Call ``function``, which may block for long, so that a request ends the wait for it.
 
-    The main thread of a program that listens calls it on a daemon thread, and leaves that behind. So the
-    function must change nothing that the clean-up needs.
+    The main thread of a program that listens, or another that obeys, calls it on a daemon thread, and
+    leaves that behind. So the function must change nothing that the clean-up needs.
 
     Args:
         function: the call.
@@ -142,11 +183,11 @@ def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
     Raises:
         Stopped: the process is to end. The function was not called, or has not returned.
     """
-    if not _State.is_listening or _State.is_raised or not _is_main():
+    if not _State.is_listening or _thread.is_raised or not _obeys():
         return function()
     if not patience:
         check()
-    from concurrent.futures import Future, wait
+    from concurrent.futures import Future
 
     future: Future[Result] = Future()
 
@@ -157,6 +198,13 @@ def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=run, name="blobstore-call", daemon=True).start()
+    return result(future, patience=patience)
+
+
+def result(future: Future[Result], *, patience: float = 0.0) -> Result:
+    """Return the result of a job of another thread; a request ends the wait. Args and raises as :func:`call`."""
+    from concurrent.futures import wait
+
     end = 0.0
     while not wait([future], POLL).done:
         if is_requested():
@@ -166,5 +214,5 @@ def call(function: Callable[[], Result], *, patience: float = 0.0) -> Result:
     return future.result()
 
 
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def _obeys() -> bool:
+    return _thread.obeys or threading.current_thread() is threading.main_thread()

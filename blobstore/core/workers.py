@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core import interrupts
 from blobstore.core.progress import Meter
@@ -134,15 +134,14 @@ class WorkerPool:
             if not is_success:
                 self.stopping.set()
                 on_stop()
-            if self._executor is None:
-                executor.shutdown(cancel_futures=True)
-            else:
-                wait([future for future in futures if not future.cancel()])
+            with interrupts.cleaning_up(next(iter(_errors(futures)), None)):
+                if self._executor is None:
+                    executor.shutdown(cancel_futures=True)
+                else:
+                    wait([future for future in futures if not future.cancel()])
         if is_success:
             return
-        errors += filter(None, (future.exception() for future in futures if not future.cancelled()))
-        # A cancelled job does not say why, and may have ended before the job that failed.
-        for error in sorted(errors, key=lambda found: isinstance(found, Cancelled)):
+        for error in (*errors, *_errors(futures)):
             if isinstance(error, BrokenExecutor):
                 raise BlobstoreError(f"the executor lost a worker: {error}") from error
             raise error
@@ -189,6 +188,14 @@ def _in_order_of_end(futures: Sequence[Future[Result]]) -> Iterator[Future[Resul
             with contextlib.suppress(Empty):
                 yield ended.get(timeout=interrupts.POLL)
                 break
+
+
+def _errors(futures: Iterable[Future[Any]]) -> list[BaseException]:
+    """Return the errors of the jobs that have ended."""
+    ended = (future for future in futures if future.done() and not future.cancelled())
+    errors = filter(None, (future.exception() for future in ended))
+    # A job that ended because of another does not say why, and may have ended before that.
+    return sorted(errors, key=lambda found: isinstance(found, Cancelled))
 
 
 def _has_succeeded(future: Future[Result]) -> bool:

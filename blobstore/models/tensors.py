@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
@@ -114,6 +115,7 @@ def read_tensors(
     faults: dict[tuple[Digest, int], BlobstoreError] = {}
     tensors: dict[str, StoredTensor] = {}
     for layer in manifest.layers_of(media_types.TENSOR):
+        interrupts.check()
         try:
             found = tensors_of(layer, headers[layer.id])
         except BlobstoreError as error:

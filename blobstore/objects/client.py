@@ -188,7 +188,7 @@ class ObjectClient:
                         return
                 raise Conflict(f"{self._name(key)} was written by another process")
             # Nobody has written: the server asks to try again, as S3 does with 409.
-            time.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))  # noqa: S311 - no secret
+            interrupts.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))  # noqa: S311 - no secret
         raise RemoteError(
             f"{self._name(key)}: the server refuses to write it, although nobody else has written it",
             advice="try again, and check that the credentials allow s3:GetObject, and that no proxy "

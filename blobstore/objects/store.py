@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from blobstore.core import limits
+from blobstore.core import interrupts, limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import (
@@ -205,8 +205,12 @@ class ObjectStore:
         self, blobs: Iterable[tuple[Digest, int]]
     ) -> Iterator[Header | Damaged | StoreError]:
         """Yield for each tensor blob its checked header, or the error that reading it raised."""
-        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers") as threads:
-            yield from threads.map(lambda blob: self._header(*blob), list(blobs))
+        threads = ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers")
+        try:
+            futures = [threads.submit(self._header, *blob) for blob in blobs]
+            yield from map(interrupts.result, futures)
+        finally:  # requests that still run are left behind
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def put_blob(self, digest: Digest, size: int, pieces: Iterable[Buffer]) -> None:
         """Write a blob whose bytes have this digest.

@@ -15,6 +15,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion
 from blobstore.errors import DamagedSource
@@ -47,7 +48,7 @@ class SourceVersions:
         for _ in range(_MAX_WAITS):
             if version is None or version.changed < time.time_ns() - _TICK * 10**9:
                 break
-            time.sleep(_TICK)
+            interrupts.sleep(_TICK)
             before, version = version, _version(name)
             if before == version:
                 break

@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder, write_all
@@ -211,7 +212,7 @@ class Ingest:
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         for synced in self._syncing:
-            synced.result()
+            interrupts.result(synced)
         for path, item in self._unnamed.items():
             state = self._partial.get(path)
             if state is None:
@@ -330,7 +331,8 @@ class Ingest:
 
         def sync() -> None:
             try:
-                os.fsync(descriptor)
+                if not self._is_closed:  # else nothing gets a name any more
+                    os.fsync(descriptor)
             finally:
                 self._lease.close_file(descriptor)
                 self._slots.release()

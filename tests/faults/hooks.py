@@ -8,10 +8,15 @@ import functools
 import importlib
 import os
 import random
+import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+_CACHE = re.compile(r"/\.blobstore/(claims|cold-index|headers|remotes|verified-)")
 _INTERRUPTIONS = 0.02
 """How many calls another process comes before."""
 _LONGEST = 0.05
@@ -135,6 +140,36 @@ def _slow(seed: int) -> None:
         setattr(os, name, interrupted(getattr(os, name)))
 
 
+def _signal_after(what: tuple[str, int]) -> None:
+    """Log the paths that the main thread names, or removes from the manifests, and end it after so many.
+
+    Those of caches do not count.
+    """
+    log, count = what
+    done = 0
+
+    def noted(call: Callable[..., Any], target: int, kind: re.Pattern[str]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def noting(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            result = call(*arguments, **options)
+            path = str(arguments[target])
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and kind.search(path) and not _CACHE.search(path):
+                done += 1
+                with Path(log).open("a", encoding="utf-8") as file:
+                    file.write(f"{path}\n")
+                if done == count:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        return noting
+
+    for name in ("replace", "rename", "link"):
+        setattr(os, name, noted(getattr(os, name), 1, re.compile("")))
+    os.unlink = noted(os.unlink, 0, re.compile("/manifests/"))
+
+
 _HOOKS: dict[str, Callable[[Any], None]] = {
     "slow": _slow,
     "clock": _clock,
@@ -145,4 +180,5 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "sync_threads": _sync_threads,
     "part": _part,
     "impatience": _impatience,
+    "signal_after": _signal_after,
 }

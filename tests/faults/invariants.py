@@ -38,6 +38,7 @@ _OURS = {
     "history",
     "partial",
     "remotes",
+    "signatures",
 }
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4

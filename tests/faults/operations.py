@@ -37,6 +37,10 @@ class Scene:
         """The blob that was damaged last."""
         self.damages: dict[bytes | None, str] = {}
         """What it may be, None for nothing at all."""
+        self.remote: str | None = None
+        """Where the last push went."""
+        self.number = 0
+        """How many repositories were pushed to."""
         for model in self.kept:
             self.must("create", model.folder, model.name)
 
@@ -54,6 +58,8 @@ class Operation:
     prepare: Callable[[Scene], list[object]]
     """Makes everything ready; returns the arguments."""
     judge: Callable[[Scene, Ended], Findings]
+    codes: tuple[int, ...] = (0,)
+    """Its exit code if nothing strikes: ``diff`` has 1 if models differ."""
 
 
 def operations() -> list[Operation]:

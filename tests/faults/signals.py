@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from statistics import median
 
-from tests.faults.operations import Operation, Scene, operations
+from tests.faults.operations import Operation, Scene
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import Child, Ended, nursery, workspace
+from tests.faults.stoppable import OUT, SERVER, operations
 
 _MEASURED = 3
 _ATTEMPTS = 20
@@ -19,58 +20,140 @@ _ATTEMPTS = 20
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _WAYS = ([signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM])
 _PAUSE = 0.0005
+_SERVED = 1.5
+"""Seconds within which a server is stopped; it has begun to serve by then, or not."""
 _NOTE = "note: interrupted; the same command continues where this one stopped"
 
 
 def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
     """Stop every command ``effort.count`` times."""
-    chosen = [item for item in (*operations(), *_OTHERS) if item.name in only]
-    outcomes = []
+    chosen = [item for item in operations() if item.name in only]
+    during = ", ".join(item.name for item in chosen)
+    outcome = Outcome(f"SIGINT, SIGTERM or both during {during}")
     with workspace() as folder:
         for number, operation in enumerate(chosen):
-            scene = Scene(folder / operation.name, effort.seed)
-            outcomes.append(_run(operation, scene, effort.share(len(chosen) - number)))
-    return outcomes
+            scene = Scene(folder / operation.name.replace(" ", "-"), effort.seed)
+            _Runs(operation, scene, outcome).stop(effort.share(len(chosen) - number))
+    return [outcome]
 
 
 def names() -> list[str]:
     """Return the commands that are stopped."""
-    return [operation.name for operation in (*operations(), *_OTHERS)]
+    return [operation.name for operation in operations()]
 
 
-def _run(operation: Operation, scene: Scene, effort: Effort) -> Outcome:
-    outcome = Outcome(f"SIGINT, SIGTERM or both during {operation.name}")
-    durations: list[float] = []
-    for _ in range(_MEASURED):
-        ended = nursery().run("blobstore", *operation.prepare(scene), "--json")
-        durations.append(ended.seconds)
-        outcome.add(operation.judge(scene, ended), "without any signal")
-    stopped, slowest = 0, 0.0
-    for number in range(effort.count * _ATTEMPTS):
-        if stopped == effort.count or (stopped and effort.is_spent):
-            break
-        way = _WAYS[number % len(_WAYS)]
-        arguments = [*operation.prepare(scene), "--json"]
-        delay = scene.chance.uniform(0, median(durations[-_MEASURED:]))
+def finish(name: str) -> Ended | None:
+    """Ask a command to end just after it has changed its last name; return None if it changes none."""
+    (operation,) = (item for item in operations() if item.name == name)
+    with workspace() as folder:
+        log = folder / "log"
+        count = 0
+        for number in range(2):  # with one seed, both do the same
+            scene = Scene(folder / str(number))
+            arguments = operation.prepare(scene)
+            ended = nursery().run(
+                "blobstore", *arguments, hooks={"signal_after": [str(log), count]}
+            )
+            if not log.exists():
+                return None
+            count = count or len(log.read_text("utf-8").splitlines())
+        assert not operation.judge(scene, ended)
+    return ended
+
+
+class _Runs:
+    """Runs of one command."""
+
+    def __init__(self, operation: Operation, scene: Scene, outcome: Outcome) -> None:
+        self._operation = operation
+        self._scene = scene
+        self._outcome = outcome
+        self._durations: list[float] = []
+
+    def stop(self, effort: Effort) -> None:
+        """Send signals until the command was stopped ``effort.count`` times, or the time is over."""
+        self._measure(min(effort.count, _MEASURED))
+        stopped = late = 0
+        slowest = 0.0
+        for number in range(effort.count * _ATTEMPTS):
+            if stopped == effort.count or (stopped and effort.is_spent):
+                break
+            ended, seconds = self._strike(_WAYS[number % len(_WAYS)])
+            if seconds is None:
+                continue
+            if ended.code in self._operation.codes:
+                late += 1
+            else:
+                stopped += 1
+            slowest = max(slowest, seconds)
+        self._outcome.injected += stopped + late
+        self._outcome.notes.append(
+            f"{self._operation.name}: stopped {stopped} times, finished {late} times, "
+            f"at most {slowest:.2f} s after the signal"
+        )
+
+    def _measure(self, times: int) -> None:
+        if self._operation.name == SERVER:
+            self._durations.append(_SERVED)
+            return
+        for _ in range(times):
+            ended = nursery().run("blobstore", *self._arguments())
+            self._durations.append(ended.seconds)
+            if ended.code not in self._operation.codes:
+                self._outcome.violate(f"{self._operation.name}: {ended}")
+            self._judge(ended, f"{self._operation.name} without any signal")
+
+    def _strike(self, way: Sequence[signal.Signals]) -> tuple[Ended, float | None]:
+        """Run the command and signal it; return the seconds that it took to end, None if it had ended."""
+        arguments = self._arguments()
+        delay = self._scene.chance.uniform(0, median(self._durations[-_MEASURED:]))
         child = nursery().start("blobstore", *arguments)
         _wait_for_handler(child)
         time.sleep(delay)
+        is_struck = not _has_ended(child)
         for signum in way:
             child.send(signum)
         began = time.monotonic()
         ended = child.wait()
+        seconds = time.monotonic() - began
         how = f"blobstore {' '.join(map(str, arguments))}, {way} after {delay:.4f} s"
-        if ended.code:
-            stopped += 1
-            slowest = max(slowest, time.monotonic() - began)
-            for problem in _problems(scene, ended, {_CODES[signum] for signum in way}):
-                outcome.violate(f"{how}: {problem}")
+        if ended.code in self._operation.codes:
+            self._durations.append(ended.seconds)
         else:
-            durations.append(ended.seconds)
-        outcome.add(operation.judge(scene, ended), how)
-    outcome.injected = stopped
-    outcome.notes.append(f"{operation.name}: ended at most {slowest:.2f} s after the signal")
-    return outcome
+            for problem in self._problems(ended, {_CODES[signum] for signum in way}):
+                self._outcome.violate(f"{how}: {problem}")
+        self._judge(ended, how)
+        return ended, seconds if is_struck else None
+
+    def _arguments(self) -> list[object]:
+        arguments = self._operation.prepare(self._scene)
+        return arguments if self._operation.name == SERVER else [*arguments, "--json"]
+
+    def _judge(self, ended: Ended, how: str) -> None:
+        self._outcome.add(self._operation.judge(self._scene, ended), how)
+
+    def _problems(self, ended: Ended, codes: set[int]) -> list[str]:
+        """Return what is wrong with a command that was stopped."""
+        if ended.code not in codes:
+            return [f"exit code {ended.code}: {ended.complaint} {ended.stderr[-700:]!r}"]
+        problems = []
+        lines = [line for line in ended.stderr.splitlines() if line != _NOTE]
+        if lines != ["blobstore: interrupted"]:
+            problems.append(f"standard error is {ended.stderr[-700:]!r}")
+        error = {"kind": "Interrupted", "message": "interrupted", "exit_code": ended.code}
+        if self._operation.name == SERVER:
+            is_right = not ended.stdout or ended.stdout.startswith("serving http://")
+        else:
+            is_right = ended.stdout == json.dumps({"error": error}) + "\n"
+        if not is_right:
+            problems.append(f"standard output is {ended.stdout[-300:]!r}")
+        scene = self._scene
+        left = [*scene.folder.glob(".*.tmp"), *(scene.store / ".blobstore" / "tmp").glob("*")]
+        left += (scene.store / ".blobstore" / "leases").glob("*")
+        left += [path for path in (scene.target, *scene.folder.glob(f"*{OUT}*")) if path.exists()]
+        if left:
+            problems.append(f"it left {sorted(map(str, left))}")
+        return problems
 
 
 def _wait_for_handler(child: Child) -> None:
@@ -88,41 +171,9 @@ def _wait_for_handler(child: Child) -> None:
         time.sleep(_PAUSE)
 
 
-def _problems(scene: Scene, ended: Ended, codes: set[int]) -> list[str]:
-    """Return what is wrong with a command that did not end with success."""
-    if ended.code not in codes:
-        return [f"exit code {ended.code}: {ended.complaint} {ended.stderr[-700:]!r}"]
-    problems = []
-    lines = [line for line in ended.stderr.splitlines() if line != _NOTE]
-    if lines != ["blobstore: interrupted"]:
-        problems.append(f"standard error is {ended.stderr[-700:]!r}")
-    error = {"kind": "Interrupted", "message": "interrupted", "exit_code": ended.code}
-    if ended.stdout != json.dumps({"error": error}) + "\n":
-        problems.append(f"standard output is {ended.stdout[-300:]!r}")
-    left = [*scene.folder.glob(".*.tmp"), *(scene.store / ".blobstore" / "tmp").glob("*")]
-    left += (scene.store / ".blobstore" / "leases").glob("*")
-    left += [path for path in (scene.target, *scene.folder.glob("*.out")) if path.exists()]
-    if left:
-        problems.append(f"it left {sorted(map(str, left))}")
-    return problems
-
-
-def _simple(name: str, *arguments: str) -> Operation:
-    """Return a command that changes no model; a file that it writes ends in ``.out``."""
-    stopped_first = next(item for item in operations() if item.name == "verify")
-
-    def prepare(scene: Scene) -> list[object]:
-        for path in scene.folder.glob("*.out"):
-            path.unlink()
-        words = [word.replace("FOLDER", str(scene.folder)) for word in arguments]
-        return [name, *words, "--store", scene.store]
-
-    return Operation(name, prepare, stopped_first.judge)
-
-
-_OTHERS = (
-    _simple("list"),
-    _simple("show", "m0"),
-    _simple("du"),
-    _simple("page", "FOLDER/page.out"),
-)
+def _has_ended(child: Child) -> bool:
+    try:
+        status = Path(f"/proc/{child.pid}/stat").read_text("utf-8", "replace")
+    except OSError:  # there is no /proc
+        return False
+    return status.rpartition(")")[2].split()[0] == "Z"

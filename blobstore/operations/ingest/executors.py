@@ -44,7 +44,7 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
         is_threads = match[1] == "threads"
         yield (
             lambda: (
-                ThreadPoolExecutor(count)
+                ThreadPoolExecutor(count, initializer=interrupts.obey)
                 if is_threads
                 else _Processes(count, mp_context=context, initializer=_begin_worker)
             )

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.arguments import one_or_more
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
@@ -190,11 +191,13 @@ def repair_models(
     intact = {str(digest) for digest, _ in work.intact}
     of_other = f"{quote(source)} has no manifest that is certainly the same; {_BACKUP}"
     work.reasons[""] = _MANIFEST if other is None else of_other
+    with interrupts.deferred():  # all is done, and the user learns what
+        faults = tuple(_remaining(store, verified, restored, intact, work.reasons, is_dry=dry_run))
     return Repaired(
         verified=verified,
         restored=restored,
         repaired=tuple(work.repaired),
-        faults=tuple(_remaining(store, verified, restored, intact, work.reasons, is_dry=dry_run)),
+        faults=faults,
         notices=() if opened is None else tuple(opened.notices),
         seconds=time.monotonic() - started,
     )
@@ -314,7 +317,8 @@ class _Repair:
         cold = {key: it for key, it in self._wanted.items() if self._store.has_cold(it.digest)}
         self.intact |= {key for key, blob in cold.items() if self._judge(blob) == (True, True)}
         # Header indexes may come from damaged headers.
-        rewrite_indexes(self._store, {digest for digest, _ in self.intact})
+        with interrupts.deferred():
+            rewrite_indexes(self._store, {digest for digest, _ in self.intact})
 
     def _try_providers(self, own: OtherForms, provider: BlobProvider | None) -> None:
         self._try_all(own.rounds(self._wanted))

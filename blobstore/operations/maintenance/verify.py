@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core import strict_json
+from blobstore.core import interrupts, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.workers import RateLimiter, check_jobs
@@ -295,6 +295,7 @@ def _model_faults(
     reported: set[BlobId] = set()
     indexed = functools.cache(lambda: indexed_names(store, data))  # read only if needed
     for layer in (manifest.config, *manifest.layers):
+        interrupts.check()
         error = check.damaged.get(layer.id)
         base_fault = check.base_fault(layer)
         if base_fault is not None:

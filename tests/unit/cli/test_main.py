@@ -397,13 +397,33 @@ def test_an_error_after_a_request_to_stop_is_the_interrupt(
     def fail(*_: object, **__: object) -> None:
         # As a helper that the same Ctrl-C has ended makes its caller fail.
         monkeypatch.setattr(interrupts._State, "number", signal.SIGINT)
-        monkeypatch.setattr(interrupts._State, "is_raised", False)
+        monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
         raise StoreError("the helper failed")
 
     monkeypatch.setattr(LocalStore, "references", fail)
     with pytest.raises(Stopped):
         program.main(["list", "--json"])
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "Interrupted"
+
+
+def test_an_error_before_a_request_to_stop_is_reported(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        try:
+            os.stat("/dev/null/file")
+        except OSError as error:  # the user is impatient while this is cleaned up
+            monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
+            for name, value in {"number": 0, "count": 0, "error": None}.items():
+                monkeypatch.setattr(interrupts._State, name, value)
+            interrupts._record(signal.SIGINT, None)
+            raise StoreError("not written") from error
+
+    monkeypatch.setattr(LocalStore, "references", fail)
+    with pytest.raises(SystemExit) as ended:
+        program.main(["list", "--json"])
+    assert ended.value.code == 1
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "not written"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def _output(program: str) -> str:
 def requested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask this process to end, without a signal."""
     monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
-    monkeypatch.setattr(interrupts._State, "is_raised", False)
+    monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
 
 
 def test_nothing_is_raised_until_the_program_looks() -> None:
@@ -195,3 +196,48 @@ def test_without_a_listener_ctrl_c_is_pythons_own() -> None:
         [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "KeyboardInterrupt\n"
+
+
+@pytest.mark.usefixtures("requested")
+def test_threads_that_run_operations_stop_too() -> None:
+    def work() -> None:
+        interrupts.obey()
+        interrupts.check()
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(Stopped):
+        executor.submit(work).result()
+    with pytest.raises(Stopped):
+        interrupts.check()
+
+
+def test_an_error_of_a_job_that_came_before_the_request_is_no_consequence() -> None:
+    program = """
+from blobstore.core.workers import WorkerPool
+failed = threading.Event()
+def work(item):
+    if item:
+        failed.set()
+        raise ValueError("before")
+    failed.wait()
+    pool.stopping.wait()  # so the main thread is cleaning up
+    send()
+pool = WorkerPool(2, None, 0)
+try:
+    pool.run([0, 1], work)
+except ValueError as error:
+    print(interrupts.is_requested(), interrupts.is_consequence(error))
+    print(interrupts.is_consequence(ValueError("after")))
+"""
+    assert _output(program) == "True False\nTrue\n"
+
+
+def test_the_wait_for_a_job_of_another_thread_ends() -> None:
+    program = """
+from concurrent.futures import Future
+send()
+try:
+    interrupts.result(Future())
+except Stopped as stopped:
+    print(stopped.exit_code)
+"""
+    assert _output(program) == "130\n"

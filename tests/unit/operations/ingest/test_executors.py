@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from concurrent.futures import Executor
 
 import pytest
 
+from blobstore.core import interrupts
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import MissingLibrary, UsageError
 from blobstore.operations.ingest.executors import open_executor
 
@@ -17,6 +20,12 @@ def test_an_engine_runs_functions(name: str) -> None:
     with open_executor(name) as make, make() as executor:
         assert isinstance(executor, Executor)
         assert executor.submit(os.path.basename, "a/b").result() == "b"
+
+
+def test_imports_on_threads_stop_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
+    with open_executor("threads:1") as make, make() as executor:
+        assert isinstance(executor.submit(interrupts.check).exception(), Stopped)
 
 
 @pytest.mark.parametrize("name", ["", "thread", "threads:x", "processes:99999", "tcp://h:1"])
