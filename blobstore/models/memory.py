@@ -216,10 +216,8 @@ class ModelMemory:
             BlobMissing, BlobDamaged: the blob is missing or damaged.
         """
         if not self._is_elsewhere(slot):  # it is checked when it is read completely
-            with (
-                faults_located(self.files),
-                contextlib.suppress(BlobMissing),
-            ):  # may still be mapped
+            # A file that is gone may still be mapped.
+            with faults_located(self.files), contextlib.suppress(BlobMissing):
                 self._store.read_into(*self._blobs[slot], begin, buffer)
                 return
         region = self.load((slot,), is_in_order=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(bool(disks.why_not()), reason=disks.why_not() or
 
 
 class Place(NamedTuple):
-    """A model on a disk that has room, and a disk of which some bytes are free."""
+    """A folder of a model, the model in object storage, and a small disk."""
 
     source: Path
     remote: str
