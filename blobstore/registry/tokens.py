@@ -61,7 +61,7 @@ class Authorizer:
         self._accepted: set[str] = set()
         """The logins that have given access to something, as :attr:`Login.basic` writes them."""
         self._rejected: dict[str, RemoteRefused] = {}
-        self._trial = threading.Lock()  # whoever holds it sends a password that may be wrong
+        self._trial = threading.Lock()  # held by a request with a password that may be wrong
         self.problem = ""
         """Why credentials could not be looked up; requests go without them then."""
         self._wider: dict[frozenset[str], frozenset[str]] = {}

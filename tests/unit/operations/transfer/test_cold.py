@@ -238,9 +238,9 @@ def test_a_pull_asks_once_what_refers_to_the_model(
     asked: list[Digest] = []
     referrers = RegistryClient.referrers
 
-    def count(self: RegistryClient, repository: str, digest: Digest) -> Any:
+    def count(self: RegistryClient, repository: str, digest: Digest, *others: Any) -> Any:
         asked.append(digest)
-        return referrers(self, repository, digest)
+        return referrers(self, repository, digest, *others)
 
     monkeypatch.setattr(RegistryClient, "referrers", count)
     blobstore.pull(remote, "tune", store=tmp_path / "target")
