@@ -58,8 +58,8 @@ def pack(place: Place) -> object:
     return blobstore.pack(["m"], place.disk / "archive", store=place.store)
 
 
-def save(place: Place) -> object:
-    return save_file({"n": np.ones(SHAPE, np.float32)}, place.disk / "file.safetensors")
+def save(place: Place) -> None:
+    save_file({"n": np.ones(SHAPE, np.float32)}, place.disk / "file.safetensors")
 
 
 def add(place: Place) -> object:
