@@ -18,6 +18,7 @@ import blobstore
 from blobstore import Model
 from blobstore.safetensors import safe_open
 from blobstore.store.local import LocalStore
+from tests.support.descriptors import open_files
 from tests.support.models import dense_tensors, write_folder
 
 WAYS: list[dict[str, Any]] = [
@@ -47,7 +48,7 @@ def leases(store: LocalStore) -> list[str]:
 
 def read_in_worker(model: Model) -> tuple[dict[str, bytes], list[str], list[str]]:
     """Read a model and a copy of it, and release both; return the bytes, and what was open before and after."""
-    before = open_files()
+    before = open_files(model.store.root)
     other = copy.copy(model)
     with model, other:
         found = content(model)
@@ -58,13 +59,7 @@ def read_in_worker(model: Model) -> tuple[dict[str, bytes], list[str], list[str]
     gc.collect()
     for descriptor in taken:
         os.close(descriptor)
-    return found, before, open_files()
-
-
-def open_files() -> list[str]:
-    """Return what this process has open, but for what it opens to find out."""
-    links = [Path("/proc/self/fd", str(number)) for number in range(256)]
-    return sorted(str(link.readlink()) for link in links if link.is_symlink())
+    return found, before, open_files(model.store.root)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it counts descriptors in /proc")
