@@ -20,8 +20,10 @@ def check_target(target: str | os.PathLike[str]) -> None:
         BlobstoreError: the path is that of a blob, or inside a store.
         OSError: a part of the path cannot be read.
     """
-    path = Path(os.path.abspath(target))  # noqa: PTH100 - the last part may be a link
-    real = Path(os.path.realpath(path.parent), path.name)
+    path = Path(target)
+    real = Path(
+        os.path.realpath(path.parent), path.name
+    )  # the last part may be a link, which is replaced
     is_blob = _BLOB_NAME.fullmatch(real.name) is not None
     if is_blob or any(
         _is_store(Path(*real.parts[:at]), part) for at, part in enumerate(real.parts)

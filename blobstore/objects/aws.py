@@ -9,6 +9,7 @@ https://docs.aws.amazon.com/sdkref/latest/guide/settings-reference.html
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 from datetime import UTC, datetime, timedelta
@@ -122,18 +123,24 @@ def _profile(where: object, name: str) -> _Profile:
     except ImportError:
         return _read_profile(name)
     session = Session()
-    if region := os.environ.get(
-        "AWS_REGION"
-    ):  # which botocore does not read, other than AWS's tools
+    # AWS's tools read this variable, and botocore does not.
+    if region := os.environ.get("AWS_REGION"):
         session.set_config_variable("region", region)
     try:
         values = dict(session.get_scoped_config())
         if "services" in values:
             services = session.full_config.get("services", {}).get(values["services"], {})
             values |= services.get("s3", {})
-    except Exception as error:  # noqa: BLE001 - of any kind, because a user wrote the file
+    except _errors() as error:
         raise _failed(where, name, error) from None
     return _Profile(name, values, session)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the errors of botocore, and of Python for files, programs and answers of an unexpected form."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError, OSError, ValueError, LookupError, TypeError, AttributeError
 
 
 def _with_botocore(where: object, profile: _Profile, options: dict[str, str]) -> Settings:
@@ -143,7 +150,7 @@ def _with_botocore(where: object, profile: _Profile, options: dict[str, str]) ->
     def ask(call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - it runs programs, and asks other services
+        except _errors() as error:
             raise _failed(where, profile.name, error) from None
 
     credentials = ask(profile.session.get_credentials)
@@ -179,11 +186,12 @@ def _read_profile(name: str) -> _Profile:
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
-        path = os.path.expanduser(os.environ.get(variable) or f"~/.aws/{file}")  # noqa: PTH111 - it never fails
+        path = Path(os.environ.get(variable) or f"~/.aws/{file}")
+        with contextlib.suppress(RuntimeError):  # there is no home folder
+            path = path.expanduser()
         parser = configparser.ConfigParser(interpolation=None)
         try:
-            with open(path, encoding="utf-8") as text:  # noqa: PTH123 - as above
-                parser.read_file(text)
+            parser.read_string(path.read_text(encoding="utf-8"), str(path))
         except OSError:
             continue
         except (configparser.Error, UnicodeDecodeError):

@@ -8,7 +8,6 @@ answers mean. Every call of obstore goes through :func:`_guarded`.
 from __future__ import annotations
 
 import fcntl
-import random
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +20,7 @@ from blobstore.errors import Conflict, MissingLibrary, RemoteError
 from blobstore.objects.aws import Settings, find_settings
 from blobstore.objects.failures import Failure
 from blobstore.objects.requests import (
+    CONNECT,
     DELETE,
     LIST,
     READ,
@@ -57,7 +57,7 @@ _MAX_LIST_SECONDS: Final = 3600.0
 _PROBE: Final = ".blobstore/probe"
 _ATTEMPTS: Final = 5
 _PAUSE: Final = 0.1
-"""Seconds before a write that was refused is repeated for the first time, at most."""
+"""Seconds before a write that was refused is repeated for the first time; twice as many before the next."""
 _NO_TAG: Final = "ETag Header missing"
 _Found = TypeVar("_Found")
 
@@ -188,7 +188,7 @@ class ObjectClient:
                         return
                 raise Conflict(f"{self._name(key)} was written by another process")
             # Nobody has written: the server asks to try again, as S3 does with 409.
-            interrupts.sleep(_PAUSE * 2**attempt * random.uniform(0.5, 1))  # noqa: S311 - no secret
+            interrupts.sleep(_PAUSE * 2**attempt)
         raise RemoteError(
             f"{self._name(key)}: the server refuses to write it, although nobody else has written it",
             advice="try again, and check that the credentials allow s3:GetObject, and that no proxy "
@@ -247,7 +247,7 @@ class ObjectClient:
             page = self._send(request, folder, lambda: next(pages, None), may_repeat=False)
 
     def _head(self, key: str, request: Request) -> Any:
-        """Return obstore's description of an object, or None if there is none."""
+        """Return obstore's description of an object, or None if it does not exist."""
         return self._send(request, key, lambda: self._api.head(self._reading, key))
 
     def _put(self, key: str, data: Any, **how: Any) -> None:
@@ -304,9 +304,10 @@ class ObjectClient:
             return True
 
     def _use(self, settings: Settings) -> None:
-        found = _guarded(quote(self.address), READ, lambda: _connect(self.address, settings))
-        assert found is not None  # noqa: S101 - absence is no answer here
-        self._reading, self._writing = found
+        connection: Any = _guarded(
+            quote(self.address), CONNECT, lambda: _connect(self.address, settings)
+        )
+        self._reading, self._writing = connection
         self._settings = settings
 
     def _name(self, key: str) -> str:

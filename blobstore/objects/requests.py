@@ -78,6 +78,9 @@ _NEEDED: Final = frozenset({Answer.ABSENT})
 _UNLESS_DENIED: Final = _NEEDED | {Answer.DENIED}
 _HINT: Final = frozenset(Answer) - {Answer.UNUSABLE}
 
+CONNECT: Final = Request("s3:GetObject", frozenset())
+"""Nothing is sent: the settings are given to obstore, which may refuse them."""
+
 # What all commands read.
 READ: Final = Request("s3:GetObject", _NEEDED)
 """Manifests and blobs."""
@@ -89,7 +92,7 @@ READ_COLD_INDEX: Final = Request("s3:GetObject", _HINT)
 """The compressed forms of the blobs of a model."""
 READ_SIGNATURE: Final = Request("s3:GetObject", _NEEDED)
 LIST_SIGNATURES: Final = Request("s3:ListBucket", _NEEDED)
-"""Hints too. Without signatures a policy refuses the model, and says why there are none."""
+"""Hints too. A policy that requires signatures refuses the model, and says why they could not be read."""
 LOOK_FOR_BLOB: Final = Request("s3:GetObject", _HINT)
 """Whether a blob needs to be sent."""
 LOOK_FOR_COLLECTION: Final = Request("s3:GetObject", _UNLESS_DENIED)

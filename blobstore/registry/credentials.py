@@ -77,7 +77,7 @@ class LoginFiles:
         """Return the first login for a repository, or for the registry.
 
         Raises:
-            BlobstoreError: there is none, and a file or helper that may have it cannot be read.
+            BlobstoreError: no login was found, and a file or helper that may have it cannot be read.
             OSError: as above.
         """
         problems: list[BlobstoreError | OSError] = []
@@ -144,7 +144,7 @@ class LoginFile:
         """Return the login for a repository, by the registry's helper or else from the file.
 
         Raises:
-            BlobstoreError: there is none that can be read, and the file is malformed or the helper fails.
+            BlobstoreError: no login was found, and the file is malformed or the helper fails.
             OSError: the file cannot be read.
         """
         config = self._read()

@@ -1,9 +1,9 @@
 """What the responses to each request mean, in one table: needed or a hint, and which statuses count.
 
 A request is needed if the command cannot do its job without it: if it is refused, the command ends with one
-error. A hint only saves work. If it is refused or fails, in whatever way, the command goes on as if the answer
-were "there is none", and the next needed request shows whether rights are missing. Real registries answer
-hints with 401, 403, 405 and 500 where the specification says 404.
+error. A hint only saves work. If it is refused or fails, the command continues as if the registry had answered
+404, and the next needed request shows whether rights are missing. Real registries answer hints with 401, 403,
+405 and 500 where the specification says 404.
 
 Statuses of neither kind are judged by :func:`blobstore.registry.protocol.failure`: some are tried again
 (:data:`TRANSIENT`), all others are final. ``push`` and ``Upload`` go another way after some refusals;
@@ -54,7 +54,7 @@ class Rule(NamedTuple):
     is_hint: bool
     success: tuple[int, ...]
     absent: tuple[int, ...] = ()
-    """The registry says that there is none."""
+    """The registry does not have it."""
 
     @property
     def answers(self) -> tuple[int, ...]:

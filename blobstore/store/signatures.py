@@ -130,7 +130,7 @@ def _files(folder: Path, ending: str) -> list[tuple[Path, os.stat_result]]:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return a signature; None if there is none, or if its content does not match its name."""
+    """Return a signature; None if the file is missing, or if its content does not match its name."""
     try:
         data = read_regular(path, MAX_SIGNATURE_SIZE)
     except (OSError, BlobstoreError):

@@ -93,10 +93,10 @@ def _list_referrers(
 def tag_to_extend(
     client: RegistryClient, repository: str, tag: str, root: RemoteManifest
 ) -> RemoteManifest | None:
-    """Return the manifest of a tag that a longer one replaces, or None if there is none.
+    """Return the manifest of a tag that a longer one will replace, or None if the tag does not exist.
 
-    Some registries refuse tags that do not exist. If the model's manifest can be read, so could that of the
-    tag: then a refusal means that there is none. Otherwise, what the tag lists would be lost.
+    Some registries refuse to read tags that do not exist. So a refusal counts as absence if the registry lets
+    this user read the model's manifest. Otherwise the entries of an existing tag would be lost.
 
     Raises:
         InvalidManifest: it is malformed.
