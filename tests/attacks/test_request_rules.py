@@ -52,9 +52,15 @@ class Registry:
         self.manifests: dict[str, tuple[str, bytes]] = {}
         self.uploads = 0
         self.override: Callable[[Received], bytes | None] = lambda _: None
+        self.realm: str | None = None
+        """The challenge that answers every request that ``override`` leaves."""
 
     def __call__(self, request: Received) -> bytes:
-        return self.override(request) or self.answer(request)
+        if (overridden := self.override(request)) is not None:
+            return overridden
+        if self.realm is not None:
+            return reply(401, www_authenticate=self.realm)
+        return self.answer(request)
 
     def answer(self, request: Received) -> bytes:
         path, _, query = request.path.partition("?")
@@ -250,12 +256,8 @@ def test_needed_request_of_a_list_or_login_fails_with_one_line(
     realm = f'Bearer realm="http://{server.host}/token"'
     path = {"tags": "/tags/list", "token": "/token", "login": "/v2/$"}[kind]
     for status in STATUSES:
-        override = answer(("GET", path), status)
-        registry.override = override
-        if kind == "token":
-            registry.override = lambda one, override=override: (  # type: ignore[misc]
-                override(one) or reply(401, www_authenticate=realm)
-            )
+        registry.override = answer(("GET", path), status)
+        registry.realm = realm if kind == "token" else None
         with RegistryClient(server.host, credentials=GivenLogin(None)) as client:
             if kind == "login" and status == 200:
                 client.check_login()

@@ -144,7 +144,8 @@ def _torch_views(path: Path) -> dict[str, Any]:
 def _handle_views(framework: str) -> Callable[[Path], dict[str, Any]]:
     def read(path: Path) -> dict[str, Any]:
         with safe_open(path, framework) as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}
 
     return read
 
