@@ -29,8 +29,8 @@ def check_target(target: str | os.PathLike[str]) -> None:
         _is_store(Path(*real.parts[:at]), part) for at, part in enumerate(real.parts)
     ):
         raise BlobstoreError(
-            f"{quote(target)} is a file of a store, which other models may share",
-            advice="write to another folder, and import that with 'blobstore create'",
+            f"{quote(target)} is inside a store, whose files models share",
+            advice="choose a path outside of it; to change a model, export it, and import the result",
         )
 
 

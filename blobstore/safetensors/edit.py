@@ -179,6 +179,10 @@ class _Edit:
         kept: list[tuple[TensorSpec, Any]] = list(self._kept(replaced | self._remove))
         header, sources = lay_out([*kept, *self._changes], self._metadata)
         mode = stat.S_IMODE(os.fstat(self._descriptor).st_mode)
+        if Path(
+            path
+        ).is_symlink():  # to a blob, for one, which is read-only; what replaces the link is not
+            mode |= stat.S_IWUSR
         with replaced_file(path) as target:
             os.fchmod(target, mode)
             write_at(target, memoryview(header), 0)

@@ -83,9 +83,7 @@ WRITERS: dict[str, Callable[[LocalStore, Path], object]] = {
 def test_no_writer_writes_into_a_store(written: LocalStore, path: Path, writer: str) -> None:
     path.chmod(0o644)
     before = sorted(written.folder("blobs").iterdir())
-    with pytest.raises(
-        BlobstoreError, match="is a file of a store, .* import that with 'blobstore create'"
-    ):
+    with pytest.raises(BlobstoreError, match="is inside a store, .* choose a path outside of it"):
         WRITERS[writer](written, path)
     assert path.read_bytes() == BLOB
     assert sorted(written.folder("blobs").iterdir()) == before

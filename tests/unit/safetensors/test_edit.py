@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -127,6 +128,19 @@ def test_another_name_of_a_file_keeps_its_bytes(
     assert not edit_file(other, {"b": TENSORS["b"] + 1}, in_place=in_place)
     assert path.read_bytes() == before
     assert content(other) == (expected(b=TENSORS["b"] + 1), {"x": "y"})
+
+
+@pytest.mark.parametrize(("mode", "after"), [(0o444, 0o644), (0o400, 0o600), (0o640, 0o640)])
+def test_what_replaces_a_link_can_be_edited_again(
+    path: Path, tmp_path: Path, mode: int, after: int
+) -> None:
+    path.chmod(mode)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    edit_file(link, {"b": TENSORS["b"] + 1})
+    assert stat.S_IMODE(link.lstat().st_mode) == after
+    assert edit_file(link, {"b": TENSORS["b"]}, in_place=True)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_a_file_that_nobody_may_write_to_is_not_edited_in_place(path: Path) -> None:
