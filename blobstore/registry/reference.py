@@ -141,7 +141,10 @@ def check_host(text: str) -> None:
         InvalidReference: it is not valid.
     """
     if _HOST.fullmatch(text) is None or ".." in text:
-        raise InvalidReference(f"not the host of a registry: {_shown(text)}; expected host[:port]")
+        advice = "; 'blobstore login' takes user names and passwords" if "@" in text else ""
+        raise InvalidReference(
+            f"not the host of a registry: {_shown(text)}; expected host[:port]{advice}"
+        )
 
 
 def host_in(text: str) -> str:
