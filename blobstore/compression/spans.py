@@ -105,7 +105,7 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     numbers: list[int] = []
     """The new number of each span."""
     for number, span in enumerate(spans):
-        is_alone = number in originals or (merged and numbers[-1] in originals)
+        is_alone = not originals.isdisjoint((number - 1, number))
         both = None if is_alone or not merged else _merged(merged[-1], span)
         if both is not None:
             merged[-1] = both
