@@ -175,8 +175,8 @@ class LocalStore(BlobReader):
                 yield ingest
 
     def claims(self) -> BlobClaims:
-        """Return claims of blobs that are read from elsewhere, which the caller closes. Raises OSError."""
-        return BlobClaims(self._layout.claims)
+        """Return this process's claims of blobs that are read from elsewhere. Raises OSError."""
+        return BlobClaims.of(self._layout.claims)
 
     def partial_bytes(self, blob: BlobId) -> int:
         """Return how many bytes of a blob an unfinished download has."""
@@ -471,10 +471,10 @@ class LocalStore(BlobReader):
 
     # Signatures and the policy; see blobstore.operations.sign
 
-    def keep_signature(self, manifest: Digest, data: bytes, *, is_verified: bool = True) -> None:
+    def keep_signature(self, manifest: Digest, data: bytes, *, is_verified: bool) -> None:
         """Store a signature of the manifest with that digest durably. Its content is not checked.
 
-        Those of strangers that no key has verified are kept apart, and only some of them.
+        Those that no key of this user has verified are kept apart, and only some of them.
 
         Raises:
             StoreError: the store cannot be written.

@@ -73,7 +73,7 @@ def read_policy(store: LocalStore) -> Policy | None:
 
 
 def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
-    """Yield the signatures that are in form, one at a time; what they sign is not parsed."""
+    """Yield the signatures that are well-formed, one at a time; what they sign is not parsed."""
     from blobstore.operations.sign.cosign import read_envelope
 
     for data in signatures:
@@ -152,9 +152,10 @@ def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
 
 
 def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Iterator[KeptSignature]:
-    """Yield the signatures that are damaged, or that no rule of the policy can use.
+    """Yield the signatures that are damaged, and unverified ones that no rule of the policy can use.
 
-    A policy without keys, or one that cannot be read, does not say which can be used.
+    Verified ones stay, whatever the policy of this user is: another user of the store may need them, and some
+    cannot be made again. A policy without keys, or one that cannot be read, does not say which can be used.
     """
     keys: Sequence[PublicKey] = ()
     with suppress(InvalidPolicy, MissingLibrary):
@@ -165,7 +166,11 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
             if kept.data is None:
                 if kept.is_damaged:  # one that cannot be read may be intact
                     yield kept
-            elif keys and not any(one.manifest == manifest for one in signed_by([kept.data], keys)):
+            elif (
+                keys
+                and not kept.is_verified
+                and not any(one.manifest == manifest for one in signed_by([kept.data], keys))
+            ):
                 yield kept
 
 
