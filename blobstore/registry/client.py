@@ -351,16 +351,19 @@ class RegistryClient:
         budget = Budget(limits.REFERRERS, what)
         for reply in self._pages(repository, what, url, requests.REFERRERS, budget, on_error):
             if reply is None:
-                return self.tagged_referrers(repository, digest)
+                break
             try:
                 listed = _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
-            except InvalidManifest:  # a page of a proxy, for one
-                return self.tagged_referrers(repository, digest)
+            except InvalidManifest as error:  # a page of a proxy, for one
+                on_error(RemoteError(f"{what}: {error}"))
+                break
             budget.spend(0, len(listed))
             found += map(_without_texts, listed)
-        return tuple(found)
+        else:
+            return tuple(found)
+        return tuple(found) or self._tagged_referrers(repository, digest)
 
-    def tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+    def _tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
         """Return what the tag of a manifest lists as referring to it.
 
         Raises:
