@@ -136,9 +136,8 @@ class _Program(click.Group):
             raise
         # A RuntimeError is that of a thread that cannot be started.
         except (BlobstoreError, OSError, MemoryError, RuntimeError) as error:
-            if interrupts.is_consequence(error):
+            if request := interrupts.cause(error):
                 # Ctrl-C reaches the processes of a terminal together: what fails now is a consequence.
-                request = interrupts.stopped()
                 _report_json(ctx, "Interrupted", "interrupted", request.exit_code)
                 raise request from None
             if not isinstance(error, BlobstoreError):

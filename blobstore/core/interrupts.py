@@ -67,8 +67,6 @@ class _Thread(threading.local):
     is_raised = False
     deferred = 0
     """How many blocks of :func:`deferred` it is in."""
-    error: BaseException | None = None
-    """That of :func:`cleaning_up`."""
 
 
 _thread = _Thread()
@@ -93,7 +91,7 @@ def _record(number: int, frame: FrameType | None) -> None:
     # ends the process as SIGKILL does.
     del frame
     if not _State.number:
-        _State.number, _State.error = number, _thread.error or sys.exception()
+        _State.number, _State.error = number, sys.exception()
     _State.count += 1
     if _State.count > _PATIENCE:
         os._exit(128 + number)
@@ -111,23 +109,19 @@ def is_requested() -> bool:
     return _State.number != 0
 
 
-def is_consequence(error: BaseException | None) -> bool:
-    """Return whether the process is to end, and was when ``error`` happened."""
+def cause(error: BaseException) -> Stopped | None:
+    """Return the request if ``error`` happened after it, which is a consequence then, and None otherwise.
+
+    :func:`check` does not raise it any more.
+    """
     if not _State.number:
-        return False
-    while error is not None and error is not _State.error:
-        error = error.__cause__ or error.__context__
-    return error is None
-
-
-@contextlib.contextmanager
-def cleaning_up(error: BaseException | None) -> Iterator[None]:
-    """Note that a request that comes in the block comes later than ``error``, which is yet to be raised."""
-    before, _thread.error = _thread.error, error
-    try:
-        yield
-    finally:
-        _thread.error = before
+        return None
+    found: BaseException | None = error
+    while found is not None:
+        if found is _State.error:
+            return None
+        found = found.__cause__ or found.__context__
+    return _stopped()
 
 
 def check() -> None:
@@ -138,7 +132,7 @@ def check() -> None:
             :func:`obey`.
     """
     if _State.number and not (_thread.is_raised or _thread.deferred) and _obeys():
-        raise stopped()
+        raise _stopped()
 
 
 def obey() -> None:
@@ -154,12 +148,6 @@ def deferred() -> Iterator[None]:
         yield
     finally:
         _thread.deferred -= 1
-
-
-def stopped() -> Stopped:
-    """Return the request as an exception; :func:`check` does not raise it any more."""
-    _thread.is_raised = True
-    return Stopped(_State.number)
 
 
 def sleep(seconds: float) -> None:
@@ -216,3 +204,8 @@ def result(future: Future[Result], *, patience: float = 0.0) -> Result:
 
 def _obeys() -> bool:
     return _thread.obeys or threading.current_thread() is threading.main_thread()
+
+
+def _stopped() -> Stopped:
+    _thread.is_raised = True
+    return Stopped(_State.number)

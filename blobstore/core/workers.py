@@ -112,10 +112,13 @@ class WorkerPool:
     def _running(
         self, items: Iterable[Item], job: Callable[[Item], Result], on_stop: Callable[[], object]
     ) -> Iterator[list[Future[Result]]]:
-        """Submit all jobs; at the end of the block wait for them, and raise the first error."""
+        """Submit all jobs; at the end of the block wait for them, and raise the first error.
+
+        It is raised before the other jobs are waited for, so that a request to stop that comes then is
+        known to be later.
+        """
         executor = self._executor or ThreadPoolExecutor(self._jobs, thread_name_prefix="blobstore")
         futures: list[Future[Result]] = []
-        errors: list[BaseException] = []
         is_success = False
         try:
             try:
@@ -127,25 +130,22 @@ class WorkerPool:
                     raise
                 raise BlobstoreError(f"the executor refused a job: {refusal}") from refusal
             yield futures
+            for error in _errors(futures):
+                if not isinstance(error, Cancelled):
+                    raise error
             is_success = all(map(_has_succeeded, futures))
         except BrokenExecutor as lost:
-            errors.append(lost)
+            raise BlobstoreError(f"the executor lost a worker: {lost}") from lost
         finally:  # also after a request to stop
             if not is_success:
                 self.stopping.set()
                 on_stop()
-            with interrupts.cleaning_up(next(iter(_errors(futures)), None)):
-                if self._executor is None:
-                    executor.shutdown(cancel_futures=True)
-                else:
-                    wait([future for future in futures if not future.cancel()])
-        if is_success:
-            return
-        for error in (*errors, *_errors(futures)):
-            if isinstance(error, BrokenExecutor):
-                raise BlobstoreError(f"the executor lost a worker: {error}") from error
-            raise error
-        raise BlobstoreError("the executor cancelled the jobs")
+            if self._executor is None:
+                executor.shutdown(cancel_futures=True)
+            else:
+                wait([future for future in futures if not future.cancel()])
+        if not is_success:  # a job that another one has ended may have ended before that
+            raise next(iter(_errors(futures)), BlobstoreError("the executor cancelled the jobs"))
 
 
 class Steps:

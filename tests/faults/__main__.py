@@ -56,8 +56,10 @@ def main() -> int:
     for name, kind in chosen.items():
         seconds = max(0.0, deadline - time.monotonic()) * kind.share / shares
         shares -= kind.share
-        _tell(f"{name}: at most {seconds:.0f} s")
         effort = Effort(kind.times, seconds, arguments.seed)
+        if arguments.times is not None:
+            effort = Effort(arguments.times, seed=arguments.seed)
+        _tell(f"{name}: at most {effort.seconds:.0f} s")
         for row in import_module(f"tests.faults.{kind.module}").run(effort):
             rows.append(row)
             _tell(table([row]).splitlines()[-1], *row.notes, *row.violations)
@@ -70,6 +72,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument(
         "--budget", type=_seconds, default="60m", metavar="TIME", help="at most, such as 90s or 60m"
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        metavar="N",
+        help="inject each fault N times, each command's too, however long it takes",
     )
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, default=[*KINDS], metavar="KIND", help=", ".join(KINDS)

@@ -15,18 +15,19 @@ from tests.faults.processes import Child, Ended, nursery, workspace
 from tests.faults.stoppable import OUT, SERVER, operations
 
 _MEASURED = 3
-_ATTEMPTS = 20
-"""How many commands are started at most, for each that is to be stopped before it ends."""
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _WAYS = ([signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM])
+_JSON = "--json"
 _PAUSE = 0.0005
+_PRINTS = {SERVER: "serving http://"}
+"""How the output begins of commands that print while they run."""
 _SERVED = 1.5
 """Seconds within which a server is stopped; it has begun to serve by then, or not."""
 _NOTE = "note: interrupted; the same command continues where this one stopped"
 
 
 def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
-    """Stop every command ``effort.count`` times."""
+    """Signal every command ``effort.count`` times while it runs."""
     chosen = [item for item in operations() if item.name in only]
     during = ", ".join(item.name for item in chosen)
     outcome = Outcome(f"SIGINT, SIGTERM or both during {during}")
@@ -71,22 +72,22 @@ class _Runs:
         self._durations: list[float] = []
 
     def stop(self, effort: Effort) -> None:
-        """Send signals until the command was stopped ``effort.count`` times, or the time is over."""
+        """Send signals at ``effort.count`` instants, or until the time is over."""
         self._measure(min(effort.count, _MEASURED))
-        stopped = late = 0
+        stopped = late = missed = 0
         slowest = 0.0
-        for number in range(effort.count * _ATTEMPTS):
-            if stopped == effort.count or (stopped and effort.is_spent):
-                break
-            ended, seconds = self._strike(_WAYS[number % len(_WAYS)])
+        while (struck := stopped + late) < effort.count and not (struck and effort.is_spent):
+            number = struck + missed
+            ended, seconds = self._strike(_WAYS[number % len(_WAYS)], as_json=number % 2 == 0)
             if seconds is None:
+                missed += 1
                 continue
             if ended.code in self._operation.codes:
                 late += 1
             else:
                 stopped += 1
             slowest = max(slowest, seconds)
-        self._outcome.injected += stopped + late
+        self._outcome.injected += struck
         self._outcome.notes.append(
             f"{self._operation.name}: stopped {stopped} times, finished {late} times, "
             f"at most {slowest:.2f} s after the signal"
@@ -97,15 +98,17 @@ class _Runs:
             self._durations.append(_SERVED)
             return
         for _ in range(times):
-            ended = nursery().run("blobstore", *self._arguments())
+            ended = nursery().run("blobstore", *self._arguments(as_json=True))
             self._durations.append(ended.seconds)
             if ended.code not in self._operation.codes:
                 self._outcome.violate(f"{self._operation.name}: {ended}")
             self._judge(ended, f"{self._operation.name} without any signal")
 
-    def _strike(self, way: Sequence[signal.Signals]) -> tuple[Ended, float | None]:
+    def _strike(
+        self, way: Sequence[signal.Signals], *, as_json: bool
+    ) -> tuple[Ended, float | None]:
         """Run the command and signal it; return the seconds that it took to end, None if it had ended."""
-        arguments = self._arguments()
+        arguments = self._arguments(as_json=as_json)
         delay = self._scene.chance.uniform(0, median(self._durations[-_MEASURED:]))
         child = nursery().start("blobstore", *arguments)
         _wait_for_handler(child)
@@ -120,19 +123,21 @@ class _Runs:
         if ended.code in self._operation.codes:
             self._durations.append(ended.seconds)
         else:
-            for problem in self._problems(ended, {_CODES[signum] for signum in way}):
+            codes = {_CODES[signum] for signum in way}
+            for problem in self._problems(ended, codes, is_json=_JSON in arguments):
                 self._outcome.violate(f"{how}: {problem}")
         self._judge(ended, how)
         return ended, seconds if is_struck else None
 
-    def _arguments(self) -> list[object]:
+    def _arguments(self, *, as_json: bool) -> list[object]:
         arguments = self._operation.prepare(self._scene)
-        return arguments if self._operation.name == SERVER else [*arguments, "--json"]
+        has_json = as_json and self._operation.name != SERVER
+        return [*arguments, _JSON] if has_json else arguments
 
     def _judge(self, ended: Ended, how: str) -> None:
         self._outcome.add(self._operation.judge(self._scene, ended), how)
 
-    def _problems(self, ended: Ended, codes: set[int]) -> list[str]:
+    def _problems(self, ended: Ended, codes: set[int], *, is_json: bool) -> list[str]:
         """Return what is wrong with a command that was stopped."""
         if ended.code not in codes:
             return [f"exit code {ended.code}: {ended.complaint} {ended.stderr[-700:]!r}"]
@@ -141,10 +146,11 @@ class _Runs:
         if lines != ["blobstore: interrupted"]:
             problems.append(f"standard error is {ended.stderr[-700:]!r}")
         error = {"kind": "Interrupted", "message": "interrupted", "exit_code": ended.code}
-        if self._operation.name == SERVER:
-            is_right = not ended.stdout or ended.stdout.startswith("serving http://")
-        else:
+        if is_json:
             is_right = ended.stdout == json.dumps({"error": error}) + "\n"
+        else:
+            begin = _PRINTS.get(self._operation.name)
+            is_right = not ended.stdout or (begin is not None and ended.stdout.startswith(begin))
         if not is_right:
             problems.append(f"standard output is {ended.stdout[-300:]!r}")
         scene = self._scene

@@ -22,7 +22,7 @@ from blobstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.errors import RemoteError
     from blobstore.manifests.reference import Reference
@@ -174,12 +174,26 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
                 yield kept
 
 
-def require_trust(store: LocalStore, reference: Reference, data: bytes) -> None:
+def require_trust(
+    store: LocalStore,
+    reference: Reference,
+    data: bytes,
+    attached: Callable[[Callable[[RemoteError], object]], Iterable[bytes]] = lambda _: (),
+) -> None:
     """Check a model that is about to be used, as :func:`check_trust` does.
 
     A model that is not trusted, but may be used, is a warning of Python.
+
+    Args:
+        store: the store, whose policy and signatures count.
+        reference: the model's name.
+        data: the bytes of its manifest.
+        attached: returns the signatures that are kept with a model elsewhere, which are read only if the
+            policy needs them; it is called with what notes why they cannot be read.
     """
-    verdict = check_trust(store, reference, data)
+    errors: list[RemoteError] = []
+    signatures = envelopes(attached(errors.append))
+    verdict = check_trust(store, reference, data, signatures, errors=errors)
     for notice in verdict.notices(reference) if verdict is not None else ():
         warnings.warn(notice, stacklevel=3)
 

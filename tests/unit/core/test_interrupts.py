@@ -221,14 +221,15 @@ def work(item):
     failed.wait()
     pool.stopping.wait()  # so the main thread is cleaning up
     send()
+    raise ValueError("after")
 pool = WorkerPool(2, None, 0)
 try:
     pool.run([0, 1], work)
 except ValueError as error:
-    print(interrupts.is_requested(), interrupts.is_consequence(error))
-    print(interrupts.is_consequence(ValueError("after")))
+    print(interrupts.is_requested(), error, interrupts.cause(error))
+    print(interrupts.cause(ValueError("after")).exit_code)
 """
-    assert _output(program) == "True False\nTrue\n"
+    assert _output(program) == "True before None\n130\n"
 
 
 def test_the_wait_for_a_job_of_another_thread_ends() -> None:

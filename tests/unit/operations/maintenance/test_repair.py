@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.errors import (
     DamagedSource,
@@ -31,7 +32,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, write_index
+from blobstore.models.index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -461,6 +462,26 @@ def test_a_full_disk_leaves_the_damaged_blob(
     monkeypatch.undo()
     assert blob_path(store, PLAIN).read_bytes() == wrong
     assert left_over(store) == []
+
+
+# A request to stop
+
+
+def test_a_request_after_the_last_blob_is_in_place_reports_success(
+    store: LocalStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rewrite(*arguments: Any) -> None:  # the first step after the threads have renamed all blobs
+        monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
+        rewrite_indexes(*arguments)
+
+    monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
+    monkeypatch.setattr("blobstore.operations.maintenance.repair.rewrite_indexes", rewrite)
+    flip(blob_path(store, PLAIN))
+    assert layers(repair_models(["m"], folder, store=store)) == {PLAIN}
+    with pytest.raises(interrupts.Stopped):
+        interrupts.check()
+    monkeypatch.undo()
+    assert is_whole(store)
 
 
 # The header index
