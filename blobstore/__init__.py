@@ -79,8 +79,8 @@ if TYPE_CHECKING:
     from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
+    from blobstore.operations.transfer.push import Pushed
     from blobstore.operations.transfer.push import push_model as push
-    from blobstore.operations.transfer.push_objects import Pushed
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -118,7 +118,7 @@ _HOMES = {
     "Page": ("blobstore.operations.page.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
-    "Pushed": ("blobstore.operations.transfer.push_objects", "Pushed"),
+    "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
     "ReadPlan": ("blobstore.operations.remote.reading", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),

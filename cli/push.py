@@ -10,7 +10,7 @@ from blobstore.cli import options, render
 
 if TYPE_CHECKING:
     from blobstore.compression.level import Level
-    from blobstore.operations.transfer.push_objects import Pushed
+    from blobstore.operations.transfer.push import Pushed
     from blobstore.registry.shapes.plan import Shape
     from blobstore.store.local import LocalStore
 

@@ -20,7 +20,7 @@ from blobstore.errors import (
     RemoteError,
     RemoteRefused,
 )
-from blobstore.registry import protocol, requests
+from blobstore.registry import protocol, requests, upload
 from blobstore.registry.credentials import Credentials, LoginFiles
 from blobstore.registry.manifest import (
     ACCEPTED,
@@ -96,6 +96,11 @@ class RegistryClient:
             limiter=limiter,
             patience=patience or Patience(),
         )
+
+    @property
+    def part_size(self) -> int:
+        """Bytes of a blob that one request sends at most, unless the registry takes no parts."""
+        return self._part_size or upload.PART
 
     def __enter__(self) -> Self:
         return self

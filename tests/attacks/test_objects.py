@@ -26,7 +26,7 @@ from blobstore.objects import client
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore, blob_key, manifest_key
 from blobstore.operations.transfer.pull import pull_model
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.faults import disks
 from tests.support import frozen, objects
@@ -289,7 +289,7 @@ def test_a_server_that_ignores_conditions_gets_no_name(server: HostileS3, tmp_pa
     server.honours_conditions = False
     before = set(server.objects)
     refused(
-        lambda: push_objects("two", server.address, store=local),
+        lambda: push_model("two", server.address, store=local),
         RemoteError,
         "ignores conditional requests.* use a server",
     )
@@ -308,7 +308,7 @@ def test_rclone_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with objects.running_rclone(tmp_path / "served") as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         refused(
-            lambda: push_objects("two", "s3://models/p", store=local),
+            lambda: push_model("two", "s3://models/p", store=local),
             RemoteError,
             "ignores conditional requests.* use a server",
         )
@@ -395,7 +395,7 @@ def damaged(server: HostileS3, tmp_path: Path) -> tuple[LocalStore, str]:
     """Push a model, and return its store and the key of a tensor's blob."""
     local = LocalStore(tmp_path / "local")
     frozen.put(local, "two", {"x": 1, "y": 2})
-    push_objects("two", server.address, store=local)
+    push_model("two", server.address, store=local)
     blob = max(local.resolve("two").blobs, key=lambda item: item.size)
     return local, f"p/{blob_key(blob.digest)}"
 
@@ -431,7 +431,7 @@ def test_a_blob_that_is_not_what_was_pushed_is_never_kept(
 
     refused(load, kind, digest)
     assert not other.has(Digest.parse(f"sha256:{digest}"))
-    push_objects("two", server.address, store=local)
+    push_model("two", server.address, store=local)
     if change(b"ab") == b"a":  # a blob of another size is sent again
         assert pull_model(address, store=other).bytes_fetched
 
@@ -455,7 +455,7 @@ def test_a_full_disk_keeps_nothing_and_loads_the_model(server: HostileS3, tmp_pa
         pytest.skip(reason)
     local = LocalStore(tmp_path / "local")
     add_blobs(local, "two", {"x": blob(("x", "U8", (3 << 20,), bytes(range(256)) * (3 << 12)))})
-    push_objects("two", server.address, store=local)
+    push_model("two", server.address, store=local)
     with disks.in_memory(tmp_path / "disk", 2 << 20) as disk:
         other = LocalStore(disk / "store")
         with blobstore.open(f"{server.address}/two", store=other, framework="numpy") as model:

@@ -13,7 +13,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
-from blobstore.operations.transfer.push_objects import Pushed
+from blobstore.operations.transfer.push import Pushed
 from blobstore.registry import client as client_module
 from blobstore.registry import upload as upload_module
 from blobstore.registry.client import RegistryClient

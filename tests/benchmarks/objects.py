@@ -33,7 +33,7 @@ from obstore.store import S3Store
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.core.workers import RateLimiter
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
 from tests.support.objects import ObjectServer, running_object_store
@@ -300,7 +300,7 @@ def main() -> None:
         patch.dict(os.environ, server.environment),
     ):
         store = make_models(folder, nbytes)
-        push_objects("base", f"s3://{server.bucket}/all", store=store)
+        push_model("base", f"s3://{server.bucket}/all", store=store)
         file = f"s3://{server.bucket}/model.safetensors"
         objects = S3Store(server.bucket, client_options={"allow_http": True})
         obstore.put(objects, "model.safetensors", folder / "model.safetensors")
@@ -308,7 +308,7 @@ def main() -> None:
         bench = Bench(server, nbytes, folder)
         compare_all(bench, options.rounds, f"s3://{server.bucket}/all/base", file, options.peers)
         compare_parts(bench, options.rounds, f"s3://{server.bucket}/all/base")
-        push_objects("tune", f"s3://{server.bucket}/all", store=store)
+        push_model("tune", f"s3://{server.bucket}/all", store=store)
         compare_fine_tune(bench, options.rounds, f"s3://{server.bucket}/all/tune", store)
     with (
         common.workspace(options.folder) as folder,
@@ -319,7 +319,7 @@ def main() -> None:
         store = make_models(folder, quarter)
         for prefix in ("raw", "cold"):
             cold = prefix == "cold"
-            push_objects("base", f"s3://{server.bucket}/{prefix}", store=store, cold=cold)
+            push_model("base", f"s3://{server.bucket}/{prefix}", store=store, cold=cold)
         with limited(server, _RATE) as slow:
             compare_cold(Bench(slow, quarter, folder), options.rounds)
 

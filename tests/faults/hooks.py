@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import importlib
 import os
 import random
 import re
@@ -101,8 +100,9 @@ def _sync_threads(count: int) -> None:
 
 def _part(size: int) -> None:
     """Send uploads in parts of so many bytes."""
-    for name in ("blobstore.registry.upload", "blobstore.operations.transfer.push"):
-        setattr(importlib.import_module(name), "PART", size)  # noqa: B010 - it is final
+    from blobstore.registry import upload
+
+    upload.PART = size  # type: ignore[misc]
 
 
 def _impatience(seconds: float) -> None:

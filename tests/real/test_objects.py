@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import blobstore
 from blobstore.integrations.transformers import config_from_store, from_store, tokenizer_from_store
 from blobstore.objects.store import ObjectStore
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.real.tiny import make
@@ -32,7 +32,7 @@ def put(objects: ObjectStore, tmp_path: Path) -> Callable[..., str]:
     def put(source: Path, *, cold: bool = False, **options: Any) -> str:
         store = LocalStore(tmp_path / "store")
         blobstore.create(source, "m", store=store, **options)
-        push_objects("m", objects.address, store=store, cold=cold)
+        push_model("m", objects.address, store=store, cold=cold)
         return f"{objects.address}/m"
 
     return put

@@ -27,7 +27,7 @@ from blobstore.integrations.vllm import engine_options
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.real.tiny import with_float8
 from tests.support.damage import blob_path, flip
@@ -87,7 +87,7 @@ def test_answers_the_same_from_object_storage(
     kind: str, store: LocalStore, objects: ObjectStore, tmp_path: Path
 ) -> None:
     blobstore.create(saved(kind, tmp_path / "source"), "m", store=store)
-    push_objects("m", objects.address, store=store)
+    push_model("m", objects.address, store=store)
     other = LocalStore(tmp_path / "other")
     with engine_options(f"{objects.address}/m", store=other) as engine:
         assert answer(**engine) == expected(kind)
@@ -106,7 +106,7 @@ def test_two_ranks_read_their_parts_from_object_storage(
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     source = saved(kind, tmp_path / "source")
     blobstore.create(source, "m", store=store)
-    push_objects("m", objects.address, store=store)
+    push_model("m", objects.address, store=store)
     other = LocalStore(tmp_path / "other")
     with engine_options(f"{objects.address}/m", store=other) as engine:
         ours = answer(**engine, **ranks)

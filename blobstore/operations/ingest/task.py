@@ -82,13 +82,13 @@ def _import_remote(
     """Import a model into a temporary store of this machine, and push it from there."""
     from blobstore.objects.address import StoreAddress
     from blobstore.objects.store import ObjectStore
-    from blobstore.operations.transfer.push_objects import push_objects
+    from blobstore.operations.transfer.push import push_model
 
     if ObjectStore(StoreAddress.parse(target)).has_model(reference):
         found: Outcome = outcome(present=True)
         return found
     with tempfile.TemporaryDirectory(prefix="blobstore-ingest-") as folder:
         create(source, reference, store=folder, **options)
-        pushed = push_objects(reference, target, store=folder)
+        pushed = push_model(reference, target, store=folder)
     done: Outcome = outcome(blobs=pushed.blobs, written=pushed.bytes_sent)
     return done

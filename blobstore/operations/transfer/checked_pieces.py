@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-
-class PushedBlob(NamedTuple):
-    """A blob that the registry must have."""
-
-    digest: Digest
-    size: int
-    label: str
-    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
-    """Returns its bytes from the first one on."""
+    from blobstore.operations.transfer.push_target import PushedBlob
 
 
 class CheckedPieces:
     """The bytes of a blob, hashed while they are read once, although they are asked for in parts."""
 
-    def __init__(self, blob: PushedBlob, report: Callable[[int, str], None]) -> None:
+    def __init__(self, blob: PushedBlob, report: Callable[[int], object] = lambda _: None) -> None:
+        """Read nothing yet. ``report`` is called with the bytes done; those sent again count once."""
         self._blob = blob
         self._report = report
         self._reported = 0
@@ -54,7 +47,9 @@ class CheckedPieces:
             if offset < end:
                 yield self._piece[offset - end :]
                 offset = end
-                self._note(end)
+                if end > self._reported:
+                    self._report(end - self._reported)
+                    self._reported = end
             else:
                 self._read_piece()
 
@@ -70,13 +65,3 @@ class CheckedPieces:
                 f"{digester.digest()}",
                 advice="nothing was published; run 'blobstore repair', then push again",
             )
-
-    def _note(self, done: int) -> None:
-        """Report progress; bytes that are sent again count once."""
-        if done > self._reported:
-            self._report(done - self._reported, self._blob.label)
-            self._reported = done
-
-    def note_all(self) -> None:
-        """Report the whole blob as done."""
-        self._note(self._blob.size)

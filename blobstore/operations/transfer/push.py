@@ -1,8 +1,8 @@
-"""The operation ``push``: gives a model to a registry.
+"""The operation ``push``: sends a model to a registry or to object storage.
 
-Blobs come first, manifests next and the tag last, so that a tag never refers to a model that is not
-complete. Every blob is hashed while it is sent; the end of a damaged one is never sent. A blob that the
-registry has is not sent again, and one that another repository has is mounted from there.
+Blobs come first, manifests next and the name last, so that a name never refers to a model that is not
+complete. Every blob is hashed while it is sent; a damaged one is never completed there. What the target has is
+not sent again. :mod:`~blobstore.operations.transfer.push_target` says what a target must be able to do.
 """
 
 from __future__ import annotations
@@ -11,58 +11,88 @@ import contextlib
 import os
 import time
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal
 
-from blobstore.core.arguments import local_path
-from blobstore.core.digest import Digest, Digester
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, Steps, WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused, UsageError
-from blobstore.manifests import media_types
-from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.core.workers import RateLimiter, Steps, check_jobs
+from blobstore.errors import BlobDamaged, BlobMissing, UsageError
+from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.compress import count_blocks
 from blobstore.operations.remote.reading import is_in_objects
-from blobstore.operations.sign.keys import PrivateKey, read_key
-from blobstore.operations.transfer.checked_pieces import CheckedPieces, PushedBlob
-from blobstore.operations.transfer.cold import fetch_cold_layers
-from blobstore.operations.transfer.cold_forms import ColdForms, send_cold_manifests
-from blobstore.operations.transfer.facts import model_facts
-from blobstore.operations.transfer.notes import PushNotes
-from blobstore.operations.transfer.push_objects import Pushed, push_objects
-from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.signatures import push_signatures
-from blobstore.registry import requests
-from blobstore.registry.client import RegistryClient
-from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.image import image_layers, plan_image
-from blobstore.registry.shapes.oci import MAX_LAYERS, plan_oci
-from blobstore.registry.shapes.ollama import plan_ollama
-from blobstore.registry.upload import PART
+from blobstore.operations.transfer.cold_forms import ColdForms
+from blobstore.operations.transfer.object_target import open_objects
+from blobstore.operations.transfer.push_target import PushedBlob
+from blobstore.operations.transfer.registry_target import (
+    RegistryOptions,
+    open_registry,
+    registry_address,
+)
+from blobstore.registry.shapes.oci import MAX_LAYERS
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from blobstore.compression.level import Level
+    from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.objects.address import ModelAddress
     from blobstore.operations.freeze.batches import Report
     from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.operations.sign.keys import Passphrase
-    from blobstore.registry.manifest import RemoteManifest
-    from blobstore.registry.shapes.image import TarLayer
-    from blobstore.registry.shapes.plan import RemotePlan, Shape
+    from blobstore.operations.transfer.push_target import PushTarget, Sent
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.shapes.plan import Shape
 
-Sent = Literal["sent", "resumed", "mounted", "present"]
 _NEW: Final = ("sent", "resumed", "mounted")
 _COLD_WORK: Final = 4
 """The cold form of a blob is encoded, decoded, sent, and perhaps read back."""
-_MANY_LAYERS = 100
-"""A registry that refuses a manifest of more layers may have a limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """The result of :func:`push_model`."""
+
+    reference: Reference
+    remote: RemoteReference | ModelAddress
+    digest: Digest
+    """Of the remote manifest, which the tag refers to now."""
+    shape: Shape | Literal["store"]
+    """That of a model in object storage is ``store``."""
+    replaced: Digest | None = None
+    """Of the manifest that the name had in object storage, where it stays as a blob."""
+    is_unchanged: bool
+    """Whether the remote had this model under this tag already, so that nothing was done."""
+    blobs: int
+    """Blobs that the remote needs for the model."""
+    bytes_sent: int
+    bytes_resumed: int
+    """Bytes that an interrupted push had sent."""
+    bytes_mounted: int
+    """Bytes of blobs that other repositories of the registry had."""
+    bytes_present: int
+    """Bytes of blobs that the remote had."""
+    bytes_verified: int
+    """Bytes that were read back."""
+    manifests: int
+    signatures: int
+    """Signatures of the model that the remote has now."""
+    cold_blobs: int
+    """Blobs whose cold form the remote has too."""
+    bytes_cold: int
+    """Bytes of these cold forms, which the other numbers include; with ``is_dry_run`` an estimate."""
+    fallbacks: int
+    """Cold forms without a base, because their delta or their base is not intact."""
+    is_dry_run: bool
+    seconds: float
 
 
 def push_model(
@@ -87,7 +117,7 @@ def push_model(
     limit_rate: float | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
-    """Give a model to a registry or to object storage, where its name appears when all of it is there.
+    """Push a model to a registry or to object storage. The name is published last.
 
     Args:
         reference: the model.
@@ -106,7 +136,7 @@ def push_model(
         passphrase: called if that key is encrypted.
         cold: add the compressed forms of the blobs, deltas included. Clients that have the bases fetch only
             these. The model in the store stays as it is; frozen blobs are sent as they are. A compressed
-            form that the registry has is replaced only by a smaller one of a frozen blob.
+            form that the remote has is replaced only by a smaller one of a frozen blob.
         level: how ``cold`` compresses what is not frozen: ``fast``, or as ``small`` as possible.
         base: the model that deltas of ``cold`` are made against; found automatically by default.
         verify: look for every blob, even if the tag refers to the model already; then read all blobs
@@ -114,457 +144,211 @@ def push_model(
         dry_run: send nothing, and return what would be sent.
         plain_http: use HTTP without TLS; by default only for this machine.
         streams: number of blobs to send at once.
-        limit_rate: bytes to send per second, at most.
+        limit_rate: maximum number of bytes per second.
         progress: called with the current blob, bytes done and total bytes.
 
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged, or ``verify`` found that the
-            registry has other bytes.
+            remote has other bytes.
         Conflict: another process gave the name in object storage another model in the meantime.
-        RemoteRefused: the registry denies access or refuses the model.
-        RemoteError: the registry cannot be reached, or misbehaves.
+        RemoteRefused: the remote denies access or refuses the model.
+        RemoteError: the remote cannot be reached, or misbehaves.
+        StoreBusy: garbage is being collected in object storage, or may have been because the push took a day.
         UsageError: an argument is invalid.
     """
-    if isinstance(remote, StoreAddress) or is_in_objects(remote):
-        _check_unused(
-            remote,
-            shape=shape != "oci",
-            max_layers=max_layers != MAX_LAYERS,
-            mount_from=mount_from,
-            mount=not mount,
-            part_size=part_size,
-            sign_key=sign_key,
-            plain_http=plain_http,
-        )
-        return push_objects(
-            reference,
-            remote,
-            store=store,
-            cold=cold,
-            level=level,
-            base=base,
-            verify=verify,
-            dry_run=dry_run,
-            streams=streams,
-            limit_rate=limit_rate,
-            progress=progress,
-        )
     started = time.monotonic()
     check_jobs(streams)
     reference, store = Reference.of(reference), LocalStore.of(store)
-    target = _target(reference, remote)
-    _check_options(mount_from, part_size, mount=mount)
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
-    key = None
-    if sign_key is not None:
-        key = PrivateKey.from_pem(read_key(local_path(sign_key)), quote(sign_key), passphrase)
+    options = RegistryOptions(
+        shape=shape,
+        max_layers=max_layers,
+        mount_from=tuple(mount_from),
+        mount=mount,
+        part_size=part_size,
+        sign_key=sign_key,
+        passphrase=passphrase,
+        plain_http=plain_http,
+    )
+    limiter = None if limit_rate is None else RateLimiter(limit_rate)
     steps = Steps(streams, progress)
-    plan = _plan(store, reference, shape, max_layers, steps.begin)
+    opened: AbstractContextManager[PushTarget]
+    if isinstance(remote, StoreAddress) or is_in_objects(remote):
+        options.check_unused(remote)
+        place = remote if isinstance(remote, StoreAddress) else StoreAddress.parse(remote)
+        opened = open_objects(store, reference, place, limiter, dry_run=dry_run)
+    else:
+        options.check()
+        address = registry_address(reference, remote)
+        opened = open_registry(store, reference, address, options, limiter, steps.begin)
     forms = None
     if cold:
         forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
-    limiter = RateLimiter(limit_rate) if limit_rate is not None else None
-    with (
-        RegistryClient(
-            target.host, plain_http=plain_http, limiter=limiter, part_size=part_size
-        ) as client,
-        store.lease_if_writable(blob.digest for blob in plan.blobs),
-        PushNotes(store, target) as notes,
-    ):
-        push = _Push(
-            store, client, target, plan, notes, mount_from if mount else None, part_size, shape
-        )
-        is_there = client.head_manifest(target.repository, target.tag) == plan.root.digest
-        to_read = push.size if verify else 0
-        cold_work = 0 if forms is None else _COLD_WORK * forms.size
-        sent: Counter[Sent] = Counter()
-        if verify or not is_there:  # a registry may have lost blobs of a manifest that it has
-            workers = steps.begin(push.size, cold_work + to_read)
-            sent = push.send_blobs(workers, dry_run=dry_run)
-            if not (dry_run or (is_there and not any(sent[how] for how in _NEW))):
-                push.send_manifests(workers, sent)
-        signatures = 0
-        if not dry_run:
-            signatures = push_signatures(client, target, plan.root, store, key)
-        cold_sizes: list[int] = []
-        if forms is not None:
-            jobs = min(streams, os.cpu_count() or 1)
-            workers = steps.begin(cold_work, to_read, jobs)
-            with contextlib.nullcontext() if dry_run else forms.temporary_files(jobs):
-                cold_sizes = push.send_cold(forms, workers, sent, verify=verify, dry_run=dry_run)
-        verified = 0
-        if verify and not dry_run:
-            push.verify(steps.begin(push.size))
-            verified = push.size + sum(cold_sizes)
+    with opened as target:
+        push = _Push(target, steps, forms, verify=verify, dry_run=dry_run)
+        push.send_blobs()
+        signatures = 0 if dry_run else target.send_signatures()
+        push.send_cold(min(streams, os.cpu_count() or 1))
+        verified = push.verify()
     return Pushed(
         reference=reference,
-        remote=target,
-        digest=plan.root.digest,
-        shape=shape,
-        is_unchanged=is_there and not any(sent[how] for how in _NEW),
+        remote=target.model.address,
+        digest=target.model.digest,
+        shape=target.model.shape,
+        replaced=target.model.replaced,
+        is_unchanged=push.is_unchanged,
         blobs=len(push.blobs),
-        bytes_sent=sent["sent"],
-        bytes_resumed=sent["resumed"],
-        bytes_mounted=sent["mounted"],
-        bytes_present=sent["present"],
+        bytes_sent=push.sent["sent"],
+        bytes_resumed=push.sent["resumed"],
+        bytes_mounted=push.sent["mounted"],
+        bytes_present=push.sent["present"],
         bytes_verified=verified,
-        manifests=len(plan.manifests),
+        manifests=target.model.manifests,
         signatures=signatures,
-        cold_blobs=len(cold_sizes),
-        bytes_cold=sum(cold_sizes),
+        cold_blobs=len(push.cold_sizes),
+        bytes_cold=sum(push.cold_sizes),
         fallbacks=0 if forms is None else forms.fallbacks,
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )
 
 
-def _check_unused(remote: str | StoreAddress, **options: object) -> None:
-    """Check that no option for registries was given. Raises UsageError."""
-    for option, value in options.items():
-        if value:
-            raise UsageError(f"{option} is for registries, and {quote(remote)} is object storage")
-
-
-def _check_options(mount_from: Sequence[str], part_size: int | None, *, mount: bool) -> None:
-    """Check how blobs are given to a registry. Raises UsageError."""
-    if mount_from and not mount:
-        raise UsageError("mount_from cannot be combined with mount=False")
-    if part_size is not None and part_size < 1:
-        raise UsageError(f"part_size must be at least 1 byte, got {part_size}")
-
-
-def _target(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
-    """Return where to push a model."""
-    if remote is None:
-        if reference.host == DEFAULT_HOST:
-            path = f"{reference.namespace}/{reference.model}".lower()
-            raise UsageError(
-                f"{quote(reference)} has no host to push to",
-                advice=f"give a REMOTE such as registry.example.com/{path}",
-            )
-        return RemoteReference.of(reference)
-    target = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
-    if target.digest is not None:
-        raise UsageError(f"cannot push to the digest {quote(target)}; give a tag")
-    return target
-
-
-def _plan(
-    store: LocalStore,
-    reference: Reference,
-    shape: Shape,
-    max_layers: int,
-    hashing: Callable[[int, int], WorkerPool],
-) -> RemotePlan:
-    """Return what the registry needs, after checking the local manifest.
-
-    ``hashing`` returns the workers that hash so many bytes, given those of later steps too.
-    """
-    store.resolve(reference)
-    data = store.read_manifest(reference)
-    if shape == "ollama":
-        return plan_ollama(data)
-    facts = model_facts(store, reference)
-    if shape == "oci":
-        return plan_oci(data, facts, max_layers=max_layers)
-    if shape == "image":
-        layers = image_layers(data, facts)
-        return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), facts)
-    raise UsageError(f"shape must be 'oci', 'ollama' or 'image', got {quote(shape)}")
-
-
-def _tar_digests(
-    store: LocalStore, tars: Sequence[TarLayer], hashing: Callable[[int, int], WorkerPool]
-) -> list[Digest]:
-    """Return the digests of tars, which are noted in the store: computing them reads all blobs.
-
-    Raises:
-        BlobDamaged: a blob of a tar that was not hashed before is damaged.
-    """
-    digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
-    for tar in tars:
-        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no note
-            digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
-    unknown = [tar for tar, digest in digests.items() if digest is None]
-    workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
-
-    def read(digest: Digest, size: int) -> Iterator[memoryview]:
-        blob = PushedBlob(digest, size, digest.short, partial(store.read_pieces, digest, size))
-        with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
-            yield from pieces(0)
-
-    def hash_tar(tar: TarLayer) -> Digest:
-        digester = Digester()
-        for piece in tar.pieces(read):
-            digester.update(piece)
-            workers.report(len(piece), "hashing layers")
-        return digester.digest()
-
-    for tar, digest in zip(unknown, workers.run(unknown, hash_tar), strict=True):
-        digests[tar] = digest
-        store.write_index(tar.key, str(digest).encode())
-    return [digest for digest in digests.values() if digest is not None]
-
-
 class _Push:
-    """One push: what the registry needs, and how it gets it."""
+    """One push: what a target gets, and in which order."""
 
     def __init__(
         self,
-        store: LocalStore,
-        client: RegistryClient,
-        target: RemoteReference,
-        plan: RemotePlan,
-        notes: PushNotes,
-        mount_from: Sequence[str] | None,
-        part_size: int | None,
-        shape: Shape,
-    ) -> None:
-        self._store = store
-        self._client = client
-        self._target = target
-        self._repository = target.repository
-        self._plan = plan
-        self._mount_from = tuple(mount_from or ())
-        self._notes = notes
-        self._sources = {} if mount_from is None else self._notes.sources()
-        self._part_size = part_size or PART
-        self._shape = shape
-        self._got: dict[Digest, Sent] = {}
-        """How the repository got blobs."""
-        made = [
-            PushedBlob(digest, len(data), "config", partial(_one_piece, data))
-            for digest, data in plan.made.items()
-        ]
-        tars = [
-            PushedBlob(digest, tar.size, tar.files[-1].path, partial(_tar_pieces, tar, store))
-            for digest, tar in plan.tars.items()
-        ]
-        stored = [
-            PushedBlob(
-                blob.digest,
-                blob.size,
-                blob.name or blob.media_type,
-                partial(store.read_pieces, blob.digest, blob.size),
-            )
-            for blob in (plan.blobs if not tars else ())
-            if blob.digest not in plan.made
-        ]
-        # The largest first, so that none of them is left over for a single stream at the end.
-        self.blobs = sorted(made + tars + stored, key=attrgetter("size"), reverse=True)
-        """Each once."""
-        self.size = sum(blob.size for blob in self.blobs)
-
-    def send_blobs(self, workers: WorkerPool, *, dry_run: bool) -> Counter[Sent]:
-        """Send the blobs that the repository does not have; return bytes by how it got them."""
-
-        def send(blob: PushedBlob) -> dict[Sent, int]:
-            return self._send(blob, workers.report, dry_run=dry_run)
-
-        sent: Counter[Sent] = Counter()
-        for counts in workers.run(self.blobs, send, self._client.abort):
-            sent.update(counts)
-        return sent
-
-    def _send(self, blob: PushedBlob, report: Report, *, dry_run: bool = False) -> dict[Sent, int]:
-        found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
-        if found is not None and found != blob.size:
-            raise RemoteError(
-                f"{quote(self._target.host)} has blob {blob.digest} with {found} bytes instead of "
-                f"{blob.size}: its storage is damaged"
-            )
-        resumed = 0
-        with contextlib.closing(CheckedPieces(blob, report)) as pieces:
-            if found is not None:
-                how: Sent = "present"
-            elif not dry_run and self._is_mounted(blob):
-                how = "mounted"
-            else:
-                how = "sent"
-                if not dry_run:
-                    resumed = self._upload(blob, pieces)
-            pieces.note_all()
-        self._got[blob.digest] = how
-        return {how: blob.size - resumed, "resumed": resumed}
-
-    def send_cold(
-        self,
-        forms: ColdForms,
-        workers: WorkerPool,
-        sent: Counter[Sent],
+        target: PushTarget,
+        steps: Steps,
+        forms: ColdForms | None,
         *,
         verify: bool,
         dry_run: bool,
-    ) -> list[int]:
-        """Send the cold forms that the repository does not have; return the sizes of all.
+    ) -> None:
+        self._target = target
+        self._steps = steps
+        self._forms = forms
+        self._looks_for_all = verify or not (target.model.is_published and target.checks_manifests)
+        self._verify = verify and not dry_run
+        self._dry_run = dry_run
+        # The largest first, so that none of them is left over for a single stream at the end.
+        self.blobs = sorted(target.model.blobs, key=attrgetter("size"), reverse=True)
+        self._size = sum(blob.size for blob in self.blobs)
+        self._cold_work = 0 if forms is None else _COLD_WORK * forms.size
+        self._to_read = self._size if self._verify else 0
+        self.sent: Counter[Sent] = Counter()
+        """Bytes by how the target got them."""
+        self.cold_sizes: list[int] = []
+        """Of the cold forms that the target has."""
 
-        Args:
-            forms: the cold forms.
-            workers: threads that encode and send.
-            sent: bytes by how the repository got them; those of cold forms are added.
-            verify: send also those that the repository says to have, and read them back.
-            dry_run: send nothing, and estimate.
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the target had all that was to be sent."""
+        return self._target.model.is_published and not any(self.sent[how] for how in _NEW)
+
+    def send_blobs(self) -> None:
+        """Send the blobs that the target lacks, and then give the model its name."""
+        if not self._looks_for_all:
+            return
+        workers = self._steps.begin(self._size, self._cold_work + self._to_read)
+        send = partial(self._send, report=workers.report)
+        for counts in workers.run(self.blobs, send, self._target.abort):
+            self.sent.update(counts)
+        # What was lost may have included manifests, so these are sent if any blob was.
+        if not (self._dry_run or self.is_unchanged):
+            self._target.publish(workers, self.sent)
+
+    def _send(self, blob: PushedBlob, report: Report) -> Mapping[Sent, int]:
+        """Send a blob unless the target has it; return bytes by how the target got it."""
+        progress = BlobProgress(report, blob.label, blob.size)
+        if self._target.has(blob):
+            counts: Mapping[Sent, int] = {"present": blob.size}
+        elif self._dry_run:
+            counts = {"sent": blob.size}
+        else:
+            counts = self._target.send(blob, progress.add)
+        progress.finish()
+        return counts
+
+    def send_cold(self, jobs: int) -> None:
+        """Send the cold forms that the target lacks, or estimate them in a dry run; then list them.
+
+        They come after the name: without them, the model is complete.
         """
-        listed = fetch_referrers(self._client, self._repository, self._plan.root)
-        known = {}
-        if not verify:
-            blobs = (blob.id for blob in forms.blobs)
-            known = fetch_cold_layers(self._client, self._repository, listed, blobs)
+        if (forms := self._forms) is None:
+            return
+        workers = self._steps.begin(self._cold_work, self._to_read, jobs)
+        known = self._target.read_cold_layers(verify=self._verify)
         new: list[ColdLayer] = []
 
-        def send(blob: Descriptor) -> dict[Sent, int]:
+        def send(blob: Descriptor) -> Mapping[Sent, int]:
             progress = BlobProgress(workers.report, blob.name, _COLD_WORK * blob.size)
-            there, size = known.get(blob.digest), forms.stored_size(blob)
-            if there is not None and (size is None or there.stored.size <= size):
-                counts: dict[Sent, int] = {"present": there.stored.size}
-            elif dry_run:
-                size = forms.estimate(blob)
-                counts = {"sent": size} if count_blocks(size) < count_blocks(blob.size) else {}
-            else:
-                counts = send_encoded(blob, lambda count, _: progress.add(count))
+            layer = known.get(blob.digest)
+            counts = self._send_form(forms, blob, layer, new, lambda count, _: progress.add(count))
             progress.finish()
             return counts
 
-        def send_encoded(blob: Descriptor, report: Report) -> dict[Sent, int]:
-            with forms.encoded(blob, report) as file:
-                if file is None:
-                    return {}
-                stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)
-                counts = self._send(stored, report)
-                if verify:
-                    self._read_back(stored, report)
-                new.append(file.layer)
-                return counts
+        with contextlib.nullcontext() if self._dry_run else forms.temporary_files(jobs):
+            for counts in workers.run(forms.blobs, send, self._target.abort):
+                self.sent.update(counts)
+                if size := sum(counts.values()):
+                    self.cold_sizes.append(size)
+            if new:
+                self._target.list_cold_layers(new)
 
-        all_counts = workers.run(forms.blobs, send, self._client.abort)
-        if new:
-            send_cold_manifests(self._client, self._repository, self._plan.root, new)
-        for counts in all_counts:
-            sent.update(counts)
-        return [size for counts in all_counts if (size := sum(counts.values()))]
-
-    def _is_mounted(self, blob: PushedBlob) -> bool:
-        """Mount a blob from another repository that may have it; return whether that succeeded."""
-        known = self._sources.get(blob.digest.hex)
-        sources = dict.fromkeys((*self._mount_from, *([known] if known else ())))
-        return any(
-            self._client.mount_blob(self._repository, blob.digest, source)
-            for source in sources
-            if source != self._repository
-        )
-
-    def _upload(self, blob: PushedBlob, pieces: CheckedPieces) -> int:
-        """Upload a blob, from where an upload that was interrupted ended; return the bytes before that."""
-        resumed = self._client.upload_blob(
-            self._repository,
-            blob.digest,
-            blob.size,
-            pieces,
-            session=self._notes.session(blob.digest) if blob.size > self._part_size else None,
-            on_session=partial(self._notes.keep_session, blob.digest),
-        )
-        self._notes.forget_session(blob.digest)
-        return resumed
-
-    def send_manifests(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
-        """Send the manifests, the one with the tag last.
-
-        ``sent`` has bytes by how the repository got the blobs; it changes if the registry turns out to lack
-        some that it said to have.
-        """
-
-        def send_missing(named: frozenset[str]) -> None:
-            self._send_missing(named, workers, sent)
-
-        *parts, root = self._plan.manifests
-        for part in parts:
-            if self._client.head_manifest(self._repository, str(part.digest)) is None:
-                self._put(str(part.digest), part, send_missing)
-        self._put(self._target.tag, root, send_missing)
-        self._notes.add(blob.digest for blob in self.blobs)
-
-    def _send_missing(
-        self, named: frozenset[str], workers: WorkerPool, sent: Counter[Sent]
-    ) -> None:
-        """Send the blobs that the registry names, or if it names none all that it said to have."""
-        missing = [blob for blob in self.blobs if str(blob.digest) in named] or [
-            blob for blob in self.blobs if self._got[blob.digest] != "sent"
-        ]
-
-        def send(blob: PushedBlob) -> None:
-            with contextlib.closing(CheckedPieces(blob, lambda *_: None)) as pieces:
-                self._upload(blob, pieces)
-
-        workers.run(missing, send, self._client.abort)
-        for blob in missing:
-            before = self._got[blob.digest]
-            if before != "sent":
-                sent[before] -= blob.size
-                sent["sent"] += blob.size
-                self._got[blob.digest] = "sent"
-
-    def _put(
+    def _send_form(
         self,
-        reference: str,
-        manifest: RemoteManifest,
-        send_missing: Callable[[frozenset[str]], object],
-    ) -> None:
-        try:
-            self._client.put_manifest(self._repository, reference, manifest, send_missing)
-        except RemoteRefused as error:
-            if advice := self._advice(error, manifest):
-                raise RemoteRefused(
-                    error.message, advice=advice, status=error.status, code=error.code
-                ) from None
-            raise
+        forms: ColdForms,
+        blob: Descriptor,
+        known: ColdLayer | None,
+        new: list[ColdLayer],
+        report: Report,
+    ) -> Mapping[Sent, int]:
+        """Send the cold form of a blob, unless ``known`` will do; add it to ``new`` after that."""
+        size = forms.stored_size(blob)
+        if known is not None and (size is None or known.stored.size <= size):
+            # A target may list a form that it has lost. One that is damaged there is encoded and sent again.
+            with contextlib.suppress(BlobDamaged, BlobMissing):
+                if self._verify:
+                    self._read_back(known.stored, blob.name, report)
+                return {"present": known.stored.size}
+        if self._dry_run:
+            size = forms.estimate(blob)
+            return {"sent": size} if count_blocks(size) < count_blocks(blob.size) else {}
+        with forms.encoded(blob, report) as file:
+            if file is None:  # it would not be smaller
+                return {}
+            stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)
+            counts = self._send(stored, report)
+            if self._verify:  # before it is listed
+                self._read_back(stored.id, blob.name, report)
+            new.append(file.layer)
+            return counts
 
-    def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
-        """Return what may help if a registry refuses a manifest, or nothing."""
-        layers = manifest.data.count(b'"digest"') - 1
-        if layers > _MANY_LAYERS:
-            is_docker = manifest.media_type == media_types.MANIFEST
-            option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
-            return (
-                f"the manifest has {layers} layers; if that is too many for this registry, "
-                f"push with '{option}'"
-            )
-        if self._shape != "image" and requests.refuses_form(error):
-            return "if this registry takes container images only, push with '--shape image'"
-        return ""
+    def verify(self) -> int:
+        """Read everything back that was not yet, if that is wanted; return the bytes that were read in all."""
+        if not self._verify:
+            return 0
+        workers = self._steps.begin(self._to_read)
+        self._target.check_manifests()
+        workers.run(
+            self.blobs,
+            lambda blob: self._read_back(blob.id, blob.label, workers.report),
+            self._target.abort,
+        )
+        return self._size + sum(self.cold_sizes)
 
-    def verify(self, workers: WorkerPool) -> None:
-        """Read everything back and compare digests."""
-        for manifest in self._plan.manifests:
-            found = self._client.get_manifest(self._repository, str(manifest.digest))
-            if found.data != manifest.data:
-                raise BlobDamaged(f"{quote(self._target)}: the registry has another manifest")
-
-        def read(blob: PushedBlob) -> None:
-            self._read_back(blob, workers.report)
-
-        workers.run(self.blobs, read, self._client.abort)
-
-    def _read_back(self, blob: PushedBlob, report: Report) -> None:
-        digester = Digester()
-        for piece in self._client.read_blob(
-            self._repository, blob.digest, 0, blob.size, size=blob.size
-        ):
-            digester.update(piece)
-            report(len(piece), f"verifying {blob.label}")
-        if digester.digest() != blob.digest:
+    def _read_back(self, blob: BlobId, label: str, report: Report) -> None:
+        """Compare the bytes of a blob that the target has. Raises BlobDamaged."""
+        found = Digest.of_pieces(
+            self._target.read(blob), lambda count: report(count, f"verifying {label}")
+        )
+        if found != blob.digest:
             raise BlobDamaged(
-                f"{quote(self._target)}: the registry returns bytes with digest "
-                f"{digester.digest()} for {quote(blob.label)}, blob {blob.digest}",
+                f"{quote(self._target.model.address)}: {self._target.kind} returns bytes with digest "
+                f"{found} for {quote(label)}, blob {blob.digest}",
                 advice="its storage is damaged; remove the blob there and push again with "
                 "verify=True",
             )
-
-
-def _tar_pieces(tar: TarLayer, store: LocalStore) -> Generator[bytes | memoryview, None, None]:
-    yield from tar.pieces(store.read_pieces)
-
-
-def _one_piece(data: bytes) -> Generator[bytes | memoryview, None, None]:
-    yield data

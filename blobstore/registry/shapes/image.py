@@ -12,7 +12,7 @@ same layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -88,7 +88,7 @@ class TarLayer:
         listed = [(file.path, file.digest.hex, file.size) for file in self.files]
         return Digest.of(strict_json.dumps(["tar layer 1", listed]).encode())
 
-    def pieces(self, read: ReadPieces) -> Iterator[bytes | memoryview]:
+    def pieces(self, read: ReadPieces) -> Generator[bytes | memoryview, None, None]:
         """Yield the bytes of the layer in order."""
         for file in self.files:
             yield _header(file.path, file.size)

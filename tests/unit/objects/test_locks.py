@@ -17,7 +17,7 @@ from blobstore.objects.client import ObjectClient
 from blobstore.objects.locks import Collection, leased
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.maintenance import gc_objects
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.hostile_s3 import HostileS3, hostile_s3
@@ -123,10 +123,10 @@ def test_a_push_that_was_suspended_for_a_day_publishes_no_name(
 
     monkeypatch.setattr(ObjectStore, "put_headers", suspended)
     with pytest.raises(StoreBusy):
-        push_objects("one", client.address, store=local)
+        push_model("one", client.address, store=local)
     assert not store.has_model(Reference.parse("one"))
     monkeypatch.undo()
-    assert push_objects("one", client.address, store=local, verify=True).bytes_sent == 0
+    assert push_model("one", client.address, store=local, verify=True).bytes_sent == 0
 
 
 def test_a_collection_deletes_nothing_when_imports_no_longer_wait(

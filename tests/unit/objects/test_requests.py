@@ -23,7 +23,7 @@ from blobstore.objects.store import ObjectStore, manifest_key
 from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.transfer.pull import pull_model
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.hostile_s3 import Disturb, HostileS3, action_of, failure, hostile_s3
@@ -69,7 +69,7 @@ Command = Callable[[HostileS3, LocalStore, Path], object]
 
 
 def push(server: HostileS3, local: LocalStore, _: Path) -> object:
-    return push_objects("one", server.address, store=local)
+    return push_model("one", server.address, store=local)
 
 
 def pull(server: HostileS3, _: LocalStore, folder: Path) -> object:
@@ -198,7 +198,7 @@ def test_a_hint_does_not_hide_that_nothing_can_succeed(
         with pytest.raises(RemoteError, match=message):
             COMMANDS[command](server, local, tmp_path / code)
     with pytest.raises(RemoteError, match="the clock"):
-        push_objects("one", server.address, store=local, dry_run=True)
+        push_model("one", server.address, store=local, dry_run=True)
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204])

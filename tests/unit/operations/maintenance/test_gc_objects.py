@@ -12,7 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects.locks import Collection, leased
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.maintenance.gc_objects import collect_objects
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 
@@ -30,7 +30,7 @@ def test_blobs_of_removed_models_are_deleted_and_shared_ones_stay(
     objects: ObjectStore,
 ) -> None:
     for name in ("one", "two"):
-        push_objects(name, objects.address, store=local)
+        push_model(name, objects.address, store=local)
     assert collect_objects(objects.address, older_than=0).removed == ()
     objects.remove([Reference.parse("two")])
     assert collect_objects(objects.address).removed == ()
@@ -40,7 +40,7 @@ def test_blobs_of_removed_models_are_deleted_and_shared_ones_stay(
     assert found.removed == planned.removed
     folders = sorted(item.key.rpartition("/")[0] for item in found.removed)
     assert folders == [".blobstore/headers", "blobs", "blobs"]
-    push = push_objects("one", objects.address, store=local, verify=True)
+    push = push_model("one", objects.address, store=local, verify=True)
     assert push.is_unchanged
 
 
@@ -83,7 +83,7 @@ def test_nothing_is_deleted_if_a_manifest_is_damaged(
     local: LocalStore,
     objects: ObjectStore,
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     objects.place(Reference.parse("two"), b"{}", None)
     with pytest.raises(InvalidManifest, match="two:latest"):
         collect_objects(objects.address, older_than=0)

@@ -10,7 +10,7 @@ import blobstore
 from blobstore.errors import InvalidReference
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.remote.reading import ReadPlan, check_address, is_address, is_in_objects
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 
@@ -53,7 +53,7 @@ def test_a_plan_reports_what_would_be_read_and_reads_nothing(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     for name in ("one", "two"):
-        push_objects(name, objects.address, store=local)
+        push_model(name, objects.address, store=local)
     manifest = local.resolve("two")
     size = sum(item.size for item in manifest.blobs)
     plan = blobstore.open(f"{objects.address}/two", store=other, plan=True)

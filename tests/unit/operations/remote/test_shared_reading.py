@@ -14,7 +14,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.claims import BlobClaims
 from blobstore.store.local import LocalStore
 from tests.support.hostile_s3 import HostileS3, hostile_s3
@@ -69,7 +69,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting
                 for number in range(COUNT)
             },
         )
-        push_objects("one", server.address, store=local)
+        push_model("one", server.address, store=local)
         yield Counting(server)
 
 

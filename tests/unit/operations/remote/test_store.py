@@ -20,7 +20,7 @@ from blobstore.operations.remote.cache import evict_models
 from blobstore.operations.remote.reader import pack_headers, unpack_headers
 from blobstore.operations.remote.reading import Cache
 from blobstore.operations.remote.store import RemoteStore
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -72,7 +72,7 @@ def kept(store: LocalStore, of: LocalStore, name: str) -> int:
 def test_tensors_are_those_of_the_model(
     local: LocalStore, objects: ObjectStore, other: LocalStore, framework: Any, cache: Cache
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     with (
         blobstore.open("one", store=local, framework="numpy") as expected,
         blobstore.open(
@@ -93,7 +93,7 @@ def test_every_way_to_read_tensors_returns_the_same(
     local = LocalStore(tmp_path / "store")
     tensors = moe_tensors(3)
     blobstore.create(write_folder(tmp_path / "model", tensors), "moe", store=local)
-    push_objects("moe", objects.address, store=local)
+    push_model("moe", objects.address, store=local)
     with blobstore.open("moe", store=local) as model:
         expected = {name: bytes(model.view(name).data) for name in model}
 
@@ -120,7 +120,7 @@ def test_the_second_model_reads_what_the_first_has_not_read(
     local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read
 ) -> None:
     for name in ("one", "two"):
-        push_objects(name, objects.address, store=local)
+        push_model(name, objects.address, store=local)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         model.tensors()
     read.clear()
@@ -134,7 +134,7 @@ def test_the_second_model_reads_what_the_first_has_not_read(
 def test_a_compressed_form_is_read_instead_of_its_blob(
     local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read
 ) -> None:
-    pushed = push_objects("one", objects.address, store=local, cold=True)
+    pushed = push_model("one", objects.address, store=local, cold=True)
     assert pushed.cold_blobs == 2
     plan = blobstore.open(f"{objects.address}/one", store=other, plan=True)
     assert plan.bytes_to_read < 0.8 * plan.size
@@ -158,7 +158,7 @@ def test_a_delta_is_read_only_if_its_base_is_here(
     frozen.put(local, "base", {"w": 1})
     add_blobs(local, "tuned", {"w": frozen.layer("w", frozen.tuned(5, of=1))})
     for name in ("base", "tuned"):
-        push_objects(
+        push_model(
             name,
             objects.address,
             store=local,
@@ -181,9 +181,9 @@ def test_a_delta_is_read_only_if_its_base_is_here(
 def test_a_damaged_compressed_form_is_replaced_by_the_blob(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     before = {item.key for item in objects.client.list("blobs")}
-    push_objects("one", objects.address, store=local, cold=True)
+    push_model("one", objects.address, store=local, cold=True)
     for item in list(objects.client.list("blobs")):
         if item.key not in before:
             objects.client.put(item.key, bytes(item.size))
@@ -198,7 +198,7 @@ def test_a_damaged_compressed_form_is_replaced_by_the_blob(
 def test_damaged_bytes_are_not_used(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     layer = frozen.layers(local, "one")["own"]
     data = bytearray(local.read_blob(*layer.id))
     data[-1] ^= 1
@@ -215,7 +215,7 @@ def test_damaged_bytes_are_not_used(
 def test_all_blobs_can_be_read_before_the_model_is_used(
     local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read, options: dict[str, Any]
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     with blobstore.open(f"{objects.address}/one", store=other, **options) as model:
         assert model.is_resident
         read.clear()
@@ -234,7 +234,7 @@ def test_all_blobs_can_be_read_before_the_model_is_used(
 def test_thawing_a_model_elsewhere_is_refused(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     with pytest.raises(UsageError, match="thaw is for models of the store"):
         blobstore.open(f"{objects.address}/one", store=other, thaw=True)
 
@@ -255,7 +255,7 @@ def wide(tmp_path: Path, objects: ObjectStore) -> LocalStore:
         for name in ("a", "b", "c")
     }
     add_blobs(local, "wide", blobs)
-    push_objects("wide", objects.address, store=local)
+    push_model("wide", objects.address, store=local)
     return local
 
 
@@ -308,7 +308,7 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
     local = LocalStore(tmp_path / "store")
     folder = write_folder(tmp_path / "model", quantizable_tensors())
     blobstore.create(folder, "q", store=local, quantize="int4")
-    push_objects("q", objects.address, store=local)
+    push_model("q", objects.address, store=local)
 
     def half(name: str) -> Any:
         return slice(0, 64) if name.endswith("q_proj.weight") else None
@@ -330,7 +330,7 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
 def test_a_model_elsewhere_waits_for_locks_as_long_as_the_store_that_it_is_opened_with(
     local: LocalStore, objects: ObjectStore, tmp_path: Path, seconds: float
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     other = LocalStore(tmp_path / "other", lock_timeout=seconds)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         assert model.store.lock_timeout == seconds
@@ -342,7 +342,7 @@ def test_a_model_elsewhere_waits_for_locks_as_long_as_the_store_that_it_is_opene
 def test_cached_blobs_are_no_garbage(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         model.tensors()
     assert collect_garbage(other, older_than=0).blobs == ()
@@ -356,7 +356,7 @@ def test_the_cache_drops_what_was_not_used_for_longest(
     sizes = {}
     for number, name in enumerate(("a", "b", "c")):
         frozen.put(local, name, {"shared": 9, name: number})
-        push_objects(name, objects.address, store=local)
+        push_model(name, objects.address, store=local)
         sizes[name] = sum(item.size for item in local.resolve(name).blobs)
     limit = int(1.6 * sizes["a"])
     for name in ("a", "b", "a", "c"):
@@ -373,7 +373,7 @@ def test_the_cache_never_drops_blobs_of_models_or_of_running_programs(
     local = LocalStore(tmp_path / "store")
     for number, name in enumerate(("a", "b", "c")):
         frozen.put(local, name, {name: number})
-        push_objects(name, objects.address, store=local)
+        push_model(name, objects.address, store=local)
     blobstore.pull(f"{objects.address}/a", store=other)
     limit = sum(item.size for item in local.resolve("c").blobs)
     for name in ("a", "b"):
@@ -438,7 +438,7 @@ def test_evicting_models_looks_at_the_blobs_of_each_a_fixed_number_of_times(
 def test_the_environment_limits_the_cache(
     local: LocalStore, objects: ObjectStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     monkeypatch.setenv("BLOBSTORE_CACHE_LIMIT", "1kB")
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         model.tensors()
@@ -454,7 +454,7 @@ def test_a_store_that_cannot_be_written_keeps_nothing(
     other: LocalStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
 
     def refuse(*_: object) -> None:
         raise StoreError("no space left")
@@ -473,7 +473,7 @@ def test_an_unknown_cache_is_refused(objects: ObjectStore) -> None:
 def test_opening_reads_all_headers_at_once_and_no_blob_of_a_tensor(
     local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     tensors = {str(layer.digest) for layer in frozen.layers(local, "one").values()}
     with blobstore.open(f"{objects.address}/one", store=other) as model:
         assert len(model) == len(tensors)
@@ -484,7 +484,7 @@ def test_opening_reads_all_headers_at_once_and_no_blob_of_a_tensor(
 def test_a_model_opens_if_the_file_of_its_headers_is_of_no_use(
     local: LocalStore, objects: ObjectStore, other: LocalStore, headers: bytes | None
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     digest = Digest.of(objects.read_manifest("one"))
     if headers is None:
         objects.client.delete([f"{HEADERS}/{digest.hex}"])
@@ -497,7 +497,7 @@ def test_a_model_opens_if_the_file_of_its_headers_is_of_no_use(
 def test_a_header_that_is_not_that_of_the_blob_is_an_error_when_the_blob_is_read(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     digest = Digest.of(objects.read_manifest("one"))
     starts = unpack_headers(objects.read_for_manifest(HEADERS, digest))
     changed = {key: start.replace(b'"BF16"', b'"I16" ') for key, start in starts.items()}
@@ -513,7 +513,7 @@ def test_a_header_that_is_not_that_of_the_blob_is_an_error_when_the_blob_is_read
 def test_a_blob_that_the_manifest_does_not_list_with_that_size_is_refused(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
-    push_objects("one", objects.address, store=local)
+    push_model("one", objects.address, store=local)
     store = RemoteStore(other, ObjectSource.find(f"{objects.address}/one"))
     listed = local.resolve("one").blobs[0]
     store.check_size(*listed.id)

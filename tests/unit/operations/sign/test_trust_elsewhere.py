@@ -15,7 +15,7 @@ from blobstore.objects import client
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.open import open_files
 from blobstore.operations.sign.sign import sign_model
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.hostile_s3 import HostileS3, action_of, hostile_s3
@@ -47,7 +47,7 @@ def address(server: HostileS3, key: KeyFiles, tmp_path: Path) -> str:
     store = LocalStore(tmp_path / "source")
     put(store, "model", {"x": 1})
     sign_model("model", key.private, store=store)
-    push_objects("model", server.address, store=store)
+    push_model("model", server.address, store=store)
     return f"{server.address}/model"
 
 
@@ -95,7 +95,7 @@ def test_a_signature_of_another_manifest_does_not_count(
     source = LocalStore(tmp_path / "source")
     signatures = set(source.signatures(Digest.of(source.read_manifest("model"))))
     put(source, "model", {"x": 2})
-    push_objects("model", server.address, store=source)
+    push_model("model", server.address, store=source)
     manifest = Digest.of(source.read_manifest("model"))
     bucket = ObjectStore(server.address)
     for data in signatures:

@@ -162,7 +162,9 @@ def test_a_push_that_ends_before_the_list_sends_no_form_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("blobstore.operations.transfer.push.send_cold_manifests", interrupt)
+        patch.setattr(
+            "blobstore.operations.transfer.registry_target.send_cold_manifests", interrupt
+        )
         blobstore.push("tune", remote, store=origin, cold=True, base="base")
     assert not list(origin.folder("temporary").iterdir())
     pushed = blobstore.push("tune", remote, store=origin, cold=True, base="base")

@@ -24,7 +24,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
 from blobstore.operations.transfer.notes import PushNotes
-from blobstore.operations.transfer.push_objects import Pushed
+from blobstore.operations.transfer.push import Pushed
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import RemoteManifest
 from blobstore.registry.reference import RemoteReference

@@ -10,7 +10,7 @@ import pytest
 
 import blobstore
 from blobstore.errors import NotTrusted
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.registry import client as client_module
 from blobstore.registry.protocol import Patience
 from blobstore.store.local import LocalStore
@@ -87,7 +87,7 @@ def test_bucket_that_denies_its_signatures_is_named_with_its_status(
     bucket: HostileS3, store: LocalStore, other: LocalStore, key: KeyFiles, denied: str
 ) -> None:
     blobstore.sign("m", key.private, store=store)
-    push_objects("m", bucket.address, store=store)
+    push_model("m", bucket.address, store=store)
     bucket.disturb = lambda request: (
         failure(403, "AccessDenied") if re.search(denied, request.path) else None
     )

@@ -10,7 +10,7 @@ from blobstore.errors import ModelNotFound
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.transfer.pull import pull_model
-from blobstore.operations.transfer.push_objects import push_objects
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 
@@ -27,10 +27,10 @@ def test_a_model_travels_through_object_storage(
     object_address: StoreAddress,
     tmp_path: Path,
 ) -> None:
-    pushed = push_objects("team/one:v1", str(object_address), store=local, verify=True)
+    pushed = push_model("team/one:v1", str(object_address), store=local, verify=True)
     assert str(pushed.remote) == f"{object_address}/team/one:v1"
     assert pushed.bytes_sent == pushed.bytes_verified > 0
-    again = push_objects("team/one:v1", object_address, store=local)
+    again = push_model("team/one:v1", object_address, store=local)
     assert again.is_unchanged
     assert again.bytes_sent == 0
     pulled = pull_model(f"{object_address}/team/one:v1", store=tmp_path / "other")

@@ -1,0 +1,176 @@
+"""Object storage as the target of a push: blobs first, the manifest last, only if nobody else wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import BlobDamaged, Conflict, ModelNotFound
+from blobstore.manifests import media_types
+from blobstore.objects.address import ModelAddress
+from blobstore.objects.locks import leased
+from blobstore.objects.requests import LOOK_FOR_BLOB, READ_FORMER
+from blobstore.objects.store import COLD_INDEXES, ObjectStore
+from blobstore.operations.remote.cold_layer import ColdLayer, cold_index, parse_cold_index
+from blobstore.operations.remote.reader import pack_headers
+from blobstore.operations.transfer.push_target import PushedBlob, PushedModel, Sent
+from blobstore.safetensors.header import PREFIX_SIZE, header_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from blobstore.core.digest import BlobId
+    from blobstore.core.workers import RateLimiter
+    from blobstore.manifests.reference import Reference
+    from blobstore.objects.address import StoreAddress
+    from blobstore.store.local import LocalStore
+
+
+@contextlib.contextmanager
+def open_objects(
+    store: LocalStore,
+    reference: Reference,
+    address: StoreAddress,
+    limiter: RateLimiter | None,
+    *,
+    dry_run: bool,
+) -> Iterator[ObjectTarget]:
+    """Yield a store in object storage as the target of a model, which keeps its name there."""
+    objects = ObjectStore(address)
+    target = ObjectTarget(store, reference, objects, limiter)
+    digests = [blob.digest for blob in target.model.blobs]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(store.lease_if_writable(digests))
+        if not dry_run:
+            lease = leased(objects.client, [target.model.digest, *digests])
+            target.check_lease = stack.enter_context(lease)
+        yield target
+
+
+class ObjectTarget:
+    """A store in object storage that a model is pushed to."""
+
+    kind = "the object storage"
+    checks_manifests = False
+
+    def __init__(
+        self,
+        store: LocalStore,
+        reference: Reference,
+        objects: ObjectStore,
+        limiter: RateLimiter | None,
+    ) -> None:
+        """Read which manifest the name has."""
+        self._store, self._reference, self._objects = store, reference, objects
+        self._limiter = limiter
+        self._stopping = threading.Event()
+        self.check_lease: Callable[[], None] = lambda: None
+        """Raises StoreBusy if the lease has come to its end."""
+        store.resolve(reference)  # checks it
+        self._data, self._manifest = store.parse(reference)  # it may be another one by now
+        former: bytes | None = None
+        self._tag: str | None = None
+        with contextlib.suppress(ModelNotFound):
+            former, self._tag = objects.read_version(reference, READ_FORMER)
+        self.model = PushedModel(
+            address=ModelAddress(objects.address, reference),
+            digest=Digest.of(self._data),
+            shape="store",
+            manifests=1,
+            blobs=[PushedBlob.of(blob, store) for blob in self._manifest.blobs],
+            is_published=former == self._data,
+            replaced=None if former in {None, self._data} else Digest.of(former or b""),
+        )
+        self._leased = {blob.digest for blob in self.model.blobs}
+
+    def has(self, blob: PushedBlob) -> bool:
+        """Return whether a blob is there, and the lease names it.
+
+        Garbage collection may remove any other blob, such as a cold layer that is not listed yet, unless it
+        is new.
+        """
+        with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
+            return blob.digest in self._leased and self._objects.exists(*blob.id, LOOK_FOR_BLOB)
+        return False
+
+    def send(self, blob: PushedBlob, report: Callable[[int], object]) -> Mapping[Sent, int]:
+        """Write a blob, which is hashed on the way."""
+
+        def pieces() -> Generator[bytes | memoryview, None, None]:
+            with contextlib.closing(blob.pieces()) as source:
+                for piece in source:
+                    self._limit(piece)
+                    yield piece
+                    report(len(piece))
+
+        try:
+            self._objects.put_blob(*blob.id, pieces())
+        except BlobDamaged as error:
+            raise error.at(f"layer {quote(blob.label)}") from None
+        return {"sent": blob.size}
+
+    def publish(self, *_: object) -> None:
+        """Write the headers of the blobs, and the manifest if the name still has the former one."""
+        if not self.model.is_published:
+            self._objects.put_headers(self.model.digest, pack_headers(self._headers()))
+        self.check_lease()  # as late as possible: afterwards, blobs may be collected before the name is there
+        if not self.model.is_published:
+            self._objects.place(self._reference, self._data, self._tag)
+
+    def _headers(self) -> Mapping[Digest, bytes]:
+        """Return the headers of all tensor blobs. Raises BlobMissing and InvalidHeader."""
+        starts = {}
+        for layer in self._manifest.layers_of(media_types.TENSOR):
+            prefix = bytearray(PREFIX_SIZE)
+            self._store.read_into(*layer.id, 0, memoryview(prefix))
+            start = bytearray(PREFIX_SIZE + header_size(bytes(prefix), layer.size))
+            self._store.read_into(*layer.id, 0, memoryview(start))
+            starts[layer.digest] = bytes(start)
+        return starts
+
+    def send_signatures(self) -> int:
+        """Write the signatures that the store has of the manifest; return their number."""
+        signatures = list(self._store.signatures(self.model.digest))
+        for signature in signatures:
+            self._objects.keep_signature(self.model.digest, signature)
+        return len(signatures)
+
+    def read_cold_layers(self, *, verify: bool) -> Mapping[Digest, ColdLayer]:  # noqa: ARG002
+        """Return the cold layers that are listed with the manifest."""
+        listed = self._objects.read_for_manifest(COLD_INDEXES, self.model.digest)
+        return parse_cold_index(listed or b"")
+
+    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
+        """Add cold layers to the list, unless it has smaller ones by now."""
+
+        def add(data: bytes | None) -> bytes:
+            listed = parse_cold_index(data or b"")
+            for layer in layers:
+                there = listed.get(layer.blob.digest)
+                if there is None or layer.stored.size < there.stored.size:
+                    listed[layer.blob.digest] = layer
+            return cold_index(listed.values())
+
+        self._objects.change_cold_index(self.model.digest, add)
+
+    def check_manifests(self) -> None:
+        """Read back which manifest the name has. Raises Conflict."""
+        if self._objects.read_manifest(self._reference) != self._data:
+            raise Conflict(f"{quote(self.model.address)} has another model by now")
+
+    def read(self, blob: BlobId) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob, unchecked."""
+        for piece in self._objects.read_pieces(*blob):
+            self._limit(piece)
+            yield piece
+
+    def abort(self) -> None:
+        """End the pauses of the rate limit. Jobs end when they report their next piece."""
+        self._stopping.set()
+
+    def _limit(self, piece: bytes | memoryview) -> None:
+        if self._limiter is not None:
+            self._limiter.spend(len(piece), self._stopping.wait)

@@ -1,0 +1,108 @@
+"""What ``push`` needs from the place that it pushes a model to: a registry, or object storage."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from blobstore.core.digest import BlobId
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from blobstore.core.digest import Digest
+    from blobstore.core.workers import WorkerPool
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.objects.address import ModelAddress
+    from blobstore.operations.remote.cold_layer import ColdLayer
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.shapes.plan import Shape
+    from blobstore.store.local import LocalStore
+
+Sent = Literal["sent", "resumed", "mounted", "present"]
+"""How a target got bytes: now, by an interrupted push, from another repository; or it had them before."""
+
+
+class PushedBlob(NamedTuple):
+    """A blob that the target must have."""
+
+    digest: Digest
+    size: int
+    label: str
+    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
+    """Returns its bytes from the first one on, unchecked."""
+
+    @classmethod
+    def of(cls, blob: Descriptor, store: LocalStore) -> PushedBlob:
+        """Return a blob of a store."""
+        return cls(*blob.id, blob.name or blob.media_type, partial(store.read_pieces, *blob.id))
+
+    @property
+    def id(self) -> BlobId:
+        """The blob by digest and size."""
+        return BlobId(self.digest, self.size)
+
+
+class PushedModel(NamedTuple):
+    """A model as a target has it after a push."""
+
+    address: RemoteReference | ModelAddress
+    digest: Digest
+    """Of the manifest that the name refers to."""
+    shape: Shape | Literal["store"]
+    manifests: int
+    blobs: Sequence[PushedBlob]
+    """What the manifests need, each once."""
+    is_published: bool
+    """Whether the name referred to this model before the push."""
+    replaced: Digest | None = None
+    """Of another manifest that the name had before, if it is kept."""
+
+
+class PushTarget(Protocol):
+    """A repository of a registry, or a store in object storage, that one model is pushed to.
+
+    While a target is open, ``gc`` keeps the blobs, here and in object storage. Any number of threads may send
+    and read blobs. All methods but ``abort`` raise RemoteError if the target cannot be reached, or fails.
+    """
+
+    kind: str
+    """What it is, for messages."""
+    checks_manifests: bool
+    """Whether it accepts a manifest only with all its blobs: then these need not be looked for."""
+    model: PushedModel
+
+    def has(self, blob: PushedBlob) -> bool:
+        """Return whether the target says that it has a blob and keeps it, which is only a hint."""
+
+    def send(self, blob: PushedBlob, report: Callable[[int], object]) -> Mapping[Sent, int]:
+        """Give the target a blob; return bytes by how it got them. ``report`` gets the bytes done.
+
+        Raises:
+            BlobDamaged, BlobMissing: the blob is not intact; the target does not get its end.
+        """
+
+    def publish(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
+        """Give the model its name, when its blobs are there.
+
+        Blobs that turn out to be missing are sent by ``workers``; ``sent`` is then corrected.
+        """
+
+    def send_signatures(self) -> int:
+        """Send the signatures of the model; return how many the target has."""
+
+    def read_cold_layers(self, *, verify: bool) -> Mapping[Digest, ColdLayer]:
+        """Return listed cold layers that need not be sent again, by blob; with ``verify`` once read back."""
+
+    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
+        """List cold layers that were sent."""
+
+    def check_manifests(self) -> None:
+        """Read the manifests back. Raises BlobDamaged or Conflict if they are others."""
+
+    def read(self, blob: BlobId) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob, unchecked. Raises BlobDamaged and BlobMissing."""
+
+    def abort(self) -> None:
+        """End what other threads wait for, as cancelled."""

@@ -1,0 +1,103 @@
+"""What a registry needs for a model: reads from the store what a shape plans from."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest, Digester
+from blobstore.core.escape import quote
+from blobstore.errors import UsageError
+from blobstore.operations.transfer.checked_pieces import CheckedPieces
+from blobstore.operations.transfer.facts import model_facts
+from blobstore.operations.transfer.push_target import PushedBlob
+from blobstore.registry.shapes.image import image_layers, plan_image
+from blobstore.registry.shapes.oci import plan_oci
+from blobstore.registry.shapes.ollama import plan_ollama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+
+    from blobstore.core.workers import WorkerPool
+    from blobstore.manifests.reference import Reference
+    from blobstore.registry.shapes.image import TarLayer
+    from blobstore.registry.shapes.plan import RemotePlan, Shape
+    from blobstore.store.local import LocalStore
+
+    Hashing = Callable[[int, int], WorkerPool]
+    """Returns the workers that hash so many bytes, given those of later steps too."""
+
+
+def plan_for_registry(
+    store: LocalStore, reference: Reference, shape: Shape, max_layers: int, hashing: Hashing
+) -> RemotePlan:
+    """Return what a registry needs, after checking the local manifest.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is damaged.
+        RemoteRefused: a manifest would be larger than registries accept.
+        UsageError: there is no such shape, or ``max_layers`` is too small.
+    """
+    store.resolve(reference)
+    data = store.read_manifest(reference)
+    if shape == "ollama":
+        return plan_ollama(data)
+    facts = model_facts(store, reference)
+    if shape == "oci":
+        return plan_oci(data, facts, max_layers=max_layers)
+    if shape == "image":
+        layers = image_layers(data, facts)
+        return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), facts)
+    raise UsageError(f"shape must be 'oci', 'ollama' or 'image', got {quote(shape)}")
+
+
+def pushed_blobs(plan: RemotePlan, store: LocalStore) -> list[PushedBlob]:
+    """Return the blobs of a plan, each once."""
+    made = [
+        PushedBlob(digest, len(data), "config", partial(_one_piece, data))
+        for digest, data in plan.made.items()
+    ]
+    if not plan.tars:
+        stored = (blob for blob in plan.blobs if blob.digest not in plan.made)
+        return made + [PushedBlob.of(blob, store) for blob in stored]
+    return made + [
+        PushedBlob(digest, tar.size, tar.files[-1].path, partial(tar.pieces, store.read_pieces))
+        for digest, tar in plan.tars.items()
+    ]
+
+
+def _tar_digests(store: LocalStore, tars: Sequence[TarLayer], hashing: Hashing) -> list[Digest]:
+    """Return the digests of tars, which are noted in the store: computing them reads all blobs.
+
+    Raises:
+        BlobDamaged: a blob of a tar that was not hashed before is damaged.
+    """
+    digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
+    for tar in tars:
+        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no note
+            digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
+    unknown = [tar for tar, digest in digests.items() if digest is None]
+    workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
+
+    def read(digest: Digest, size: int) -> Iterator[memoryview]:
+        blob = PushedBlob(digest, size, digest.short, partial(store.read_pieces, digest, size))
+        with contextlib.closing(CheckedPieces(blob)) as pieces:
+            yield from pieces(0)
+
+    def hash_tar(tar: TarLayer) -> Digest:
+        digester = Digester()
+        for piece in tar.pieces(read):
+            digester.update(piece)
+            workers.report(len(piece), "hashing layers")
+        return digester.digest()
+
+    for tar, digest in zip(unknown, workers.run(unknown, hash_tar), strict=True):
+        digests[tar] = digest
+        store.write_index(tar.key, str(digest).encode())
+    return [digest for digest in digests.values() if digest is not None]
+
+
+def _one_piece(data: bytes) -> Generator[bytes | memoryview, None, None]:
+    yield data

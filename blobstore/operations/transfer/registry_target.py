@@ -1,0 +1,289 @@
+"""A repository of a registry as the target of a push: blobs first, manifests next, and the tag last.
+
+A blob that the registry has is not sent again, and one that another repository has is mounted from there. What
+a registry says to have it may have lost, and says so only when it is sent the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.arguments import local_path
+from blobstore.core.escape import quote
+from blobstore.errors import RemoteError, RemoteRefused, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import DEFAULT_HOST
+from blobstore.operations.sign.keys import PrivateKey, read_key
+from blobstore.operations.transfer.checked_pieces import CheckedPieces
+from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.operations.transfer.cold_forms import send_cold_manifests
+from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.push_target import PushedModel
+from blobstore.operations.transfer.referrers import fetch_referrers
+from blobstore.operations.transfer.registry_plan import plan_for_registry, pushed_blobs
+from blobstore.operations.transfer.signatures import push_signatures
+from blobstore.registry import requests
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.shapes.oci import MAX_LAYERS
+
+if TYPE_CHECKING:
+    import os
+    from collections import Counter
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from blobstore.core.digest import BlobId, Digest
+    from blobstore.core.workers import RateLimiter, WorkerPool
+    from blobstore.manifests.reference import Reference
+    from blobstore.objects.address import StoreAddress
+    from blobstore.operations.remote.cold_layer import ColdLayer
+    from blobstore.operations.sign.keys import Passphrase
+    from blobstore.operations.transfer.push_target import PushedBlob, Sent
+    from blobstore.operations.transfer.registry_plan import Hashing
+    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.registry.shapes.plan import RemotePlan, Shape
+    from blobstore.store.local import LocalStore
+
+_MANY_LAYERS: Final = 100
+"""A registry that refuses a manifest of more layers may have a limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryOptions:
+    """The options that only registries have; :func:`push_model` says what they mean."""
+
+    shape: Shape = "oci"
+    max_layers: int = MAX_LAYERS
+    mount_from: tuple[str, ...] = ()
+    mount: bool = True
+    part_size: int | None = None
+    sign_key: str | os.PathLike[str] | None = None
+    plain_http: bool | None = None
+    passphrase: Callable[[], Passphrase] | None = field(default=None, compare=False)
+
+    def check(self) -> None:
+        """Check how blobs are given to a registry. Raises UsageError."""
+        if self.mount_from and not self.mount:
+            raise UsageError("mount_from cannot be combined with mount=False")
+        if self.part_size is not None and self.part_size < 1:
+            raise UsageError(f"part_size must be at least 1 byte, got {self.part_size}")
+
+    def check_unused(self, remote: str | StoreAddress) -> None:
+        """Check that all options have their defaults. Raises UsageError."""
+        for option in fields(self):
+            if option.compare and getattr(self, option.name) != option.default:
+                raise UsageError(
+                    f"{option.name} is for registries, and {quote(remote)} is object storage"
+                )
+
+
+def registry_address(reference: Reference, remote: str | RemoteReference | None) -> RemoteReference:
+    """Return where to push a model. Raises UsageError."""
+    if remote is None:
+        if reference.host == DEFAULT_HOST:
+            path = f"{reference.namespace}/{reference.model}".lower()
+            raise UsageError(
+                f"{quote(reference)} has no host to push to",
+                advice=f"give a REMOTE such as registry.example.com/{path}",
+            )
+        return RemoteReference.of(reference)
+    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    if address.digest is not None:
+        raise UsageError(f"cannot push to the digest {quote(address)}; give a tag")
+    return address
+
+
+@contextlib.contextmanager
+def open_registry(
+    store: LocalStore,
+    reference: Reference,
+    address: RemoteReference,
+    options: RegistryOptions,
+    limiter: RateLimiter | None,
+    hashing: Hashing,
+) -> Iterator[RegistryTarget]:
+    """Yield a repository as the target of a model; ``hashing`` returns workers for layers to be planned."""
+    key = None
+    if options.sign_key is not None:
+        text = read_key(local_path(options.sign_key))
+        key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
+    plan = plan_for_registry(store, reference, options.shape, options.max_layers, hashing)
+    http, part_size = options.plain_http, options.part_size
+    with (
+        RegistryClient(
+            address.host, plain_http=http, limiter=limiter, part_size=part_size
+        ) as client,
+        store.lease_if_writable(blob.digest for blob in plan.blobs),
+        PushNotes(store, address) as notes,
+    ):
+        yield RegistryTarget(store, client, address, plan, notes, options, key)
+
+
+class RegistryTarget:
+    """A repository of a registry that a model is pushed to."""
+
+    kind = "the registry"
+    checks_manifests = True
+
+    def __init__(
+        self,
+        store: LocalStore,
+        client: RegistryClient,
+        address: RemoteReference,
+        plan: RemotePlan,
+        notes: PushNotes,
+        options: RegistryOptions,
+        key: PrivateKey | None,
+    ) -> None:
+        """Ask what the tag refers to."""
+        self._store, self._client, self._key = store, client, key
+        self._address, self._repository = address, address.repository
+        self._plan, self._notes = plan, notes
+        self._mount_from = options.mount_from
+        self._sources = notes.sources() if options.mount else {}
+        self._claimed: dict[Digest, Sent] = {}
+        """Blobs that were not sent, because the registry says that it has or has mounted them."""
+        self.model = PushedModel(
+            address=address,
+            digest=plan.root.digest,
+            shape=options.shape,
+            manifests=len(plan.manifests),
+            blobs=pushed_blobs(plan, store),
+            is_published=client.head_manifest(self._repository, address.tag) == plan.root.digest,
+        )
+
+    def has(self, blob: PushedBlob) -> bool:
+        """Return whether the registry says that it has a blob.
+
+        Raises:
+            RemoteError: it says so, but with another size.
+        """
+        found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
+        if found not in {None, blob.size}:
+            raise RemoteError(
+                f"{quote(self._address.host)} has blob {blob.digest} with {found} bytes instead of "
+                f"{blob.size}: its storage is damaged"
+            )
+        if found is not None:
+            self._claimed[blob.digest] = "present"
+        return found is not None
+
+    def send(self, blob: PushedBlob, report: Callable[[int], object]) -> Mapping[Sent, int]:
+        """Mount a blob, or upload it."""
+        if self._is_mounted(blob):
+            self._claimed[blob.digest] = "mounted"
+            return {"mounted": blob.size}
+        resumed = self._upload(blob, report)
+        return {"sent": blob.size - resumed, "resumed": resumed}
+
+    def _is_mounted(self, blob: PushedBlob) -> bool:
+        """Mount a blob from another repository that may have it; return whether that succeeded."""
+        known = self._sources.get(blob.digest.hex)
+        sources = dict.fromkeys((*self._mount_from, *([known] if known else ())))
+        return any(
+            self._client.mount_blob(self._repository, blob.digest, source)
+            for source in sources
+            if source != self._repository
+        )
+
+    def _upload(self, blob: PushedBlob, report: Callable[[int], object]) -> int:
+        """Upload a blob, from where an upload that was interrupted ended; return the bytes before that."""
+        # An upload in one request cannot be resumed: nothing would be kept, and looking is in vain.
+        is_resumable = blob.size > self._client.part_size
+        with contextlib.closing(CheckedPieces(blob, report)) as pieces:
+            resumed = self._client.upload_blob(
+                self._repository,
+                *blob.id,
+                pieces,
+                session=self._notes.session(blob.digest) if is_resumable else None,
+                on_session=partial(self._notes.keep_session, blob.digest),
+            )
+        self._notes.forget_session(blob.digest)
+        return resumed
+
+    def publish(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
+        """Send the manifests, the one with the tag last."""
+        send_missing = partial(self._send_missing, workers, sent)
+        *parts, root = self._plan.manifests
+        for part in parts:
+            if self._client.head_manifest(self._repository, str(part.digest)) is None:
+                self._put(str(part.digest), part, send_missing)
+        self._put(self._address.tag, root, send_missing)
+        self._notes.add(blob.digest for blob in self.model.blobs)
+
+    def _send_missing(
+        self, workers: WorkerPool, sent: Counter[Sent], named: frozenset[str]
+    ) -> None:
+        """Send the blobs that the registry names, or if it names none all that it said to have."""
+        missing = [blob for blob in self.model.blobs if str(blob.digest) in named] or [
+            blob for blob in self.model.blobs if blob.digest in self._claimed
+        ]
+        workers.run(missing, lambda blob: self._upload(blob, lambda _: None), self.abort)
+        for blob in missing:
+            if (claimed := self._claimed.pop(blob.digest, None)) is not None:
+                sent[claimed] -= blob.size
+                sent["sent"] += blob.size
+
+    def _put(
+        self,
+        reference: str,
+        manifest: RemoteManifest,
+        send_missing: Callable[[frozenset[str]], object],
+    ) -> None:
+        try:
+            self._client.put_manifest(self._repository, reference, manifest, send_missing)
+        except RemoteRefused as error:
+            if advice := self._advice(error, manifest):
+                raise RemoteRefused(
+                    error.message, advice=advice, status=error.status, code=error.code
+                ) from None
+            raise
+
+    def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
+        """Return what may help if a registry refuses a manifest, or nothing."""
+        layers = manifest.data.count(b'"digest"') - 1
+        if layers > _MANY_LAYERS:
+            is_docker = manifest.media_type == media_types.MANIFEST
+            option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
+            return (
+                f"the manifest has {layers} layers; if that is too many for this registry, "
+                f"push with '{option}'"
+            )
+        if self.model.shape != "image" and requests.refuses_form(error):
+            return "if this registry takes container images only, push with '--shape image'"
+        return ""
+
+    def send_signatures(self) -> int:
+        """Send the signatures of the model, and one of the manifest there if there is a key."""
+        return push_signatures(self._client, self._address, self._plan.root, self._store, self._key)
+
+    def read_cold_layers(self, *, verify: bool) -> Mapping[Digest, ColdLayer]:
+        """Return the smallest cold layer of each blob that manifests list which refer to the model's."""
+        if verify:  # then each is encoded again, looked for, and listed again
+            return {}
+        listed = fetch_referrers(self._client, self._repository, self._plan.root)
+        blobs = (blob.id for blob in self._plan.blobs)
+        return fetch_cold_layers(self._client, self._repository, listed, blobs)
+
+    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
+        """List cold layers in manifests that refer to the model's."""
+        send_cold_manifests(self._client, self._repository, self._plan.root, layers)
+
+    def check_manifests(self) -> None:
+        """Read the manifests back. Raises BlobDamaged if one has another digest."""
+        for manifest in self._plan.manifests:
+            self._client.get_manifest(self._repository, str(manifest.digest))
+
+    def read(self, blob: BlobId) -> Generator[memoryview, None, None]:
+        """Yield the bytes of a blob, unchecked."""
+        pieces = self._client.read_blob(self._repository, blob.digest, 0, blob.size, size=blob.size)
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                yield memoryview(piece)
+
+    def abort(self) -> None:
+        """End the requests of other threads, as cancelled."""
+        self._client.abort()
