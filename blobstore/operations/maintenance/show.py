@@ -106,6 +106,8 @@ class ModelDescription:
     """The config, then the layers in the manifest's order."""
     tensors: tuple[TensorDescription, ...] = field(repr=False)
     """The tensors of all readable blobs, in the manifest's order."""
+    notices: tuple[str, ...] = ()
+    """What a user should know about how the model is served."""
 
     @property
     def parameters(self) -> int | None:
@@ -151,7 +153,12 @@ def describe_model(
         (name,),
     ):
         found = _describe(reader, name)
-    return replace(found, reference=str(reference)) if is_address(reference) else found
+    if not is_address(reference):
+        return found
+    from blobstore.operations.remote.reader import RemoteReader
+
+    notices = reader.notices if isinstance(reader, RemoteReader) else ()
+    return replace(found, reference=str(reference), notices=notices)
 
 
 def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:

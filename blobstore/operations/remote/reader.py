@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import limits
@@ -54,6 +55,10 @@ class RemoteModelSource(Protocol):
     def blobs(self) -> Sequence[Descriptor]:
         """The blobs of the model, each once."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the model is served."""
+
     def headers(self) -> bytes | None:
         """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
 
@@ -90,6 +95,11 @@ class RemoteReader:
         self._owners = {
             blob.digest: (source, blob.size) for source in sources.values() for blob in source.blobs
         }
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the models are served."""
+        return tuple(chain.from_iterable(source.notices for source in self._sources.values()))
 
     def references(self) -> tuple[Reference, ...]:
         """Return the names of the models elsewhere."""
