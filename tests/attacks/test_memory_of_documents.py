@@ -505,7 +505,7 @@ get_session()
 @pytest.mark.parametrize(
     ("kind", "message", "allowed"),
     [
-        ("a page without end", "SourceError .*more than 4194304 bytes", 24),
+        ("a page without end", "RemoteError .*more than 4194304 bytes", 24),
         ("pages without end", "RemoteError .*the list of files of the Hub: more than 20971520", 40),
         ("values", "SourceError .*its listing is malformed", 120),
     ],
