@@ -12,7 +12,6 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
@@ -398,7 +397,6 @@ class BlobReader:
             )
 
         for slot, (digest, size) in enumerate(blobs):
-            interrupts.check()
             try:
                 header = read(digest, size, slot)
             except InvalidHeader as error:
