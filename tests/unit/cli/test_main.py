@@ -382,7 +382,7 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
         "import blobstore.cli.main as m\n"
         f"m._Program.parse_args = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "sys.argv = ['blobstore', 'list']\n"
-        "m.main()"
+        "from blobstore.__main__ import main\nmain()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
