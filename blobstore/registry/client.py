@@ -483,5 +483,5 @@ def _without_texts(item: RemoteDescriptor) -> RemoteDescriptor:
 def _index(manifest: RemoteManifest) -> ImageIndex:
     content = manifest.parse()
     if not isinstance(content, ImageIndex):
-        raise InvalidManifest("a list of referrers is not an index")
+        raise InvalidManifest("the registry's list of referrers is not an image index")
     return content

@@ -12,7 +12,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.core import interrupts, limits
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
@@ -396,7 +396,6 @@ class BlobReader:
             )
 
         for slot, (digest, size) in enumerate(blobs):
-            interrupts.check()
             try:
                 header = read(digest, size, slot)
             except InvalidHeader as error:
