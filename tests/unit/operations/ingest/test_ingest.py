@@ -175,6 +175,21 @@ locks.Lease.create_file = create_and_die
 """
 
 
+_POISON = """
+import os, signal
+import blobstore.operations.ingest.task as task
+
+create = task.create
+
+def create_or_die(source, *arguments, **options):
+    if source.endswith("model-0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return create(source, *arguments, **options)
+
+task.create = create_or_die
+"""
+
+
 @pytest.fixture
 def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file with the number of new processes that are killed when they begin to write a blob."""
@@ -205,13 +220,27 @@ def test_models_whose_workers_always_die_are_reported_and_leave_nothing_that_gc_
     assert_equal(store, expected)
 
 
+def test_a_model_that_always_kills_its_worker_does_not_keep_others_from_being_imported(
+    items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
+) -> None:
+    hook = deaths.with_name("sitecustomize.py")
+    hook.write_text(_POISON)
+    found = ingest(items, store, executor="processes:2")
+    assert [(model.attempts, bool(model.error)) for model in found] == [
+        (4, True),
+        *[(1, False)] * (COUNT - 1),
+    ]
+    blobstore.remove("model-0", store=expected)
+    assert_equal(store, expected)
+
+
 def test_models_whose_workers_die_once_are_imported_by_others(
     items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
 ) -> None:
     deaths.write_text("2")
     found = ingest(items, store, executor="processes:1")
     assert not any(model.error for model in found)
-    assert max(model.attempts for model in found) == 3
+    assert max(model.attempts for model in found) == 2
     assert_equal(store, expected)
     blobstore.gc(store=store, older_than=0)
     assert list(store.folder("temporary").iterdir()) == []
