@@ -163,7 +163,7 @@ class _Run:
         self._attempts = [0] * len(items)
         self._waiting = deque(range(len(items)))
         self._suspects: deque[int] = deque()
-        """Those of which one may have killed a worker. Each is tried again with no other beside it."""
+        """Those of which one may have killed a worker. Each is tried again alone."""
         self._alone: Future[Outcome] | None = None
         self._running: dict[Future[Outcome], tuple[int, Executor]] = {}
 
