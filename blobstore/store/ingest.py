@@ -179,16 +179,19 @@ class Ingest:
                 if item.is_repair:
                     self._damaged.add(item.digest)
 
-    def open_partial(self, blob: BlobId) -> PartialBlob | None:
+    def open_partial(
+        self, blob: BlobId, check: Callable[[], object] | None = None
+    ) -> PartialBlob | None:
         """Return a partial file of a blob, to fill it; None if another process is fetching the blob.
 
         The caller closes it. If the import ends without :meth:`publish`, the file stays for the next one.
+        ``check`` is called now and then while an earlier file is copied; what it raises ends that.
 
         Raises:
             OSError: it cannot be created.
         """
         self._lease.hold([blob.digest])  # so that gc keeps the file
-        return PartialBlob.open(self._layout.partial, blob, self._check_open)
+        return PartialBlob.open(self._layout.partial, blob, check or self._check_open)
 
     def adopt_partial(self, partial: PartialBlob) -> Ingested:
         """Publish with this import a partial file that has the right digest; nobody can write to it any more."""
