@@ -13,6 +13,7 @@ import pytest
 import blobstore
 from blobstore.core import limits
 from blobstore.core.digest import Digest
+from blobstore.core.files import read_regular
 from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, StoreError
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -21,6 +22,7 @@ from blobstore.operations.sign.bundle import statement, write_bundle
 from blobstore.operations.sign.report import check_signatures
 from blobstore.operations.sign.signature import Envelope, Signature
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.store import signatures
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.signing import KeyFiles, key_files, policy
@@ -170,8 +172,8 @@ def test_what_is_signed_is_parsed_only_if_a_trusted_key_signed_it(
 
 def test_an_envelope_of_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json.JSONDecoder, "decode", lambda *_: pytest.fail("it was parsed"))
-    with pytest.raises(InvalidSignature, match="more than 10,000"):
-        cosign.read_envelope(b"[" + b"[]," * 9999 + b"[]]")
+    with pytest.raises(InvalidSignature, match="more than 4 MiB of memory"):
+        cosign.read_envelope(b"[" + b"[]," * 30_000 + b"[]]")
 
 
 def test_sign_says_that_the_policy_has_another_key(
@@ -265,6 +267,42 @@ def test_gc_keeps_a_signature_that_it_cannot_read(store: LocalStore, key: KeyFil
         kept.path.unlink()
         kept.path.mkdir()
     assert not collect_garbage(store).leftovers
+
+
+def test_gc_reads_intact_signatures_only_while_others_may_write(
+    store: LocalStore, key: KeyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.sign("model", key.private, store=store)
+    reads: list[Path] = []
+    store.lock_timeout = 0
+
+    def noted(path: Path, limit: int) -> bytes:
+        with store.shared_lock():  # or the file is not read
+            reads.append(path)
+            return read_regular(path, limit)
+
+    monkeypatch.setattr(signatures, "read_regular", noted)
+    assert not collect_garbage(store).leftovers
+    assert sorted(reads) == sorted(store.folder("signatures").rglob("*.sig"))
+
+
+def test_gc_keeps_a_damaged_signature_that_was_written_again_since_it_looked(
+    store: LocalStore, key: KeyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobstore.sign("model", key.private, store=store)
+    (path, *_) = store.folder("signatures").rglob("*.sig")
+    data = path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(b"damaged")
+    alone = store.exclusive_lock
+
+    def locked() -> object:
+        path.write_bytes(data)
+        return alone()
+
+    monkeypatch.setattr(store, "exclusive_lock", locked)
+    assert not collect_garbage(store).leftovers
+    assert path.read_bytes() == data
 
 
 def test_a_signature_from_a_file_is_the_one_that_the_store_has(
