@@ -24,7 +24,8 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
     """Log in at the registry REGISTRY, which is host[:port], and keep the password.
 
     The password is kept where Podman or Docker has one for the registry, or else where Docker keeps
-    it: by the credential helper that Docker's configuration names, or in that file. It is kept only if the registry does not refuse it.
+    it: by the credential helper that Docker's configuration names, or in that file. It is kept only
+    if the registry does not refuse it.
     """
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.credentials import GivenLogin, LoginFiles, check_user

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import sys
 import time
 from operator import attrgetter
@@ -21,6 +22,7 @@ import click
 
 from blobstore.core import interrupts
 from blobstore.core.escape import MAX_SHOWN, escape
+from blobstore.core.limits import gather
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ def show_bytes(data: bytes) -> None:
 def show_pieces(pieces: Iterable[Buffer]) -> None:
     """Print bytes exactly as they come, or escaped on a terminal. Raises as :func:`show`."""
     if is_terminal():
-        show_bytes(b"".join(bytes(piece) for piece in pieces))  # a piece is valid until the next
+        show_bytes(gather(pieces))
         return
     with _output() as stream:
         for piece in pieces:
@@ -448,7 +450,17 @@ def _write(stream: Any, data: str | Buffer) -> None:
         stream.write(data)
         stream.flush()
 
-    interrupts.call(write, patience=_OUTPUT_PATIENCE)
+    if _is_file(stream):  # which takes what is written at once
+        write()
+    else:
+        interrupts.call(write, patience=_OUTPUT_PATIENCE)
+
+
+def _is_file(stream: Any) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except OSError:  # it has no descriptor
+        return False
 
 
 @contextlib.contextmanager

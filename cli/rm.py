@@ -64,14 +64,14 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: b
 def _remove_objects(names: tuple[str, ...], *, dry_run: bool, as_json: bool) -> None:
     from blobstore.objects.source import ObjectSource
 
-    found = [ObjectSource.locate(name) for name in names]
-    for store, address, _ in () if dry_run else found:
+    found = [(store, address) for store, address, _ in map(ObjectSource.locate, names)]
+    for store, address in () if dry_run else found:
         store.remove([address.reference])
     if as_json:
-        render.show_json({"dry_run": dry_run, "removed": [str(address) for _, address, _ in found]})
+        render.show_json({"dry_run": dry_run, "removed": [str(address) for _, address in found]})
         return
     verb = "would remove" if dry_run else "removed"
-    for _, address, _ in found:
+    for _, address in found:
         render.show(f"{verb} {render.cell(address)}")
     render.show_note("'blobstore gc --remote' frees what no other model needs")
 

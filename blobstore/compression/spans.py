@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _MAX_MERGED: Final = 1 << 16
-"""Bytes of spans that are merged, at most: who reads one of them decodes all."""
+"""Bytes of spans that are merged, at most: reading one of them decodes all."""
 
 
 class Span(NamedTuple):
@@ -105,7 +105,7 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     numbers: list[int] = []
     """The new number of each span."""
     for number, span in enumerate(spans):
-        is_alone = number in originals or (merged and numbers[-1] in originals)
+        is_alone = not originals.isdisjoint((number - 1, number))
         both = None if is_alone or not merged else _merged(merged[-1], span)
         if both is not None:
             merged[-1] = both

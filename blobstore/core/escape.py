@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 MAX_SHOWN = 200
 """Characters of a text that :func:`quote` shows before it shortens the text."""
 _MAX_COMPARED = 2000
-_SECRETS = re.compile(r"(?<=//)[^/?#]*@|[?#].*", re.DOTALL)
-"""The parts of a URL that may be passwords, tokens or signatures."""
+_SECRETS = re.compile(r"(?:^|(?<=//))[^/?#]*@(?!sha256:)|[?#].*", re.DOTALL)
+"""The parts of an address that may be passwords, tokens or signatures."""
 
 
 def escape(text: str, limit: int | None = None) -> str:
@@ -47,7 +47,10 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
 
 
 def quote_url(url: str) -> str:
-    """Return a URL as :func:`quote` does, without its user name and password, query and fragment."""
+    """Return a URL, or an address without a scheme, as :func:`quote` does, without what may be secret.
+
+    That is the user name with the password, the query and the fragment.
+    """
     return quote(_SECRETS.sub("", url))
 
 

@@ -1,6 +1,6 @@
-"""What may arrive from a stranger: the limits of every kind of document, and how their bytes are gathered.
+"""Limits of documents from untrusted remotes, and how their bytes are collected.
 
-A number that a stranger wrote allocates nothing. Memory grows with the bytes that arrive, up to the limit of
+A number in a document allocates nothing. Memory grows with the bytes that arrive, up to the limit of
 one document, and up to the limit of all documents of a kind that one command reads from one remote.
 """
 
@@ -14,6 +14,8 @@ from blobstore.errors import RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from typing_extensions import Buffer
 
 _KIB: Final = 2**10
 _MIB: Final = 2**20
@@ -77,21 +79,21 @@ class Budget:
         self._lock = threading.Lock()
 
     def spend(self, size: int, count: int = 1) -> None:
-        """Count bytes and entries. Raises RemoteError if there are more than the limit of all."""
+        """Count bytes and entries. Raises RemoteError, and counts none, if they exceed the limit of all."""
         with self._lock:
-            self._bytes += size
-            self._count += count
-            if self._bytes > self._limit.all:
+            if self._bytes + size > self._limit.all:
                 raise RemoteError(
                     f"{self._what}: more than {self._limit.all} bytes", advice=self._advice
                 )
-            if self._count > self._limit.count:
+            if self._count + count > self._limit.count:
                 raise RemoteError(
                     f"{self._what}: more than {self._limit.count} entries", advice=self._advice
                 )
+            self._bytes += size
+            self._count += count
 
 
-def gather(pieces: Iterable[bytes | memoryview]) -> bytes:
+def gather(pieces: Iterable[Buffer]) -> bytes:
     """Return bytes that arrive in pieces, each of which is valid until the next one is asked for."""
     found = [bytes(piece) for piece in pieces]
     return found[0] if len(found) == 1 else b"".join(found)

@@ -11,11 +11,17 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from typing import Any, Final, NoReturn
 
-MAX_VALUES: Final = 4_000_000
-"""Values of a document, more than a manifest of 64 MiB has. An empty object takes 3 bytes as text, 64 in memory."""
-_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+MAX_MEMORY: Final = 768 * 2**20
+"""Estimated bytes that a document takes while it is parsed, more than a plain manifest of 64 MiB needs."""
+_MEMORY = {",": 80, ":": 120, "{": 250, "[": 90}
+"""Estimated bytes for what follows a character. Those in strings count too: documents are far from the limit."""
+_PAIRED = re.compile(
+    r"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+", re.DOTALL
+)
+"""Text whose escapes of surrogates come in pairs. Encoding the values takes several times their memory."""
 _GO_ESCAPES = {
     ord("<"): "\\u003c",
     ord(">"): "\\u003e",
@@ -25,8 +31,8 @@ _GO_ESCAPES = {
 }
 
 
-def loads(data: bytes | memoryview, max_values: int = MAX_VALUES) -> Any:
-    """Parse UTF-8 JSON text of about ``max_values`` values at most, so that its size bounds the memory.
+def loads(data: bytes | memoryview, max_memory: int = MAX_MEMORY) -> Any:
+    """Parse UTF-8 JSON text that takes about ``max_memory`` bytes of memory at most.
 
     Raises:
         ValueError: the text is not strict JSON; the message gives the reason, and the position if
@@ -36,21 +42,18 @@ def loads(data: bytes | memoryview, max_values: int = MAX_VALUES) -> Any:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start}") from None
-    # Those in strings count too: this is a limit of memory, far from what documents have.
-    if len(text) > max_values and sum(map(text.count, ",[{")) > max_values:
-        raise ValueError(f"it has more than {max_values:,} values")
+    if len(text) * _MEMORY["{"] > max_memory and _memory(text) > max_memory:
+        raise ValueError(f"it would take more than {max_memory >> 20} MiB of memory")
     # A callback per integer would double the time for large headers, and only "-0" needs one.
     decoder = _CAREFUL if "-0" in text else _USUAL
     try:
         value = decoder.decode(text)
-        if _SURROGATE_ESCAPE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON at character {error.pos}: {error.msg}") from None
-    except UnicodeEncodeError:
-        raise ValueError("a string holds a lone surrogate") from None
+    if "\\u" in text and _PAIRED.match(text).end() < len(text):  # type: ignore[union-attr]
+        raise ValueError("a string holds a lone surrogate")
     return value
 
 
@@ -58,6 +61,13 @@ def dumps(value: Any) -> str:
     """Return ``value`` as compact JSON with the escapes of Go's ``encoding/json``."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_GO_ESCAPES)
+
+
+def _memory(text: str) -> int:
+    """Return about how many bytes parsing takes: for the text, its copy as strings, and the values."""
+    return 2 * sys.getsizeof(text) + sum(
+        text.count(character) * size for character, size in _MEMORY.items()
+    )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -128,7 +128,8 @@ class ModelFiles:
             BlobMissing, BlobDamaged: the file is missing or damaged.
         """
         layer = self._layer(name)
-        return self.store.read_blob(layer.digest, layer.size)
+        with file_faults_located(self.reference, name):
+            return self.store.read_blob(layer.digest, layer.size)
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Return the JSON object that a small file contains.
@@ -151,7 +152,8 @@ class ModelFiles:
         Raises as :meth:`read_file`.
         """
         layer = self._layer(name)
-        self.store.check_digest(layer.digest, layer.size)
+        with file_faults_located(self.reference, name):
+            self.store.check_digest(layer.digest, layer.size)
         return Path(self.store.blob_path(layer.digest))
 
     def _layer(self, name: str) -> Descriptor:
@@ -169,6 +171,15 @@ def first_text(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key)
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, str) else ""
+
+
+@contextlib.contextmanager
+def file_faults_located(reference: Reference, name: str) -> Iterator[None]:
+    """Put a small file and its model in front of the messages of errors."""
+    try:
+        yield
+    except (Damaged, StoreError) as error:
+        raise error.at(f"file {quote(name)} of model {reference}") from None
 
 
 @contextlib.contextmanager

@@ -233,7 +233,7 @@ def _remote_store(
     if cache not in get_args(Cache):
         raise UsageError(f"cache must be keep or none, got {quote(cache)}")
     source = ObjectSource.find(address)
-    require_trust(store, source.address.reference, source.data)
+    require_trust(store, source.address.reference, source.data, source.signatures)
     text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
     if cache_limit is None and text:
         cache_limit = parse_bytes(text)

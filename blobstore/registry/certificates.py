@@ -1,6 +1,6 @@
-"""Which certificates a registry is trusted by, and which one this client shows to it.
+"""The certificate authorities that a registry is verified against, and the client certificate.
 
-Trust comes from the environment, as with curl, or from the system. As with Docker and Podman, the folder
+The authorities come from the environment, as with curl, or from the system. As with Docker and Podman, the folder
 ``certs.d/HOST[:PORT]`` of a registry adds to it: ``*.crt`` are authorities, and ``NAME.cert`` with ``NAME.key``
 is what the client shows to a server that asks for a certificate.
 """
@@ -36,13 +36,19 @@ def tls_context(host: str) -> ssl.SSLContext:
     folder = _folder_of(host)
     if folder is None:
         return context
-    for path in sorted(folder.iterdir()):
-        with _errors_of(path):
-            if path.suffix == ".crt":
+    with _errors_of(folder):
+        paths = sorted(folder.iterdir())
+    for path in paths:
+        if path.suffix == ".crt":
+            with _errors_of(path):
                 context.load_verify_locations(cafile=path)
-            elif path.suffix == ".cert":
+        elif path.suffix == ".cert":
+            key = path.with_suffix(".key")
+            with _errors_of(key):
+                key.stat()
+            with _errors_of(path):
                 # Without the function, OpenSSL asks for the password of a key at the terminal.
-                context.load_cert_chain(path, path.with_suffix(".key"), password=lambda: "")
+                context.load_cert_chain(path, key, password=lambda: "")
     return context
 
 
@@ -76,7 +82,11 @@ def _folder_of(host: str) -> Path | None:
     folders = list(_SYSTEM_FOLDERS)
     with contextlib.suppress(RuntimeError):  # there is no home folder
         folders.insert(0, Path.home() / ".config/containers/certs.d")
-    return next((folder / host for folder in folders if (folder / host).is_dir()), None)
+    for folder in folders:
+        with contextlib.suppress(PermissionError):  # /etc/docker may be for root alone
+            if (folder / host).is_dir():
+                return folder / host
+    return None
 
 
 @contextlib.contextmanager
@@ -85,6 +95,4 @@ def _errors_of(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:  # as SSLError is
         reason = getattr(error, "strerror", None) or str(error)
-        raise RemoteError(
-            f"the certificate {quote(path)} cannot be used: {quote(reason)}"
-        ) from None
+        raise RemoteError(f"{quote(path)} cannot be used for TLS: {quote(reason)}") from None

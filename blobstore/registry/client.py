@@ -150,7 +150,9 @@ class RegistryClient:
         return manifest
 
     def head_manifest(self, repository: str, reference: str) -> Digest | None:
-        """Return the digest of a tag's manifest as the registry states it; None if it does not say.
+        """Return the digest of a tag's manifest, which is fetched if the registry does not state the digest.
+
+        Returns None if there is no such tag, or if the registry does not answer the question.
 
         Raises:
             RemoteError: the registry cannot be reached.
@@ -351,16 +353,19 @@ class RegistryClient:
         budget = Budget(limits.REFERRERS, what)
         for reply in self._pages(repository, what, url, requests.REFERRERS, budget, on_error):
             if reply is None:
-                return self.tagged_referrers(repository, digest)
+                break
             try:
                 listed = _index(RemoteManifest.of(OCI_INDEX, reply.body)).manifests
-            except InvalidManifest:  # a page of a proxy, for one
-                return self.tagged_referrers(repository, digest)
+            except InvalidManifest as error:  # a page of a proxy, for one
+                on_error(RemoteError(f"{what}: {error}"))
+                break
             budget.spend(0, len(listed))
             found += map(_without_texts, listed)
-        return tuple(found)
+        else:
+            return tuple(found)
+        return tuple(found) or self._tagged_referrers(repository, digest)
 
-    def tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
+    def _tagged_referrers(self, repository: str, digest: Digest) -> tuple[RemoteDescriptor, ...]:
         """Return what the tag of a manifest lists as referring to it.
 
         Raises:
@@ -478,5 +483,5 @@ def _without_texts(item: RemoteDescriptor) -> RemoteDescriptor:
 def _index(manifest: RemoteManifest) -> ImageIndex:
     content = manifest.parse()
     if not isinstance(content, ImageIndex):
-        raise InvalidManifest("a list of referrers is not an index")
+        raise InvalidManifest("the registry's list of referrers is not an image index")
     return content

@@ -103,19 +103,32 @@ class LoginFiles:
         if not self._files:
             raise BlobstoreError("there is no home folder for passwords; set DOCKER_CONFIG")
         for file in self._files:
-            with contextlib.suppress(BlobstoreError, OSError):
-                if file.find(host) is not None:
-                    return file.store(host, login)
+            is_owner = False
+            with contextlib.suppress(
+                BlobstoreError, OSError
+            ):  # a file that cannot be read has none
+                is_owner = file.find(host) is not None
+            if is_owner:
+                return file.store(host, login)
         return self._files[-1].store(host, login)
 
     def erase(self, host: str) -> tuple[str, ...]:
         """Forget the login at a registry in all files; return where there was one, in words.
 
         Raises:
-            BlobstoreError: a file is malformed, or a helper fails.
-            OSError: a file cannot be written.
+            BlobstoreError: a file is malformed, or a helper fails. The other files have forgotten it.
+            OSError: a file cannot be written. As above.
         """
-        return tuple(file.shown for file in self._files if file.erase(host))
+        places: list[str] = []
+        problems: list[BlobstoreError | OSError] = []
+        for file in self._files:
+            try:
+                places.append(file.erase(host))
+            except (BlobstoreError, OSError) as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return tuple(filter(None, places))
 
 
 def _paths() -> Iterator[Path]:
@@ -123,8 +136,12 @@ def _paths() -> Iterator[Path]:
     if given := os.environ.get("REGISTRY_AUTH_FILE"):
         yield Path(given)
         return
-    run = os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}"
-    yield Path(run, *(("containers",) if os.environ.get("XDG_RUNTIME_DIR") else ()), "auth.json")
+    run = os.environ.get("XDG_RUNTIME_DIR")
+    yield (
+        Path(run, "containers/auth.json")
+        if run
+        else Path(f"/run/containers/{os.getuid()}/auth.json")
+    )
     for variable, default, name in (
         ("XDG_CONFIG_HOME", ".config", "containers/auth.json"),
         ("DOCKER_CONFIG", ".docker", "config.json"),
@@ -190,8 +207,8 @@ class LoginFile:
         self._write(config)
         return f"credential helper {quote(helper)}" if helper else self.shown
 
-    def erase(self, host: str) -> bool:
-        """Forget the login at a registry; return whether there was one.
+    def erase(self, host: str) -> str:
+        """Forget the login at a registry; return where it was, in words, or nothing.
 
         Raises:
             BlobstoreError: the file is malformed, or the helper fails.
@@ -207,7 +224,9 @@ class LoginFile:
         if rest != auths:
             config["auths"] = rest
             self._write(config)
-        return was_there or rest != auths
+        if was_there:
+            return f"credential helper {quote(helper)}"
+        return self.shown if rest != auths else ""
 
     @property
     def shown(self) -> str:

@@ -114,7 +114,7 @@ class RemoteManifest:
             declared = None
         if declared not in ACCEPTED:
             raise InvalidManifest(
-                f"the registry sends it as {quote(content_type)}, and it is not a manifest that says what it is"
+                f"the registry sends it as {quote(content_type)}, and its content names no known mediaType"
             )
         return replace(cls.of(declared, data), foreign_type=content_type)
 

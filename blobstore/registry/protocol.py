@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode, urljoin, urlsplit
 
 from blobstore.core import limits, strict_json
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import join_some, quote, quote_url
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
 from blobstore.registry import requests
 
@@ -50,7 +50,6 @@ _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.ASCII)
 _RECEIVED = re.compile(r"(?:bytes=)?0-(\d{1,19})", re.ASCII)
 _URL = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+", re.ASCII)
 """The characters of RFC 3986. Parsers of URLs disagree about others, such as the backslash."""
-_USER = re.compile(r"^((?:[A-Za-z][\w+.-]*:)?//)?[^/?#]*@")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,19}", re.ASCII)
 _LINK = re.compile(r'<([^<>]{1,16384})>\s*;\s*rel="?next"?', re.ASCII | re.IGNORECASE)
@@ -188,12 +187,6 @@ def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
 
 
-def quote_url(url: object) -> str:
-    """Return a URL in quotes, without a user name, password or parameters: these may be secret."""
-    text = _USER.sub(r"\1", str(url))
-    return quote(f"{text.partition('?')[0]}?…" if "?" in text else text)
-
-
 def has_same_origin(url: str, other: str) -> bool:
     """Return whether two URLs have the same scheme, host and port."""
     return _origin(url) == _origin(other)
@@ -248,7 +241,7 @@ def resolve_upload(location: str | None, base: str) -> str:
     if not has_same_origin(url, base):
         is_port = host_of(url) == host_of(base)
         raise RemoteError(
-            f"{quote(host_of(base))} wants an upload to go to another server: {quote_url(location)}",
+            f"{quote(host_of(base))} wants an upload to go to another server: {quote_url(url)}",
             advice="a proxy in front of the registry must pass the port on, as nginx does with "
             "'proxy_set_header Host $http_host'"
             if is_port
@@ -310,7 +303,8 @@ def scope(repository: str, actions: str) -> str:
 
 def repositories(scopes: Iterable[str]) -> frozenset[str]:
     """Return the repositories of scopes; without one, ``""`` for the registry."""
-    return frozenset(text.split(":")[1] for text in scopes) or frozenset({""})
+    names = (text.split(":")[1] for text in scopes if text.startswith("repository:"))
+    return frozenset(names) or frozenset({""})
 
 
 def challenge_of(text: str) -> Challenge | None:
@@ -374,6 +368,7 @@ def token_request(
             url=url,
             rule=requests.TOKEN,
             headers=headers,
+            scopes=scopes,
             is_for_token=True,
         )
     grant = [
@@ -391,6 +386,7 @@ def token_request(
         headers={"content-type": "application/x-www-form-urlencoded"},
         body=lambda: (form,),
         size=len(form),
+        scopes=scopes,
         is_for_token=True,
     )
 
@@ -509,23 +505,24 @@ def failure(
 
 def code_of(body: bytes) -> str:
     """Return the first error code of the specification in the document of an error, or nothing."""
-    try:
-        errors = strict_json.loads(body)["errors"]
-        codes = [error["code"] for error in errors]
-    except (ValueError, KeyError, TypeError):
-        return ""
-    return next((code for code in codes if str(code) in requests.ERROR_CODES), "")
+    codes = (error["code"] for error in _errors_in(body))
+    return next((code for code in codes if code in requests.ERROR_CODES), "")
 
 
 def explanation(body: bytes) -> str:
     """Return what the document of an error says, or nothing if it is of another form."""
+    texts = (f"{error['code']} {error.get('message') or ''}".strip() for error in _errors_in(body))
+    return join_some([quote(text) for text in texts], 3)
+
+
+def _errors_in(body: bytes) -> list[dict[str, Any]]:
+    """Return the errors with a code in the document of an error."""
     try:
         errors = strict_json.loads(body)["errors"]
-        texts = [
-            f"{error['code']} {error.get('message') or ''}".strip()
+        return [
+            error
             for error in errors
-            if isinstance(error, dict)
+            if isinstance(error, dict) and isinstance(error.get("code"), str)
         ]
     except (ValueError, KeyError, TypeError):
-        return ""
-    return join_some([quote(text) for text in texts], 3)
+        return []

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_url
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 
 SCHEME: Final = "oci://"
-_USER = re.compile(r"^((?:[a-z]+://)?)[^/]*@(?!sha256:)")
 MAX_REPOSITORY: Final = 255
 # The grammar of the distribution specification. The alternatives in the repetition exclude each other, so
 # that matching takes linear time.
@@ -62,13 +61,15 @@ class RemoteReference:
         host, slash, rest = text.removeprefix(SCHEME).partition("/")
         if not slash or not (text.startswith(SCHEME) or is_host(host)):
             raise InvalidReference(
-                f"not the address of a registry: {_shown(text)}; "
+                f"not the address of a registry: {quote_url(text)}; "
                 "expected [oci://]host[:port]/repository[:tag|@sha256:…]"
             )
         name, at, spelled = rest.partition("@")
         repository, colon, tag = name.partition(":")
         if colon and not tag:
-            raise InvalidReference(f"not the address of a model: {_shown(text)} has an empty tag")
+            raise InvalidReference(
+                f"not the address of a model: {quote_url(text)} has an empty tag"
+            )
         if host in _LIBRARY_HOSTS and "/" not in repository:
             repository = f"{DEFAULT_NAMESPACE}/{repository}"
         return cls(
@@ -119,11 +120,6 @@ class RemoteReference:
         return f"RemoteReference({str(self)!r})"
 
 
-def _shown(text: str) -> str:
-    """Return an address in quotes, without a user and password, which have no place in it."""
-    return quote(_USER.sub(r"\1…@", text))
-
-
 def is_host(text: str) -> bool:
     """Return whether the part of a name before its first slash can only be a host, as with docker."""
     return "." in text or ":" in text or text == "localhost"
@@ -143,7 +139,7 @@ def check_host(text: str) -> None:
     if _HOST.fullmatch(text) is None or ".." in text:
         advice = "; 'blobstore login' takes user names and passwords" if "@" in text else ""
         raise InvalidReference(
-            f"not the host of a registry: {_shown(text)}; expected host[:port]{advice}"
+            f"not the host of a registry: {quote_url(text)}; expected host[:port]{advice}"
         )
 
 

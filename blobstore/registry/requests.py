@@ -6,7 +6,7 @@ error. A hint only saves work. If it is refused or fails, the command continues 
 405 and 500 where the specification says 404.
 
 Statuses of neither kind are judged by :func:`blobstore.registry.protocol.failure`: some are tried again
-(:data:`TRANSIENT`), all others are final. ``push`` and ``Upload`` go another way after some refusals;
+(:data:`TRANSIENT`), all others are final. ``push`` and ``Upload`` fall back after some refusals;
 :func:`is_gone` and :func:`names_missing_blobs` say which.
 """
 
@@ -93,7 +93,7 @@ TAGS: Final = Rule(is_hint=False, success=(200,), absent=(404,))
 """GET of a page of the list of tags."""
 REFERRERS: Final = Rule(is_hint=True, success=(200,), absent=(404,))
 """GET of what refers to a manifest: signatures and compressed forms. Without an answer, a tag may list
-them. A policy that requires a signature refuses a model whose signatures cannot be had."""
+them. A policy that requires a signature refuses a model whose signatures cannot be read."""
 
 
 def is_gone(error: RemoteError) -> bool:

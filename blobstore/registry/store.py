@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 HEADER_REQUEST: Final = 64 * 2**10
 """Bytes of a blob that are fetched to read its header; larger headers take a second request."""
-_MAX_SMALL_BLOB = 256 * 2**20
 _LENGTH = struct.Struct("<Q")
 _STREAMS: Final = 8
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _RENEWED: Final = 0.8
 """Share of a token's lifetime after which it is replaced."""
 _ACCEPTING: Final = frozenset({*range(200, 400), HTTPStatus.NOT_FOUND})
-"""Statuses of which a password is known to be right. Overloaded servers may not have looked at it."""
+"""Statuses that prove that the password is right. Overloaded servers may not have checked it."""
 
 
 class Authorizer:
@@ -81,7 +81,7 @@ class Authorizer:
             yield header
 
     def judge(self, header: str | None, status: int) -> None:
-        """Take note of what a request with a header ``Authorization`` was answered with."""
+        """Record the status of the response to a request with a header ``Authorization``."""
         if header is None or not _is_password(header):
             return
         if status == HTTPStatus.UNAUTHORIZED:
@@ -103,7 +103,7 @@ class Authorizer:
         Raises:
             RemoteRefused: the credentials are wrong, or must not be sent there, or the repositories have
                 different ones.
-            RemoteError: no token can be had.
+            RemoteError: no token can be obtained.
         """
         with self._lock:
             challenge = self._challenge
@@ -135,7 +135,7 @@ class Authorizer:
             return header
 
     def learn(self, challenge: Challenge, scopes: frozenset[str], rejected: str | None) -> bool:
-        """Take note of a challenge; return whether :meth:`authorization` may meet it.
+        """Record a challenge; return whether :meth:`authorization` may meet it.
 
         Args:
             challenge: what the registry wants.
@@ -170,7 +170,7 @@ class Authorizer:
         return login
 
     def _reject(self, header: str, error: RemoteRefused) -> None:
-        """Send a login no more; if it has given access before, others of its requests are still sent."""
+        """Do not send a login again, unless it has given access before."""
         if header not in self._accepted:
             self._rejected.setdefault(header, error)
 

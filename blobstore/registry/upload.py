@@ -1,13 +1,15 @@
 """The upload of one blob, which goes on where the server says that it is.
 
 A blob of up to 64 MiB is one PUT. A larger one is sent in parts, so that it can be resumed after the
-process was killed. Where a proxy limits the size of a request, the user chooses smaller parts. Only the newest ``Location`` of an upload is valid, and only the ``Range`` of its status
-says what the server has: distribution 2.8 ignores the ``Content-Range`` of a part and appends it.
+process was killed. Where a proxy limits the size of a request, the user chooses smaller parts. Only the newest
+``Location`` of an upload is valid, and only the ``Range`` of its status says what the server has: distribution
+2.8 ignores the ``Content-Range`` of a part and appends it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from blobstore.registry.transport import Transport
 
 PART: Final = 64 * 2**20
-_GOING_ON: Final = (requests.UPLOAD_PART, requests.UPLOAD_END)
 _MAX_FAILURES: Final = 2
 """Failures in a row after which an upload begins again."""
 _HASHED: Final = 20 * 10**6
@@ -35,10 +36,6 @@ class UploadSession(NamedTuple):
     url: str
     offset: int
     """Bytes that the server has."""
-
-
-class _UploadGone(TransientError):
-    """The server does not know an upload any more, which begins again."""
 
 
 class Upload:
@@ -114,19 +111,28 @@ class Upload:
                         self._on_session(session)
                         retry.progress()
                     self._finish(session)
-                except TransientError as error:
+                except TransientError:
                     is_resumed = True
-                    session = None if isinstance(error, _UploadGone) else session
                     raise
-                except RemoteRefused:
-                    if self._must_have_parts or not (is_resumed or self._has_parts):
-                        raise
-                    # The server takes no parts, or lost some of what it had. Once more, in one piece.
-                    session, is_resumed, self._has_parts = None, False, False
-                    resumed = 0
+                except RemoteRefused as error:
+                    session, resumed = None, 0
+                    self._begin_again(error, is_resumed=is_resumed)
+                    is_resumed = False
                     continue
                 return resumed or 0
         raise AssertionError("unreachable")
+
+    def _begin_again(self, error: RemoteRefused, *, is_resumed: bool) -> None:
+        """Choose how to go on after a refusal, or raise it."""
+        if requests.is_gone(error) and self._restarts:
+            # A server that forgets each upload after some parts makes progress for ever.
+            self._restarts -= 1
+            raise TransientError(error.message, status=error.status, code=error.code) from error
+        is_too_large = error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        must_have_parts = self._must_have_parts or is_too_large
+        if must_have_parts or not (is_resumed or self._has_parts):
+            raise error
+        self._has_parts = False  # the server takes no parts, or lost some of what it had
 
     def _status(self, session: UploadSession) -> UploadSession | None:
         """Return where the upload goes on, or None if the server has forgotten it."""
@@ -200,14 +206,7 @@ class Upload:
             scopes=self._scopes,
             timeout=self._size / _HASHED,
         )
-        try:
-            return self._transport.exchange(request)
-        except RemoteRefused as error:
-            # A server that forgets each upload after some parts makes progress for ever.
-            if rule not in _GOING_ON or not (requests.is_gone(error) and self._restarts):
-                raise
-            self._restarts -= 1
-            raise _UploadGone(error.message, status=error.status, code=error.code) from error
+        return self._transport.exchange(request)
 
     def _bytes(self, offset: int, length: int) -> Iterator[bytes]:
         if not length:

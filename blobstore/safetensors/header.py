@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 PREFIX_SIZE = 8
 MAX_HEADER_SIZE = 100_000_000
 """Largest N that is read or written, the reference library's bound."""
-_MAX_VALUES = MAX_HEADER_SIZE // 6
-"""Values of a header as JSON; a tensor has about 8, and 50 bytes or more."""
+_MIN_MEMORY = 16 * 2**20
+"""Estimated bytes that any header may take while it is parsed."""
+_MEMORY_PER_BYTE = 30
+"""Estimated bytes for each of a long header; the shortest entries of tensors take 24, real ones about 12."""
 METADATA_KEY = "__metadata__"
 SUB_BYTE_RULE = (
     "The slice is slicing for subbytes dtypes, and the slice does not end up at a byte boundary, "
@@ -117,7 +119,9 @@ def parse_header(text: bytes | memoryview, file_size: int) -> Header:
         raise InvalidHeader("header does not end with '}' and spaces", rule=_INVALID_JSON)
     try:
         # "{...}" can only be an object
-        top: dict[str, Any] = strictjson.loads(unpadded, _MAX_VALUES)
+        top: dict[str, Any] = strictjson.loads(
+            unpadded, max(_MIN_MEMORY, _MEMORY_PER_BYTE * len(unpadded))
+        )
     except ValueError as error:
         reason = str(error)
         raise InvalidHeader(

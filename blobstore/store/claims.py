@@ -4,7 +4,8 @@ A process claims a blob while it reads it and until the store has it: it locks o
 position is taken from the digest. A process that finds a blob claimed waits, and takes it from the store.
 Nothing depends on that: if locks have no effect, or a process dies or hangs, the blob is read twice.
 
-These are locks of POSIX, because one descriptor holds any number of them, and a forked process none.
+These are locks of POSIX, because one descriptor holds any number of them, and a forked process none. A process
+loses all of its locks of a file when it closes any descriptor of the file, so it opens the file once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import fcntl
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
+from weakref import WeakValueDictionary
 
 from blobstore.core.files import give_to_owner
 
@@ -25,27 +27,54 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
 
 _POSITION_DIGITS: Final = 15
-"""Of the hex digest, which give the position of a byte: below 2**63."""
+"""How much of the hex digest gives the offset of its byte, which stays below 2**63."""
 _MAX_CLAIMS: Final = 4096
 """For a process; the system looks through all locks of a file for each new one."""
-_PATIENCE: Final = 60.0
+_STALL: Final = 60.0
 """Seconds to wait while no process that reads makes progress."""
+_TIMEOUT: Final = 600.0
+"""Seconds to wait in any case: the process that holds the claim may be suspended while others make progress."""
 _PAUSE: Final = 0.02
+_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class BlobClaims:
     """The claims of a process. Any number of threads may use them."""
 
+    _open: ClassVar[WeakValueDictionary[tuple[int, Path], BlobClaims]] = WeakValueDictionary()
+    """Those in use, by process: a forked one has a copy of the others, and no claims."""
+    _opening = threading.Lock()
+
     def __init__(self, path: Path) -> None:
-        """Claim nothing yet. Raises OSError if the file cannot be opened."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        give_to_owner(path)
+        """Claim nothing yet. Raises OSError if the file cannot be opened. Callers use :meth:`of`."""
+        self._descriptor = os.open(path, _FLAGS, 0o666)
         self._held: set[Digest] = set()
         self._lock = threading.Lock()
+        give_to_owner(path)
+
+    @classmethod
+    def of(cls, path: Path) -> BlobClaims:
+        """Return the claims of this process in a file, which is closed when nobody uses them any more.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        with cls._opening:
+            key = os.getpid(), path
+            found = cls._open.get(key)
+            if found is None:
+                found = cls._open[key] = cls(path)
+            return found
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # the file could not be opened
+            os.close(self._descriptor)
 
     def take(self, digest: Digest) -> bool:
-        """Claim a blob; return False if another process has claimed it."""
+        """Claim a blob; return False if another process or thread has claimed it."""
         with self._lock:
+            if digest in self._held:
+                return False
             if len(self._held) >= _MAX_CLAIMS:
                 return True
             with contextlib.suppress(OSError):  # no locks
@@ -65,31 +94,39 @@ class BlobClaims:
                 self._held.discard(digest)
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _position(digest))
 
-    def show_progress(self) -> None:
+    def beat(self) -> None:
         """Let those that wait see that this process reads."""
-        with contextlib.suppress(OSError):
-            os.utime(self._descriptor)
+        if self._held:
+            with contextlib.suppress(OSError):
+                os.utime(self._descriptor)
 
-    def wait(self, digest: Digest, pause: Callable[[float], object]) -> None:
-        """Wait until no other process claims a blob, or all that claim blobs seem to hang.
+    def wait(self, digest: Digest, pause: Callable[[float], object]) -> bool:
+        """Claim a blob when the process that has claimed it is done; return False if that seems to hang.
 
         Args:
             digest: the blob.
             pause: waits for some seconds, or raises.
         """
-        shown, until = self._shown(), time.monotonic() + _PATIENCE
-        while not self.take(digest) and time.monotonic() < until:
+        now = time.monotonic()
+        beat, stalled, end = self._last_beat(), now + _STALL, now + _TIMEOUT
+        while not self.take(digest):
+            if time.monotonic() >= min(stalled, end):
+                return False
             pause(_PAUSE)
-            if (now := self._shown()) != shown:
-                shown, until = now, time.monotonic() + _PATIENCE
-        self.release([digest])
+            if (last := self._last_beat()) != beat:
+                beat, stalled = last, time.monotonic() + _STALL
+        return True
 
-    def close(self) -> None:
-        """Give up all claims."""
-        os.close(self._descriptor)
-
-    def _shown(self) -> int:
+    def _last_beat(self) -> int:
         return os.fstat(self._descriptor).st_mtime_ns
+
+
+def _forget_lock() -> None:
+    """Let a forked process open the file, although a thread of its parent was about to."""
+    BlobClaims._opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _position(digest: Digest) -> int:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders, read_regular, write_file
-from blobstore.errors import BlobstoreError
-from blobstore.manifests.model import MAX_MANIFEST_SIZE
+from blobstore.errors import BlobstoreError, InvalidManifest
+from blobstore.manifests.descriptor import PlainDescriptors
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
@@ -56,35 +57,78 @@ class History:
         folder = self._layout.history
         for missing in (folder, self._layout.temporary):
             make_folders(missing, self._layout.root)
+        names = self._names(reference)
         # Later than the last one even if the clock was set back, or this one would be the oldest.
-        last = max(self._names(reference), default="0").partition("-")[0]
+        last = max(names, default="0").partition("-")[0]
         stamp = max(time.time_ns(), int(last) + 1)
-        path = folder / f"{stamp:020d}-{_key(reference)}"
-        write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
-        for old in self._names(reference)[:-_KEPT]:
+        names.append(f"{stamp:020d}-{_key(reference)}")
+        write_file(folder / names[-1], [data], mode=0o644, temporary=self._layout.temporary)
+        for old in names[:-_KEPT]:
             (folder / old).unlink(missing_ok=True)
 
     def of(self, reference: Reference) -> Iterator[FormerManifest]:
         """Yield the former manifests of a name that can be read, latest first."""
         for name in reversed(self._names(reference)):
-            yield from self._read(name)
-
-    def all(self) -> Iterator[FormerManifest]:
-        """Yield the former manifests of all names."""
-        for name in list_names(self._layout.history):
-            yield from self._read(name)
+            yield from _read(self._layout.history / name)
 
     def _names(self, reference: Reference) -> list[str]:
         key = _key(reference)
         names = list_names(self._layout.history)
         return sorted(name for name in names if name.endswith(key) and _NAME.fullmatch(name))
 
-    def _read(self, name: str) -> Iterator[FormerManifest]:
-        stamp, path = name.partition("-")[0], self._layout.history / name
-        with contextlib.suppress(OSError, BlobstoreError):  # removed since, or not a file of ours
-            if _NAME.fullmatch(name):
-                data = read_regular(path, MAX_MANIFEST_SIZE)
-                yield FormerManifest(int(stamp) / _NANOSECONDS, data, path)
+
+class _Former(NamedTuple):
+    """What a file of a former manifest says, which never changes."""
+
+    manifest: Digest
+    blobs: frozenset[str] | None
+    """Hex digests; None if the file is damaged."""
+
+
+class WholeHistory:
+    """The former manifests of all names. Each is read once, however often the folder is."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Read nothing yet."""
+        self._folder = layout.history
+        self._former: dict[str, _Former | None] = {}
+        self._known = PlainDescriptors()
+
+    def update(self) -> None:
+        """Read the files that are new. Raises StoreError."""
+        former = self._former
+        self._former = {
+            name: former[name] if name in former else self._read(name)
+            for name in list_names(self._folder)
+        }
+
+    def manifests(self) -> set[Digest]:
+        """Return the digests of the manifests."""
+        return {one.manifest for one in self._former.values() if one is not None}
+
+    def lost(self, there: Container[str]) -> Iterator[Path]:
+        """Yield the files of those that cannot be restored: damaged ones, or without a blob that is ``there``."""
+        for name, one in self._former.items():
+            if one and (one.blobs is None or not all(blob in there for blob in one.blobs)):
+                yield self._folder / name
+
+    def _read(self, name: str) -> _Former | None:
+        for former in _read(self._folder / name):
+            digest = Digest.of(former.data)
+            try:
+                manifest = Manifest.from_bytes(former.data, self._known)
+            except InvalidManifest:
+                return _Former(digest, None)
+            return _Former(digest, frozenset(blob.digest.hex for blob in manifest.blobs))
+        return None
+
+
+def _read(path: Path) -> Iterator[FormerManifest]:
+    """Yield the manifest in a file of the history, if it is one and can be read."""
+    with contextlib.suppress(OSError, BlobstoreError):  # removed since, or not a file of ours
+        if _NAME.fullmatch(path.name):
+            data = read_regular(path, MAX_MANIFEST_SIZE)
+            yield FormerManifest(int(path.name.partition("-")[0]) / _NANOSECONDS, data, path)
 
 
 def _key(reference: Reference) -> str:

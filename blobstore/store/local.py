@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts, pictures
 from blobstore.core.arguments import local_path
-from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import (
     FileVersion,
@@ -34,7 +33,7 @@ from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
 from blobstore.store.blobs import BlobReader
 from blobstore.store.cached_models import CachedModels
 from blobstore.store.claims import BlobClaims
-from blobstore.store.history import FormerManifest, History
+from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
@@ -45,7 +44,7 @@ from blobstore.store.signatures import Signatures
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from blobstore.core.digest import BlobId
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
     from blobstore.store.signatures import KeptSignature
 
@@ -175,8 +174,8 @@ class LocalStore(BlobReader):
                 yield ingest
 
     def claims(self) -> BlobClaims:
-        """Return claims of blobs that are read from elsewhere, which the caller closes. Raises OSError."""
-        return BlobClaims(self._layout.claims)
+        """Return this process's claims of blobs that are read from elsewhere. Raises OSError."""
+        return BlobClaims.of(self._layout.claims)
 
     def partial_bytes(self, blob: BlobId) -> int:
         """Return how many bytes of a blob an unfinished download has."""
@@ -425,25 +424,32 @@ class LocalStore(BlobReader):
         except BlobstoreError:  # an unreadable manifest is another one
             return True
 
-    def remove(self, reference: str | Reference) -> None:
-        """Remove a name durably. The caller holds the exclusive lock.
+    def remove(self, *references: str | Reference) -> None:
+        """Remove names durably. The caller holds the exclusive lock.
 
-        Folders that become empty are removed too; blobs are not. The manifest is not read, so a damaged
-        one can be removed.
+        Folders that become empty are removed too; blobs are not. Manifests are not read, so damaged
+        ones can be removed.
 
         Raises:
-            ModelNotFound: the store has no such model; nothing changes.
+            ModelNotFound: the store has no such model; names before it are removed.
             OSError: the store cannot be written.
         """
-        path = self.manifest_path(reference)
+        folders: dict[Path, None] = {}
         try:
-            path.unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._not_found(Reference.of(reference)) from None
-        sync_folder(path.parent)
-        with contextlib.suppress(OSError):  # the folder has other names
-            for folder in path.parents[:3]:  # model, namespace, host
-                folder.rmdir()
+            for reference in references:
+                path = self.manifest_path(reference)
+                try:
+                    path.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    raise self._not_found(Reference.of(reference)) from None
+                folders[path.parent] = None
+        finally:
+            for folder in folders:
+                sync_folder(folder)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # the folder has other names
+                for empty in (folder, *folder.parents[:2]):  # model, namespace, host
+                    empty.rmdir()
 
     # Former manifests, which may vanish at any time
 
@@ -451,15 +457,9 @@ class LocalStore(BlobReader):
         """Yield the manifests that a name had before, latest first; a damaged one may be among them."""
         return self._history.of(Reference.of(reference))
 
-    def lost_history(self) -> Iterator[Path]:
-        """Yield the files of former manifests that cannot be restored, since blobs are missing."""
-        for former in self._history.all():
-            try:
-                is_lost = not self.has_blobs(Manifest.from_bytes(former.data).blobs)
-            except InvalidManifest:
-                is_lost = True
-            if is_lost:
-                yield former.path
+    def whole_history(self) -> WholeHistory:
+        """Return the manifests that names had before, none of them read yet."""
+        return WholeHistory(self._layout)
 
     def has_blobs(self, blobs: Iterable[Descriptor]) -> bool:
         """Return whether the store has all of these blobs, judged by their sizes."""
@@ -472,10 +472,10 @@ class LocalStore(BlobReader):
 
     # Signatures and the policy; see blobstore.operations.sign
 
-    def keep_signature(self, manifest: Digest, data: bytes, *, is_verified: bool = True) -> None:
+    def keep_signature(self, manifest: Digest, data: bytes, *, is_verified: bool) -> None:
         """Store a signature of the manifest with that digest durably. Its content is not checked.
 
-        Those of strangers that no key has verified are kept apart, and only some of them.
+        Those that no key of this user has verified are kept apart, and only some of them.
 
         Raises:
             StoreError: the store cannot be written.
@@ -504,9 +504,8 @@ class LocalStore(BlobReader):
         return self._signatures.manifests()
 
     def lost_signatures(self, manifests: set[Digest]) -> Iterator[Path]:
-        """Yield the files of signatures of manifests that neither ``manifests`` nor the history has."""
-        former = {Digest.of(item.data) for item in self._history.all()}
-        return self._signatures.without(manifests | former)
+        """Yield the files of signatures of manifests that are not among ``manifests``."""
+        return self._signatures.without(manifests)
 
     def prune_signatures(self) -> None:
         """Remove folders of signatures that are empty."""

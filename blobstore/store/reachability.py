@@ -18,6 +18,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, read_regular
 from blobstore.errors import BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import PlainDescriptors
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, layers_digest
 from blobstore.store.scan import walk_files
 
@@ -51,8 +52,7 @@ class ReachableBlobs:
         self._manifests: dict[str, ManifestState] = {}
         self._reached: set[str] = set()
         self._lost: set[str] = set()
-        self._digests: dict[str, str] = {}
-        """One text for each blob that manifests share, of which there may be thousands."""
+        self._known = PlainDescriptors()
         self._folder: tuple[int, int] | None = None
         """Device and inode of the folder of manifests; None until the folder exists."""
 
@@ -132,18 +132,13 @@ class ReachableBlobs:
     def _read(self, path: str, version: FileVersion) -> ManifestState:
         try:
             data = read_regular(path, MAX_MANIFEST_SIZE)
-            manifest = Manifest.from_bytes(data)
+            manifest = Manifest.from_bytes(data, self._known)
             is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
             raise InvalidManifest(self._unknown(path, error.message)) from None
-        one = self._digests.setdefault
-        blobs = tuple([one(blob.digest.hex, blob.digest.hex) for blob in manifest.blobs])
+        blobs = tuple([blob.digest.hex for blob in manifest.blobs])
         layers = (manifest.config, *manifest.layers)
-        others = [
-            one(item.digest.hex, item.digest.hex)
-            for item in layers
-            if item.media_type != media_types.TENSOR
-        ]
+        others = [item.digest.hex for item in layers if item.media_type != media_types.TENSOR]
         lost = None if is_proven else str(layers_digest(manifest.layers))
         return ManifestState(version, Digest.of(data), blobs, frozenset(others), lost)
 

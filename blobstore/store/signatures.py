@@ -4,7 +4,7 @@ They belong to the digest of a manifest, so they apply to all of its names, and 
 keeps them. Each is a file named by its own digest, in a folder named by the manifest's. The store does not
 read what is in them.
 
-Those that a stranger sent, and that no key has verified, have another ending and are few: they take the place
+Those that a remote sent, and that no key has verified, have another ending and are few: they take the place
 of each other only, never of those that were made here or verified.
 """
 
@@ -70,7 +70,7 @@ class Signatures:
         if is_verified:
             self._write(verified, data)
             unverified.unlink(missing_ok=True)
-        elif _read(verified) is None and len(data) <= limits.UNVERIFIED.one:
+        elif _kept(verified).data is None and len(data) <= limits.UNVERIFIED.one:
             self._write(unverified, data)
             count = size = 0
             for path, status in _files(folder, _UNVERIFIED):
@@ -80,7 +80,7 @@ class Signatures:
                     path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
-        while _read(path) is None:
+        while _kept(path).data is None:
             for missing in (path.parent, self._layout.temporary):
                 make_folders(missing, self._layout.root)
             with contextlib.suppress(FileNotFoundError):  # gc has removed the folder, still empty
@@ -90,13 +90,12 @@ class Signatures:
     def of(self, manifest: Digest) -> Iterator[KeptSignature]:
         """Yield the signatures of a manifest, one at a time: unverified ones last, the newest first.
 
-        The order is that of their times, because a stranger can choose digests.
+        The order is that of their times, because the sender can choose digests.
         """
         folder = self.folder(manifest)
         for ending in (_VERIFIED, _UNVERIFIED):
             for path, _ in _files(folder, ending)[:MAX_SIGNATURES]:
-                data = _read(path)
-                yield KeptSignature(path, data, is_damaged=data is None and _is_damaged(path))
+                yield _kept(path)
 
     def manifests(self) -> Iterator[Digest]:
         """Yield the digests of the manifests that have signatures."""
@@ -129,18 +128,11 @@ def _files(folder: Path, ending: str) -> list[tuple[Path, os.stat_result]]:
     return sorted(found, key=lambda item: item[1].st_mtime_ns, reverse=True)
 
 
-def _read(path: Path) -> bytes | None:
-    """Return a signature; None if the file is missing, or if its content does not match its name."""
+def _kept(path: Path) -> KeptSignature:
+    """Read and hash a signature."""
     try:
         data = read_regular(path, MAX_SIGNATURE_SIZE)
     except (OSError, BlobstoreError):
-        return None
-    return data if Digest.of(data).hex == path.stem else None
-
-
-def _is_damaged(path: Path) -> bool:
-    """Return whether a signature can be read and does not match its name."""
-    try:
-        return Digest.of(read_regular(path, MAX_SIGNATURE_SIZE)).hex != path.stem
-    except (OSError, BlobstoreError):
-        return False
+        return KeptSignature(path, None)
+    is_damaged = Digest.of(data).hex != path.stem
+    return KeptSignature(path, None if is_damaged else data, is_damaged=is_damaged)

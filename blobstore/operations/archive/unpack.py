@@ -124,7 +124,7 @@ def unpack_archive(
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
             for manifest, signature in given:
-                store.keep_signature(manifest, signature.data)
+                store.keep_signature(manifest, signature.data, is_verified=True)
             with ingest.exclusive_lock(), contextlib.ExitStack() as undo:
                 _check_names(store, models, force=force)
                 for model in models:  # all of them get their names, or none if one fails

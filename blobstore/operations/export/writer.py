@@ -125,7 +125,7 @@ def _write_file(
             raise error.at(f"layer {quote(layer.name)}") from error
     raise BlobDamaged(
         f"file {quote(file.name)} of the source has digest {digester.digest()}, but the source layer "
-        f"records {file.sha256}, although all blobs are whole"
+        f"records {file.sha256}, although all blobs are intact"
     )
 
 

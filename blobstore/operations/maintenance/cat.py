@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digester
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobDamaged, FileNotFound
-from blobstore.models.files import ModelFiles
+from blobstore.models.files import ModelFiles, file_faults_located
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ class ModelFile:
             BlobDamaged: it has another size, or, after its last byte, another digest.
         """
         digester = Digester()
-        for piece in self.store.read_pieces(self.layer.digest, self.layer.size):
-            digester.update(piece)
-            yield piece
+        with file_faults_located(self.reference, self.layer.name):
+            for piece in self.store.read_pieces(self.layer.digest, self.layer.size):
+                digester.update(piece)
+                yield piece
         if (found := digester.digest()) != self.layer.digest:
             raise BlobDamaged(
                 f"file {quote(self.layer.name)} of model {self.reference} is damaged: it has digest "

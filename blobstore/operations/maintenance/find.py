@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.models.tensors import read_tensors
+from blobstore.models.tensors import tensors_of
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore
 from blobstore.store.name_patterns import id_start, is_pattern
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
+    from blobstore.models.tensors import StoredTensor
     from blobstore.store.catalog import CatalogEntry
 
 
@@ -60,8 +63,9 @@ def find_content(
     start = id_start(text)
     places = [*_with_digest(entries, start)] if start else []
     if not places:
+        search = _Search(store, text)
         for entry in entries:
-            places += _with_name(store, entry, text, errors)
+            places += search.places(entry, errors)
     return FoundPlaces(tuple(places), tuple(errors))
 
 
@@ -77,25 +81,46 @@ def _with_digest(entries: list[CatalogEntry], start: str) -> Iterator[FoundPlace
                 yield FoundPlace(entry.reference, "blob", blob.name, blob.size, blob.digest)
 
 
-def _with_name(
-    store: LocalStore, entry: CatalogEntry, text: str, errors: list[BlobstoreError]
-) -> Iterator[FoundPlace]:
-    if entry.manifest is None:
-        return
+class _Search:
+    """Looks for a name of tensors and files. The header of a blob is read once for all models that share it."""
 
-    def is_wanted(name: str) -> bool:
-        return glob_matches(name, text) if is_pattern(text) else name == text
+    def __init__(self, store: LocalStore, text: str) -> None:
+        self._store = store
+        self._text = text
+        self._is_pattern = is_pattern(text)
+        self._found: dict[tuple[BlobId, str], list[StoredTensor] | BlobstoreError] = {}
+        """What blobs have, by the names of their layers, or why that is unknown."""
 
-    try:
-        contents = read_tensors(store, entry.manifest, collect_faults=True)
-    except BlobstoreError as error:  # two blobs have one tensor
-        errors.append(error.at(f"model {entry.reference}"))
-        return
-    errors.extend(fault.at(f"model {entry.reference}") for fault in contents.faults.values())
-    for name, tensor in contents.tensors.items():
-        if is_wanted(name):
-            digest = tensor.layer.digest
-            yield FoundPlace(entry.reference, "tensor", name, tensor.nbytes, digest)
-    for layer in entry.manifest.layers:
-        if layer.media_type in (media_types.JSON, media_types.FILE) and is_wanted(layer.name):
-            yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
+    def places(self, entry: CatalogEntry, errors: list[BlobstoreError]) -> Iterator[FoundPlace]:
+        """Yield the tensors and files of a model that have the name."""
+        if entry.manifest is None:
+            return
+        layers = entry.manifest.layers_of(media_types.TENSOR)
+        self._read([layer for layer in layers if (layer.id, layer.name) not in self._found])
+        for layer in layers:
+            found = self._found[layer.id, layer.name]
+            if isinstance(found, BlobstoreError):
+                errors.append(found.at(f"model {entry.reference}"))
+                continue
+            for tensor in found:
+                size = tensor.nbytes
+                yield FoundPlace(entry.reference, "tensor", tensor.name, size, layer.digest)
+        for layer in entry.manifest.layers:
+            if layer.media_type in (media_types.JSON, media_types.FILE) and self._fits(layer.name):
+                yield FoundPlace(entry.reference, "file", layer.name, layer.size, layer.digest)
+
+    def _read(self, layers: list[Descriptor]) -> None:
+        blobs = list(dict.fromkeys(layer.id for layer in layers))
+        headers = dict(zip(blobs, self._store.read_headers(blobs), strict=True))
+        for layer in layers:
+            interrupts.check()
+            try:
+                tensors = tensors_of(layer, headers[layer.id])
+            except BlobstoreError as error:
+                self._found[layer.id, layer.name] = error
+            else:
+                fitting = [tensor for tensor in tensors if self._fits(tensor.name)]
+                self._found[layer.id, layer.name] = fitting
+
+    def _fits(self, name: str) -> bool:
+        return glob_matches(name, self._text) if self._is_pattern else name == self._text

@@ -43,7 +43,7 @@ GRACE: Final = 3600.0
 PARTIAL_GRACE: Final = 7 * 86400.0
 """The same for unfinished downloads, which the next pull of the model continues."""
 _HOLD = 0.2
-"""Seconds after which the lock is released for other processes."""
+"""Seconds after which the lock is released for other processes, or as many as it took to read what changed."""
 _PAUSE = 0.02
 """Seconds until it is taken again: longer than waiting processes sleep between two tries."""
 _IMPLAUSIBLE = 0.9
@@ -161,9 +161,12 @@ def collect_garbage(
                 refusal, advice="if the models were removed on purpose, run gc with force=True"
             )
         blobs = [*collection.sweep(deltas), *collection.sweep(others)]
+        collection.look_for_leftovers()
         with collection.lock():
             leftovers = tuple(collection.remove_leftovers())
             folders = tuple(collection.remove_empty_folders())
+        if not dry_run:
+            store.prune_signatures()
     return Collected(
         blobs=tuple(blobs),
         leftovers=leftovers,
@@ -192,6 +195,9 @@ class _Collection:
         self._partial_age = PARTIAL_GRACE if older_than is None else older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
+        self._history = store.whole_history()
+        self._suspects: set[Digest] = set()
+        """Manifests with signatures that nobody can use."""
         self._leases = Leases({}, [])
         self.kept: list[KeptBlob] = []
         self._blob_count = 0
@@ -217,11 +223,9 @@ class _Collection:
         names = {folder: list_names(folder) for folder in (cold, hot)}
         self._blob_count = sum(map(len, names.values()))
         links = set(map(digest_of, list_names(self._store.folder("bases"))))
-        if links:
-            # A referenced blob is missing, for example, if a disk is not mounted.
-            there = {name.removeprefix(_PREFIX) for found in names.values() for name in found}
-            if not reached <= there:
-                self._possible_bases = {link for link in links if link is not None}
+        if links and not reached <= self._there():
+            # A referenced blob is missing, for example, because a disk is not mounted.
+            self._possible_bases = {link for link in links if link is not None}
         coded = {delta for deltas in self._deltas.values() for delta in deltas}
         deltas: list[_Candidate] = []
         others: list[_Candidate] = []
@@ -268,8 +272,9 @@ class _Collection:
         remaining = candidates[::-1]
         while remaining:
             with self.lock():
+                begin = time.monotonic()
                 self._update()
-                end = time.monotonic() + _HOLD
+                end = time.monotonic() + _hold(time.monotonic() - begin)
                 while remaining:
                     interrupts.check()
                     removed += self._visit(remaining.pop())
@@ -376,6 +381,18 @@ class _Collection:
         """Return the lock under which files are removed."""
         return contextlib.nullcontext() if self._is_dry else self._store.exclusive_lock()
 
+    def _there(self) -> set[str]:
+        """Return the hex digests of the blobs that are here, hot or cold."""
+        folders = (self._store.folder("blobs"), self._store.folder("cold"))
+        return {name.removeprefix(_PREFIX) for folder in folders for name in list_names(folder)}
+
+    def look_for_leftovers(self) -> None:
+        """Read without the lock what takes long and seldom changes: signatures, and former manifests."""
+        self._history.update()
+        signed = self._store.signed_manifests()
+        unusable = unusable_signatures(self._store, signed)
+        self._suspects = {Digest(kept.path.parent.name) for kept in unusable}
+
     def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         folder = self._store.folder
@@ -401,15 +418,15 @@ class _Collection:
         ages = [(path, 0.0) for path in leased.dead]
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
             ages += [(Path(entry.path), age) for entry in entries]
-        ages += [(path, 0.0) for path in self._store.lost_history()]
-        unsigned: list[Path] = []
+        self._history.update()
+        ages += [(path, 0.0) for path in self._history.lost(self._there())]
         if not self._marks.lost():  # else a damaged manifest may be the one that was signed
             # An import stores signatures before it publishes their manifest.
-            unsigned = list(self._store.lost_signatures(self._marks.manifests()))
-        gone = {path.parent.name for path in unsigned}
-        signed = (one for one in self._store.signed_manifests() if one.hex not in gone)
-        ages += [(path, self._older_than) for path in unsigned]
-        for kept in unusable_signatures(self._store, signed):
+            manifests = self._marks.manifests() | self._history.manifests()
+            unsigned = self._store.lost_signatures(manifests)
+            ages += [(path, self._older_than) for path in unsigned]
+            self._suspects &= manifests
+        for kept in unusable_signatures(self._store, self._suspects):
             ages.append((kept.path, 0.0 if kept.data is None else self._older_than))
         for path, age in ages:
             with contextlib.suppress(FileNotFoundError):
@@ -418,8 +435,6 @@ class _Collection:
                     yield self._remove(path, status.st_size)
         yield from self._remove_partial()
         yield from self._remove_uploads()
-        if not self._is_dry:
-            self._store.prune_signatures()
 
     def _remove_partial(self) -> Iterator[Removed]:
         """Remove unfinished downloads that no process continues; young ones are kept."""
@@ -476,6 +491,14 @@ class _Collection:
             else:
                 path.unlink(missing_ok=True)
         return Removed(path.relative_to(self._store.root), size)
+
+
+def _hold(update: float) -> float:
+    """Return the seconds for removing blobs after an update that took ``update`` seconds.
+
+    They are no fewer, or gc would spend most of its time on updates where there are many names.
+    """
+    return max(_HOLD, update)
 
 
 def _promise_of(path: Path) -> str | None:

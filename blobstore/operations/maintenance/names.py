@@ -136,8 +136,7 @@ def remove_models(
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
             with interrupts.deferred():
-                for entry in entries:
-                    store.remove(entry.reference)
+                store.remove(*(entry.reference for entry in entries))
     return left
 
 

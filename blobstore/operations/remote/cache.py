@@ -105,9 +105,7 @@ class BlobCache:
     def close(self) -> None:
         """Wait until all blobs have their names."""
         self._background.shutdown()
-        if self._claims is not None:
-            self._claims.close()
-            self._claims = None
+        self._claims = None
 
 
 class BlobBatch:
@@ -124,20 +122,29 @@ class BlobBatch:
         claims = self._cache.claims
         if claims is None or blob.size < _SMALL:
             return True
-        self._claimed.add(blob.digest)
-        return claims.take(blob.digest)
+        is_claimed = claims.take(blob.digest)
+        if is_claimed:
+            self._claimed.add(blob.digest)
+        return is_claimed
 
     def wait(self, blob: BlobId, pause: Callable[[float], object]) -> None:
         """Claim a blob that another process is reading, as soon as that has ended."""
         claims = self._cache.claims
-        if claims is not None:
-            claims.wait(blob.digest, pause)
+        if claims is not None and claims.wait(blob.digest, pause):
+            self._claimed.add(blob.digest)
 
-    def show_progress(self) -> None:
+    def give_up(self, blob: BlobId) -> None:
+        """Let others claim a blob that need not be read after all."""
+        claims = self._cache.claims
+        if claims is not None and blob.digest in self._claimed:
+            claims.release([blob.digest])
+            self._claimed.discard(blob.digest)
+
+    def beat(self) -> None:
         """Let other processes see that this one is reading."""
         claims = self._cache.claims
         if claims is not None:
-            claims.show_progress()
+            claims.beat()
 
     def keep(self, digest: Digest, data: memoryview) -> None:
         """Write a blob whose digest was computed in this memory."""

@@ -130,7 +130,7 @@ class RemoteLoader:
             memory = load.arriving()[begin:end]
             self._read(load.stored, begin, memory)
             if batch is not None:
-                batch.show_progress()
+                batch.beat()
             if load.has_arrived(begin, end):
                 self._finish(load, batch)
                 pool.report(load.blob.size, load.blob.digest.short)
@@ -152,6 +152,7 @@ class RemoteLoader:
         except Damaged:  # the other process has failed, or could not keep it
             load.leave_to_us()
             return
+        batch.give_up(load.blob)
         self._check_start(load)
         pool.report(size, digest.short)
 

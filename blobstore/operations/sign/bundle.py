@@ -184,10 +184,10 @@ def _digest(value: Any, what: str) -> Digest:
     return Digest(value)
 
 
-def json_object(data: bytes, what: str) -> dict[str, Any]:
+def json_object(data: bytes, what: str, max_memory: int = strict_json.MAX_MEMORY) -> dict[str, Any]:
     """Return the JSON object in bytes. Raises InvalidSignature unless they are one."""
     try:
-        value = strict_json.loads(data)
+        value = strict_json.loads(data, max_memory)
     except ValueError as error:
         raise InvalidSignature(f"{what} is not readable as JSON: {error}") from None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The policy: whose signatures a model needs, and what happens without them. Pure.
+"""The policy: whose signatures a model needs, and what happens without them. It does no I/O.
 
 A policy is a TOML file; docs/signatures.md describes it. The first rule whose pattern matches a model's name
 decides. A mistake in the file is an error and never an open door: unknown keys, types and names are refused,
@@ -67,7 +67,7 @@ class Verdict:
     action: Action
     is_trusted: bool
     """Whether the model has what its rule asks for; true if that is nothing."""
-    signers: tuple[str, ...] = ()
+    signer: str = ""
     """The name of the first of the rule's keys that was found to have signed it."""
     reason: str = ""
     """What is missing."""
@@ -112,7 +112,7 @@ def decide(
         count += 1
         signer = next((key.name for key in rule.keys if one.is_by(key)), None)
         if signer is not None and _manifest_of(one) == manifest:
-            return Verdict(action=rule.action, is_trusted=True, signers=(signer,))
+            return Verdict(action=rule.action, is_trusted=True, signer=signer)
     names = join_some([quote(key.name) for key in rule.keys], _SHOWN)
     found = f"none of its signatures ({count}) is" if count else "it has no signature"
     reason = f"{found} by a key that rule {quote(rule.pattern)} trusts: {names}"

@@ -140,7 +140,7 @@ def sign_model(
     digest = Digest.of(data)
     made = list(_signatures(private, reference, digest, digests.files, store))
     for item in made:
-        store.keep_signature(digest, item)
+        store.keep_signature(digest, item, is_verified=True)
     notices = tuple(_unused(store, reference, digest, private))
     if target is not None:
         try:
@@ -184,9 +184,7 @@ def _unused(
         return
     verdict = decide(policy, reference, manifest, own())
     if not verdict.is_trusted:
-        is_known = any(one.fingerprint == key.public.fingerprint for one in policy.keys)
-        loss = "" if is_known else "; until the policy has the key, 'gc' removes its signatures"
-        yield f"the policy does not accept this signature: {verdict.reason}{loss}"
+        yield f"the policy does not accept this signature: {verdict.reason}"
 
 
 def _signatures(

@@ -22,7 +22,7 @@ from blobstore.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from blobstore.errors import RemoteError
     from blobstore.manifests.reference import Reference
@@ -73,7 +73,7 @@ def read_policy(store: LocalStore) -> Policy | None:
 
 
 def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
-    """Yield the signatures that are in form, one at a time; what they sign is not parsed."""
+    """Yield the signatures that are well-formed, one at a time; what they sign is not parsed."""
     from blobstore.operations.sign.cosign import read_envelope
 
     for data in signatures:
@@ -152,9 +152,10 @@ def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
 
 
 def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Iterator[KeptSignature]:
-    """Yield the signatures that are damaged, or that no rule of the policy can use.
+    """Yield the signatures that are damaged, and unverified ones that no rule of the policy can use.
 
-    A policy without keys, or one that cannot be read, does not say which can be used.
+    Verified ones stay, whatever the policy of this user is: another user of the store may need them, and some
+    cannot be made again. A policy without keys, or one that cannot be read, does not say which can be used.
     """
     keys: Sequence[PublicKey] = ()
     with suppress(InvalidPolicy, MissingLibrary):
@@ -165,16 +166,34 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
             if kept.data is None:
                 if kept.is_damaged:  # one that cannot be read may be intact
                     yield kept
-            elif keys and not any(one.manifest == manifest for one in signed_by([kept.data], keys)):
+            elif (
+                keys
+                and not kept.is_verified
+                and not any(one.manifest == manifest for one in signed_by([kept.data], keys))
+            ):
                 yield kept
 
 
-def require_trust(store: LocalStore, reference: Reference, data: bytes) -> None:
+def require_trust(
+    store: LocalStore,
+    reference: Reference,
+    data: bytes,
+    attached: Callable[[Callable[[RemoteError], object]], Iterable[bytes]] = lambda _: (),
+) -> None:
     """Check a model that is about to be used, as :func:`check_trust` does.
 
     A model that is not trusted, but may be used, is a warning of Python.
+
+    Args:
+        store: the store, whose policy and signatures count.
+        reference: the model's name.
+        data: the bytes of its manifest.
+        attached: returns the signatures that are kept with a model elsewhere, which are read only if the
+            policy needs them; it is called with what notes why they cannot be read.
     """
-    verdict = check_trust(store, reference, data)
+    errors: list[RemoteError] = []
+    signatures = envelopes(attached(errors.append))
+    verdict = check_trust(store, reference, data, signatures, errors=errors)
     for notice in verdict.notices(reference) if verdict is not None else ():
         warnings.warn(notice, stacklevel=3)
 

@@ -212,9 +212,8 @@ class Download:
                 raise error.at(fetch.label) from None
             # The blob itself is fetched when no part is left.
         except RemoteError as error:
-            if (
-                fetch.cold is None or not error.status
-            ):  # what gets no answer will get none for the blob
+            # If the server does not answer, it would not answer a request for the blob either.
+            if fetch.cold is None or not error.status:
                 raise
         file.catch_up()
         with self._changed:
@@ -241,7 +240,7 @@ class Download:
         if fetch.cold is not None:
             with self._changed:
                 self._notices.append(
-                    f"{fetch.label}: its compressed form in the registry is damaged or denied, so the blob "
+                    f"{fetch.label}: its compressed form in the registry could not be used, so the blob "
                     "itself was fetched"
                 )
             fetch.cold = None

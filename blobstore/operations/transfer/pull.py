@@ -110,7 +110,7 @@ def pull_model(
         name: the name that the model gets; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
-        limit_rate: bytes per second that are fetched at most.
+        limit_rate: maximum number of bytes per second.
         jobs: number of threads that hash blobs of the store; by default one per processor.
         force: replace another model that has the name. What an earlier pull from this address gave it is
             replaced without.

@@ -465,8 +465,7 @@ class _Push:
             session=self._notes.session(blob.digest) if blob.size > self._part_size else None,
             on_session=partial(self._notes.keep_session, blob.digest),
         )
-        if blob.size > self._part_size:
-            self._notes.forget_session(blob.digest)
+        self._notes.forget_session(blob.digest)
         return resumed
 
     def send_manifests(self, workers: WorkerPool, sent: Counter[Sent]) -> None:

@@ -61,7 +61,7 @@ class SelectedSignatures(NamedTuple):
     def of(
         cls, found: Iterable[bytes], manifest: Digest, policy: Policy | None
     ) -> SelectedSignatures:
-        """Keep what keys of the policy have signed; without such keys, a few of those that are in form."""
+        """Keep what keys of the policy have signed; without such keys, a few of those that are well-formed."""
         if policy is not None and policy.keys:
             trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
             return cls([one.data for one in trusted], is_verified=True)
@@ -168,7 +168,7 @@ def push_signatures(
         signed = cosign.payload(f"{target.host}/{target.repository}", root.digest, int(time.time()))
         subject = b"" if root.digest == manifest else root.data
         data = cosign.write_signature(signed, key.sign(signed, is_sha256=True), subject)
-        store.keep_signature(manifest, data)
+        store.keep_signature(manifest, data, is_verified=True)
     return send_signatures(client, target.repository, root, store.signatures(manifest))
 
 

@@ -277,7 +277,7 @@ def _entries(tar: bytes) -> Iterator[tuple[str, int, int]]:
     while block := tar[begin : begin + _TAR_BLOCK].rstrip(b"\0"):
         name, octal, kind = block[:100].rstrip(b"\0"), block[124:135], block[156:157]
         if _OCTAL.fullmatch(octal) is None:
-            raise _not_a_catalog(f"byte {begin} is not the begin of an entry")
+            raise _not_a_catalog(f"no entry starts at byte {begin}")
         size = int(octal, 8)
         begin += _TAR_BLOCK
         if kind not in _TAR_KINDS or begin + size > len(tar):

@@ -128,7 +128,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         put(LocalStore(store), "gone", {"y": 2})
         digest = Digest.of(LocalStore(store).read_manifest("tuned"))
         bundle = write_bundle(statement("tuned", {}, digest), b"no signature", "")
-        LocalStore(store).keep_signature(digest, bundle)
+        LocalStore(store).keep_signature(digest, bundle, is_verified=True)
         with contextlib.suppress(pytest.skip.Exception):  # the library is not installed
             from tests.support.signing import key_files
 

@@ -99,3 +99,17 @@ def test_other_spans_stay_apart(spans: list[Span]) -> None:
 def test_copies_refer_to_the_same_span_after_a_merge() -> None:
     spans = [*small(10, 20), Span(7), Span(9), Span(7, same_as=2)]
     assert merge_small(spans) == [*small(30), Span(7), Span(9), Span(7, same_as=1)]
+
+
+def test_an_original_stays_apart_after_a_merge() -> None:
+    begins = (0, 100, 300, 350)
+    spans = [
+        Span(size, DType.BF16, base_begin=begin)
+        for size, begin in zip((100, 200, 50, 60), begins, strict=True)
+    ]
+    copy = Span(50, DType.BF16, same_as=2)
+    assert merge_small([*spans, copy]) == [
+        Span(300, DType.BF16, base_begin=0),
+        *spans[2:],
+        copy._replace(same_as=1),
+    ]

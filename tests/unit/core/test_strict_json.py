@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -123,8 +124,30 @@ def test_rejects_writing_numbers_that_it_would_not_parse(value: float) -> None:
         strictjson.dumps(value)
 
 
-@pytest.mark.parametrize("text", ["[0,0,0,0]", '{"a":{},"b":[]}', "[[[[]]]]"])
-def test_a_document_of_too_many_values_is_refused_before_it_is_parsed(text: str) -> None:
-    with pytest.raises(ValueError, match="^it has more than 3 values$"):
-        strictjson.loads(text.encode(), max_values=3)
-    assert strictjson.loads(text.encode(), max_values=4) == json.loads(text)
+@pytest.mark.parametrize(
+    "item", ["[],", "{},", '{"":0},', '{"a":"b"},', "1.5,", '"ab",', "[[[[[]]]]],", '"\U0001f600",']
+)
+def test_a_document_that_takes_much_memory_is_refused_before_it_is_parsed(item: str) -> None:
+    text = f"[{item * 1000}0]"
+    data, expected = text.encode(), json.loads(text)
+    with pytest.raises(ValueError, match="^it would take more than 0 MiB of memory$"):
+        strictjson.loads(data, max_memory=len(data) * 3)
+    tracemalloc.start()
+    try:
+        found = strictjson.loads(data, max_memory=2**20)
+        assert tracemalloc.get_traced_memory()[1] < strictjson._memory(text)
+    finally:
+        tracemalloc.stop()
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["model.layers.weight", "\U0001f600"])
+def test_a_manifest_of_200_000_layers_is_far_from_the_limit_of_memory(name: str) -> None:
+    layer = {
+        "mediaType": "application/vnd.ollama.image.tensor",
+        "digest": f"sha256:{'0' * 64}",
+        "size": 10**9,
+        "name": name,
+    }
+    few = strictjson._memory(json.dumps([layer] * 1000, ensure_ascii=False))
+    assert few * 200 < strictjson.MAX_MEMORY

@@ -4,12 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import InvalidManifest, ModelNotFound
+import blobstore
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    InvalidManifest,
+    ModelNotFound,
+)
 from blobstore.manifests.reference import Reference
 from blobstore.models.files import ModelFiles
+from blobstore.operations.maintenance.cat import read_file
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
-from tests.support.models import add_blobs, with_layers
+from tests.support.models import add_blobs, dense_tensors, with_layers, write_folder
 
 
 @pytest.fixture
@@ -42,3 +50,23 @@ def test_rejects_a_changed_manifest(store: LocalStore) -> None:
 def test_a_model_that_has_lost_its_config_keeps_its_files(store: LocalStore) -> None:
     blob_path(store, "").unlink()
     assert [layer.name for layer in ModelFiles.of("m", store).manifest.layers] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"), [(None, BlobMissing), (b"short", BlobDamaged), (b"altered", BlobDamaged)]
+)
+def test_errors_of_a_small_file_name_it_and_its_model(
+    store: LocalStore, tmp_path: Path, content: bytes | None, kind: type[BlobstoreError]
+) -> None:
+    blobstore.create(write_folder(tmp_path / "source", dense_tensors()), "m", store=store)
+    files = ModelFiles.of("m", store)
+    layer = files.files["config.json"]
+    path = Path(store.blob_path(layer.digest))
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content.ljust(layer.size) if content == b"altered" else content)
+    for read in (files.read_file, files.read_json, files.file_path):
+        with pytest.raises(kind, match="^file 'config.json' of model m:latest: "):
+            read("config.json")
+    with pytest.raises(kind, match="^file 'config.json' of model m:latest"):
+        read_file("m", "config.json", store=store)

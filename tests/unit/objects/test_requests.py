@@ -61,7 +61,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
 def local(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "local")
     frozen.put(store, "one", {"x": 1})
-    store.keep_signature(Digest.of(store.read_manifest("one")), b"signature")
+    store.keep_signature(Digest.of(store.read_manifest("one")), b"signature", is_verified=True)
     return store
 
 

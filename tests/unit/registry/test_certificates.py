@@ -59,11 +59,21 @@ def test_certificate_is_shown_to_a_registry_that_requires_one(home: Path) -> Non
         assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("name", ["ca.crt", "client.cert"])
-def test_file_with_something_else_than_a_certificate_is_named(home: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (["ca.crt"], "ca.crt"),
+        (["client.cert"], "client.key"),  # which is missing
+        (["client.cert", "client.key"], "client.cert"),
+    ],
+)
+def test_file_without_a_certificate_or_key_is_named(
+    home: Path, names: list[str], named: str
+) -> None:
     folder = home / ".config/containers/certs.d/127.0.0.1:1"
     folder.mkdir(parents=True)
-    (folder / name).write_text("x", encoding="utf-8")
+    for name in names:
+        (folder / name).write_text("x", encoding="utf-8")
 
-    with pytest.raises(RemoteError, match=f"the certificate '.*{name}' cannot be used"):
+    with pytest.raises(RemoteError, match=f"{named}' cannot be used for TLS"):
         RegistryClient("127.0.0.1:1", plain_http=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -190,7 +191,8 @@ def test_ignores_unknown_fields() -> None:
 def test_rejects_brackets_without_end_cleanly(depth: int, pair: str) -> None:
     opening = "[" if pair == "[]" else '{"a":'
     text = '{"x":' + opening * depth + "1" + pair[1] * depth + "}"
-    with pytest.raises(InvalidHeader, match="nested too deeply"):
+    message = "nested too deeply" if depth < 10**6 else "MiB of memory"
+    with pytest.raises(InvalidHeader, match=message):
         parse(text, 0)
 
 
@@ -469,6 +471,27 @@ def test_messages_escape_and_shorten_names() -> None:
 
 
 # The cover
+
+
+def test_takes_the_shortest_entries_however_many() -> None:
+    count = 20_000
+    entries = (
+        f'"{n:x}":{{"dtype":"U8","shape":[],"data_offsets":[{n},{n + 1}]}}' for n in range(count)
+    )
+    # One character beyond Unicode's basic plane doubles the memory of the text twice.
+    metadata = '"__metadata__":{"a":"\U0001f600"}'
+    assert len(parse(f"{{{metadata},{','.join(entries)}}}", count).tensors) == count
+
+
+def test_rejects_a_header_of_many_empty_values_before_it_is_parsed() -> None:
+    text = f'{{"a":[{"{}," * 10**6}0]}}'
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidHeader, match="it would take more than 85 MiB of memory"):
+            parse(text, 0)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_order_of_the_text_is_not_that_of_the_data() -> None:

@@ -29,7 +29,7 @@ claims = BlobClaims(Path(sys.argv[1]))
 print(claims.take(Digest.of(b"one")), flush=True)
 for line in sys.stdin:
     if line == "progress\\n":
-        claims.show_progress()
+        claims.beat()
     else:
         claims.release([Digest.of(b"one")])
     print("done", flush=True)
@@ -76,10 +76,8 @@ def holder(path: Path) -> Iterator[Holder]:
 
 
 @pytest.fixture
-def ours(path: Path) -> Iterator[BlobClaims]:
-    ours = BlobClaims(path)
-    yield ours
-    ours.close()
+def ours(path: Path) -> BlobClaims:
+    return BlobClaims.of(path)
 
 
 def test_a_blob_is_claimed_by_one_process_until_it_gives_the_claim_up(
@@ -126,6 +124,41 @@ def test_waiting_ends_with_the_claim(holder: Holder, ours: BlobClaims) -> None:
 
     ours.wait(ONE, pause)
     assert len(pauses) == 3
+
+
+def test_a_second_model_of_the_process_neither_shares_nor_ends_the_claims_of_the_first(
+    path: Path, ours: BlobClaims
+) -> None:
+    assert ours.take(ONE)
+    other = BlobClaims.of(path)
+    assert other is ours
+    assert not other.take(ONE)
+    del other
+    output = subprocess.run(
+        [sys.executable, "-c", HOLDER, path], check=False, input="", capture_output=True, text=True
+    )
+    assert output.stdout == "False\n"
+
+
+def test_waiting_ends_although_others_make_progress(
+    holder: Holder, ours: BlobClaims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def pause(_: float) -> None:
+        now[0] += 50
+        holder.do("progress")
+
+    assert not ours.wait(ONE, pause)
+    assert now[0] == 600
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path, path: Path) -> None:
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        BlobClaims.of(path)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_waiting_ends_if_no_process_makes_progress(

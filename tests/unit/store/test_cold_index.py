@@ -175,7 +175,7 @@ def test_gc_lists_cold_blobs_once_however_many_batches_it_needs(
         calls.append(None)
         return cold_files()
 
-    monkeypatch.setattr(collect, "_HOLD", 0)
+    monkeypatch.setattr(collect, "_hold", lambda _: 0.0)
     monkeypatch.setattr(store, "cold_files", counted)
     found = collect_garbage(store, older_than=0, force=True)
     assert len([item for item in found.blobs if item.path.parent.name == "cold"]) == 5

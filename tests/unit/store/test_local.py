@@ -175,6 +175,19 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
     assert synced == [(folder, False)]
 
 
+def test_many_names_are_removed_with_one_sync_of_their_folder(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"model:{number}" for number in range(5)]
+    for name in (*names, "other"):
+        publish(store, name)
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    store.remove(*names)
+    assert len(synced) == 1
+    assert list(map(str, store.references())) == ["other:latest"]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_only_the_owner_can_write_a_manifest(store: LocalStore, umask: int) -> None:
     assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"

@@ -31,8 +31,8 @@ def age(store: LocalStore) -> None:
 
 def test_keeps_signatures_by_the_digest_of_the_manifest(store: LocalStore) -> None:
     for data in (b"one", b"two", b"one"):
-        store.keep_signature(MANIFEST, data)
-    store.keep_signature(Digest.of(b"other"), b"three")
+        store.keep_signature(MANIFEST, data, is_verified=True)
+    store.keep_signature(Digest.of(b"other"), b"three", is_verified=True)
 
     assert sorted(store.signatures(MANIFEST)) == [b"one", b"two"]
     assert list(store.signatures(Digest.of(b"none"))) == []
@@ -42,7 +42,7 @@ def test_leaves_out_files_that_are_damaged_or_not_signatures(
     store: LocalStore, tmp_path: Path
 ) -> None:
     for data in (b"one", b"two", b"three", b"four"):
-        store.keep_signature(MANIFEST, data)
+        store.keep_signature(MANIFEST, data, is_verified=True)
     folder = store.folder("signatures") / MANIFEST.hex
     one, two, three = (folder / f"{Digest.of(data).hex}.sig" for data in (b"one", b"two", b"three"))
     one.write_bytes(b"ONE")
@@ -59,7 +59,7 @@ def test_reads_a_limited_number_of_signatures(
 ) -> None:
     monkeypatch.setattr(signatures, "MAX_SIGNATURES", 3)
     for number in range(5):
-        store.keep_signature(MANIFEST, bytes([number]))
+        store.keep_signature(MANIFEST, bytes([number]), is_verified=True)
     assert len(list(store.signatures(MANIFEST))) == 3
 
 
@@ -67,7 +67,7 @@ def test_a_store_that_cannot_be_written_keeps_none(store: LocalStore) -> None:
     store.root.mkdir()
     store.folder("signatures").parent.write_bytes(b"no folder")
     with pytest.raises(StoreError):
-        store.keep_signature(MANIFEST, b"one")
+        store.keep_signature(MANIFEST, b"one", is_verified=True)
 
 
 def test_gc_removes_the_signatures_of_manifests_that_are_gone(store: LocalStore) -> None:
@@ -75,7 +75,7 @@ def test_gc_removes_the_signatures_of_manifests_that_are_gone(store: LocalStore)
     put(store, "removed", {"x": 2})
     kept, removed = (Digest.of(store.read_manifest(name)) for name in ("kept", "removed"))
     for digest in (kept, removed):
-        store.keep_signature(digest, b"signature")
+        store.keep_signature(digest, b"signature", is_verified=True)
     remove_models("removed", store=store)
 
     collect_garbage(store)
@@ -95,7 +95,7 @@ def test_gc_keeps_the_signatures_of_manifests_that_can_be_restored(store: LocalS
     put(store, "first", {"x": 1})
     put(store, "second", {"x": 2})
     digest = Digest.of(store.read_manifest("first"))
-    store.keep_signature(digest, b"signature")
+    store.keep_signature(digest, b"signature", is_verified=True)
     copy_model("first", "model", store=store)
     copy_model("second", "model", store=store, force=True)
     remove_models("first", store=store)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
 
 import blobstore
-from blobstore.errors import InvalidManifest
+from blobstore.core.digest import BlobId
+from blobstore.errors import BlobMissing, InvalidManifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
@@ -43,3 +47,31 @@ def test_reports_manifests_that_cannot_be_read(store: LocalStore) -> None:
     result = blobstore.find("x", store=store)
     assert [str(place.reference) for place in result.places] == ["b:latest"]
     assert [type(error) for error in result.errors] == [InvalidManifest]
+
+
+def test_reads_the_header_of_a_blob_that_models_share_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("c", "d", "e"):
+        copy_model("a", name, store=store)
+    read: list[object] = []
+    headers = store.read_headers
+
+    def noted(blobs: Iterable[BlobId]) -> object:
+        read.extend(blobs := list(blobs))
+        return headers(blobs)
+
+    monkeypatch.setattr(store, "read_headers", noted)
+    assert found(store, "y") == [(f"{name}:latest", "tensor", "y") for name in "acde"]
+    assert len(read) == len(set(read)) == 3
+
+
+def test_reports_a_missing_blob_for_each_model_that_needs_it(store: LocalStore) -> None:
+    Path(store.blob_path(layers(store, "a")["x"].digest)).unlink()
+    result = blobstore.find("[xz]", store=store)
+    assert [str(place.reference) for place in result.places] == ["b:latest"]
+    assert [type(error) for error in result.errors] == [BlobMissing] * 2
+    assert [str(error).partition(": ")[0] for error in result.errors] == [
+        "model a:latest",
+        "model b:latest",
+    ]

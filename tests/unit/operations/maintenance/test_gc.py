@@ -439,10 +439,15 @@ def test_releases_the_lock_between_batches(
         times.append(None)
         return alone()
 
-    monkeypatch.setattr(collect, "_HOLD", 0)
+    monkeypatch.setattr(collect, "_hold", lambda _: 0.0)
     monkeypatch.setattr(store, "exclusive_lock", counted)
     assert len(collect_garbage(store, older_than=0, force=True).blobs) == 7
     assert len(times) == 7 + 1
+
+
+def test_removes_blobs_for_as_long_as_it_took_to_read_what_changed() -> None:
+    assert collect._hold(0.01) == collect._HOLD
+    assert collect._hold(3) == 3
 
 
 def test_two_collections_at_once_remove_each_blob_once(
@@ -483,7 +488,7 @@ def test_is_linear_in_manifests_and_layers(store: LocalStore) -> None:
             reads.append(path)
             return read_regular(path, limit)
 
-        patch.setattr(collect, "_HOLD", 0)
+        patch.setattr(collect, "_hold", lambda _: 0.0)
         patch.setattr(marks, "read_regular", noted)
         assert len(collect_garbage(store, older_than=0, force=True).blobs) == 20
     assert len(reads) == len(set(reads)) == 31

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.files import read_regular
 from blobstore.errors import ModelNotFound, NotFound, StoreBusy, UsageError
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
@@ -13,7 +14,9 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import model_history, restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store import history
 from blobstore.store.local import LocalStore
+from blobstore.store.scan import list_names
 from tests.support.frozen import put
 from tests.support.models import write_folder
 
@@ -116,6 +119,41 @@ def test_a_removed_name_keeps_its_history(store: LocalStore) -> None:
 
     assert not restore_model("model", store=store).replaced
     assert store.read_manifest("model") == store.read_manifest("second")
+
+
+def test_gc_reads_each_former_manifest_once_and_none_while_it_keeps_others_waiting(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_models(["first"], store=store)
+    paths, reads = set(files_of(store)), list[Path]()
+    store.lock_timeout = 0
+
+    def noted(path: Path, limit: int) -> bytes:
+        with store.shared_lock():  # or the file is not read
+            reads.append(path)
+            return read_regular(path, limit)
+
+    monkeypatch.setattr(history, "read_regular", noted)
+    collected = collect_garbage(store, older_than=0)
+    assert set(reads) == paths
+    assert len(reads) == len(paths) == 2
+    assert len(collected.leftovers) == 1
+
+
+def test_giving_many_names_other_models_lists_the_history_once_each(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[object] = []
+
+    def noted(folder: Path) -> list[str]:
+        listed.append(folder)
+        return list_names(folder)
+
+    monkeypatch.setattr(history, "list_names", noted)
+    for _ in range(3):
+        copy_model("first", "model", store=store, force=True)
+        copy_model("second", "model", store=store, force=True)
+    assert listed == [store.folder("history")] * 6
 
 
 def test_damaged_files_are_skipped_and_removed(store: LocalStore) -> None:

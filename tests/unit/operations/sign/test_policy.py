@@ -89,7 +89,7 @@ def test_a_rule_needs_a_signature_of_this_manifest_by_one_of_its_keys(files: Pat
         for signatures in ([], [signed(theirs)], [signed(private_key())], [signed(ours, OTHER)])
     ]
 
-    assert (trusted.is_trusted, trusted.signers, trusted.reason) == (True, ("ours",), "")
+    assert (trusted.is_trusted, trusted.signer, trusted.reason) == (True, "ours", "")
     assert all(verdict.is_refused and "'team/*'" in verdict.reason for verdict in refused)
 
 
@@ -137,7 +137,7 @@ def test_a_key_may_stand_in_the_file_itself(files: Path) -> None:
         f'version = 1\n[keys]\nhere = """\n{pem}"""\n[[rules]]\nmatch = "*"\naction = "enforce"\nkeys = ["here"]',
     )
     verdict = decide(policy, Reference.parse("x"), MANIFEST, [signed(key(files, "ours"))])
-    assert verdict.signers == ("here",)
+    assert verdict.signer == "here"
 
 
 def test_a_pattern_that_takes_seconds_to_match_is_refused() -> None:

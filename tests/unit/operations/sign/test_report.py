@@ -63,10 +63,10 @@ def test_reports_signatures_that_were_altered(store: LocalStore, key: KeyFiles) 
     (bundle,) = (one for one in store.signatures(digest) if b"bundle" in one)
     value = json.loads(bundle)
     value["dsseEnvelope"]["signatures"][0]["sig"] = "MAYCAQECAQE="
-    store.keep_signature(digest, json.dumps(value).encode())
-    store.keep_signature(digest, b"{}")
+    store.keep_signature(digest, json.dumps(value).encode(), is_verified=True)
+    store.keep_signature(digest, b"{}", is_verified=True)
     for data in store.signatures(other.digest):
-        store.keep_signature(digest, data)
+        store.keep_signature(digest, data, is_verified=True)
 
     (model,) = check_signatures("model", keys=[key.public], store=store)
 
@@ -86,7 +86,7 @@ def test_says_what_the_policy_says(store: LocalStore, key: KeyFiles) -> None:
 
     assert (model.action, model.is_trusted, model.is_faulty) == ("enforce", True, False)
     assert model.verdict is not None
-    assert model.verdict.signers == ("ours",)
+    assert model.verdict.signer == "ours"
     assert (plain.action, plain.is_trusted, plain.is_faulty) == ("enforce", False, True)
     assert "no signature" in plain.reason
 

@@ -100,7 +100,7 @@ def test_a_signature_of_another_manifest_does_not_count(store: LocalStore, key: 
     blobstore.sign("other", key.private, store=store)
     policy(store, key)
     for data in store.signatures(Digest.of(store.read_manifest("other"))):
-        store.keep_signature(Digest.of(store.read_manifest("model")), data)
+        store.keep_signature(Digest.of(store.read_manifest("model")), data, is_verified=True)
     with pytest.raises(NotTrusted, match="none of its signatures"):
         check_trust(store, MODEL, store.read_manifest("model"))
 
@@ -112,7 +112,7 @@ def test_damaged_and_unknown_signatures_prove_nothing(store: LocalStore, key: Ke
     for path in (store.folder("signatures") / digest.hex).iterdir():
         path.write_bytes(path.read_bytes()[:-2])
     for data in (b"", b"[]", b'{"mediaType":"x"}', b"[" * 9999):
-        store.keep_signature(digest, data)
+        store.keep_signature(digest, data, is_verified=True)
     with pytest.raises(NotTrusted):
         check_trust(store, MODEL, store.read_manifest("model"))
 
