@@ -98,6 +98,16 @@ class RemoteSource(NamedTuple):
         return self.model.manifest
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the registry serves the model."""
+        if not self.root.foreign_type:
+            return ()
+        sent, right = quote(self.root.foreign_type), self.root.media_type
+        return (
+            f"the server sends the manifest as {sent}; other tools may need the Content-Type {right}",
+        )
+
+    @property
     def blobs(self) -> tuple[Descriptor, ...]:
         """The blobs of the model, each once."""
         return self.model.blobs

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
-from blobstore.core import interrupts, limits
+from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, RemoteError, SourceError
@@ -151,7 +151,7 @@ class _Pages:
                     interrupts.sleep(seconds)
                     continue
             hf_raise_for_status(response)
-            page = response.json()
+            page = strict_json.loads_any(response.content)
             self._budget.spend(0, len(page))
             yield page
             url, tries = response.links.get("next", {}).get("url"), 0
@@ -190,9 +190,9 @@ def cached_snapshot(storage: Path, revision: str | None) -> Path | None:
 def cached_listing(snapshot: Path) -> Listing | None:
     """Return the listing that the cache has for a snapshot; None if there is none."""
     try:
-        value = json.loads(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
+        value = strict_json.loads_any(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
         return listing_of(value["files"]) if value["format_version"] == _TREE_VERSION else None
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return None
     except BlobstoreError:
         return None

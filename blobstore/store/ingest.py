@@ -119,7 +119,7 @@ class Ingest:
     def stop(self) -> None:
         """End the import: threads and worker processes that still add blobs fail."""
         self._is_closed = True
-        self._lease.end()
+        self._lease.end()  # before its files are removed: a worker looks for it after it created one
 
     def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Add a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
@@ -211,6 +211,7 @@ class Ingest:
         """
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        # All bytes are durable before the first name: a crash must not leave a name of unsynced bytes.
         for synced in self._syncing:
             interrupts.result(synced)
         for path, item in self._unnamed.items():
@@ -220,7 +221,9 @@ class Ingest:
                 continue
             self._publish_partial(path, item, state)
         self._unnamed.clear()
+        # The caller's manifest is synced into another folder, so it could survive names that were not synced.
         sync_folder(self._layout.blobs)
+        # Last, because the lease must have held for as long as no manifest lists the blobs.
         self._check_lease()
 
     def _check_lease(self) -> None:

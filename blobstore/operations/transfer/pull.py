@@ -193,7 +193,7 @@ def pull_model(
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
             *replacement_notices(reference, done.former),
-            *_type_notices(source),
+            *source.notices,
             *done.notices,
         ),
     )
@@ -267,15 +267,6 @@ def _planned(
     notices = _base_notices(without_base)
     return Fetched(
         len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
-    )
-
-
-def _type_notices(source: RemoteSource | ObjectSource) -> tuple[str, ...]:
-    if isinstance(source, ObjectSource) or not source.root.foreign_type:
-        return ()
-    sent, right = source.root.foreign_type, source.root.media_type
-    return (
-        f"the server sends the manifest as {quote(sent)}; other tools may need the Content-Type {right}",
     )
 
 

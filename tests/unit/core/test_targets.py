@@ -74,6 +74,8 @@ WRITERS: dict[str, Callable[[LocalStore, Path], object]] = {
     "edit_file in place": lambda _, path: edit_file(path, {"x": np.zeros(2, "f4")}, in_place=True),
     "SafetensorsWriter": lambda _, path: SafetensorsWriter(path, {}),
     "pack": lambda store, path: blobstore.pack("a", path, store=store, overwrite=True),
+    "convert": lambda _, path: blobstore.convert(path, path, overwrite=True),
+    "sign": lambda store, path: blobstore.sign("a", "key", out=path, store=store, overwrite=True),
     "page": lambda store, path: blobstore.page(path, store=store),
     "export": lambda store, path: blobstore.export("a", path.with_suffix(".folder"), store=store),
     "link": lambda store, path: blobstore.link("a", path.with_suffix(".folder"), store=store),
