@@ -49,6 +49,18 @@ def _complete(report: _Report) -> _Report:
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """Let ``os.fsync`` check its file and return, since only a power cut shows what else it does.
+
+    Disks take milliseconds for each call, and the tests make more than 100,000. Programs that tests start
+    do sync, and those below tests/faults look at their calls.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
 @pytest.fixture(scope="session")
 def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     with running_object_store(tmp_path_factory.mktemp("objects") / "weed") as server:

@@ -100,9 +100,8 @@ class RemoteStore(LocalStore):
             and blob.size <= limits.SMALL_FILES.one
             and self.remote.is_elsewhere(blob.digest)
         ]
-        small.sort(
-            key=attrgetter("size")
-        )  # those beyond the limit are read when they are asked for
+        # Those beyond the limit are read when they are asked for.
+        small.sort(key=attrgetter("size"))
         sizes = accumulate(blob.size for blob in small)
         count = sum(size <= limits.SMALL_FILES.all for size in sizes)
         self._small = self.remote.load_small(small[: min(count, limits.SMALL_FILES.count)])
@@ -150,7 +149,7 @@ class RemoteStore(LocalStore):
             self._check_listed(digest, size)
             self._reader.read_into(digest, size, offset, buffer[: size - offset])
 
-    def read_blob(self, digest: Digest, size: int, limit: int = 1 << 28) -> bytes:
+    def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob after checking its digest."""
         if digest in self._small:
             return self._small[digest]

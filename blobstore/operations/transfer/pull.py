@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
@@ -109,7 +110,7 @@ def pull_model(
         name: the name that the model gets; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
-        limit_rate: bytes per second that are fetched at most.
+        limit_rate: maximum number of bytes per second.
         jobs: number of threads that hash blobs of the store; by default one per processor.
         force: replace another model that has the name. What an earlier pull from this address gave it is
             replaced without.
@@ -192,7 +193,7 @@ def pull_model(
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
             *replacement_notices(reference, done.former),
-            *_type_notices(source),
+            *source.notices,
             *done.notices,
         ),
     )
@@ -269,15 +270,6 @@ def _planned(
     )
 
 
-def _type_notices(source: RemoteSource | ObjectSource) -> tuple[str, ...]:
-    if isinstance(source, ObjectSource) or not source.root.foreign_type:
-        return ()
-    sent, right = source.root.foreign_type, source.root.media_type
-    return (
-        f"the server sends the manifest as {quote(sent)}; other tools may need the Content-Type {right}",
-    )
-
-
 def _base_notices(without_base: int) -> tuple[str, ...]:
     notice = (
         f"compressed forms whose bases are not here, or are deltas themselves: {without_base}; pull "
@@ -324,7 +316,8 @@ def _pull(
             with contextlib.suppress(ModelNotFound, InvalidManifest):
                 former = store.read_manifest(reference)
             _import(store, reference, source, transfer, jobs, progress)
-            manifest = store.read_manifest(reference)
+            with interrupts.deferred():  # all is done
+                manifest = store.read_manifest(reference)
             PulledNote.of(source, manifest).keep(store, reference)
             return transfer.result(former=None if former == manifest else former)
         ingest.publish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +19,7 @@ from blobstore.safetensors import table as tables
 from blobstore.safetensors.header import encode_file_header, in_file_order, parse_header
 from blobstore.safetensors.numpy import save
 from blobstore.safetensors.table import _parse_columns, parse_table
+from tests.support.samples import samples
 
 TENSOR = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 OTHER = '"b":{"dtype":"U8","shape":[2,2],"data_offsets":[4,8]}'
@@ -51,7 +53,7 @@ def agree_on(text: str, data: int = 8) -> bool:
     return agree(text, 8 + len(text.encode()) + data)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=samples(1000), deadline=None)
 @given(
     st.dictionaries(
         NAMES.filter(lambda name: name != "__metadata__"),
@@ -73,7 +75,7 @@ def test_headers_of_the_writer_are_parsed_alike(found: Any, metadata: Any) -> No
     assert is_quick == (bool(specs) and not has_escapes)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=samples(2000), deadline=None)
 @given(st.data())
 def test_altered_headers_are_parsed_alike(data: st.DataObject) -> None:
     text = bytearray(f'{{"__metadata__":{{"x":"y"}},{TENSOR},{OTHER}}}  '.encode())
@@ -133,6 +135,22 @@ def test_a_broken_header_is_not_parsed(text: str) -> None:
 def test_other_forms_are_parsed_value_by_value(text: str) -> None:
     agree_on(text)
     assert parse_table(text.encode(), 16 + len(text.encode())).names.keys() == {"a", "b"}
+
+
+def test_metadata_that_no_parser_should_see_is_refused_cleanly() -> None:
+    for value, message in (
+        (f"{'[' * 10**5}{']' * 10**5}", "nested too deeply"),
+        (f"[{'[],' * 10**6}0]", "MiB of memory"),
+        (f'{{"a":[{"{}," * 10**6}0]}}', "MiB of memory"),
+    ):
+        text = f'{{"__metadata__":{value},{TENSOR}}}'.encode()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidHeader, match=message):
+                parse_table(text, 10**9)
+            assert tracemalloc.get_traced_memory()[1] < 10 * len(text)
+        finally:
+            tracemalloc.stop()
 
 
 LONG = (
