@@ -77,7 +77,7 @@ def command(
         render.show_note(notice)
     if as_json:
         fields = (
-            "remote name=reference digest remote_shape=shape blobs blobs_fetched bytes_fetched bytes_resumed "
+            "remote name=reference digest remote_shape=layout blobs blobs_fetched bytes_fetched bytes_resumed "
             "bytes_saved bytes_present signatures replaced seconds"
         )
         render.show_json({"dry_run": dry_run} | render.record(pulled, fields))

@@ -1,4 +1,4 @@
-"""``blobstore push``: give a model to a registry or to object storage."""
+"""``blobstore push``: push a model to a registry or to object storage."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from blobstore.cli import options, render
 if TYPE_CHECKING:
     from blobstore.compression.level import Level
     from blobstore.operations.transfer.push import Pushed
-    from blobstore.registry.shapes.plan import Shape
+    from blobstore.registry.shapes.plan import RemoteLayout
     from blobstore.store.local import LocalStore
 
+_LAYOUTS = click.Choice(["oci", "ollama", "image"])
 
-@click.command("push", short_help="Give a model to a registry or to object storage.")
+
+@click.command("push", short_help="Push a model to a registry or to object storage.")
 @click.argument("name", metavar="NAME", type=options.MODEL)
 @click.argument("remote", metavar="[REMOTE]", required=False)
 @click.option(
-    "--shape",
-    type=click.Choice(["oci", "ollama", "image"]),
+    "--layout",
+    type=_LAYOUTS,
     default="oci",
     show_default=True,
     help="A ModelPack artifact, Ollama's manifest, or a container image that runtimes mount.",
 )
+@click.option("--shape", type=_LAYOUTS, hidden=True)  # the former name of --layout
 @click.option(
     "--max-layers",
     type=click.IntRange(min=1),
     metavar="N",
     default=400,
     show_default=True,
-    help="Divide models of the shape oci into parts of at most N layers.",
+    help="Divide models of the layout oci into parts of at most N layers.",
 )
 @click.option(
     "--mount-from",
@@ -78,7 +81,8 @@ def command(
     name: str,
     remote: str | None,
     store: LocalStore,
-    shape: Shape,
+    layout: RemoteLayout,
+    shape: RemoteLayout | None,
     max_layers: int,
     mount_from: tuple[str, ...],
     no_mount: bool,
@@ -94,13 +98,13 @@ def command(
     plain_http: bool | None,
     as_json: bool,
 ) -> None:
-    """Give the model NAME to a registry or to object storage, at REMOTE.
+    """Push the model NAME to a registry or to object storage, at REMOTE.
 
     REMOTE is [oci://]host[:port]/repository[:tag], or a store in object storage such as
     s3://bucket/prefix. Without it, NAME must begin with the host of a registry. Blobs that are there
     are not sent again. The name appears last, when all of the model is there. A damaged blob is never
     published. If push is interrupted, the same command continues where it stopped. The options from
-    --shape to --sign-key, and --plain-http, are for registries.
+    --layout to --sign-key, and --plain-http, are for registries.
     """
     from blobstore.operations.transfer.push import push_model
 
@@ -112,6 +116,7 @@ def command(
             model,
             remote,
             store=store,
+            layout=layout,
             shape=shape,
             max_layers=max_layers,
             mount_from=mount_from,
@@ -131,7 +136,7 @@ def command(
         )
     if as_json:
         fields = (
-            "name=reference remote digest remote_shape=shape unchanged=is_unchanged replaced "
+            "name=reference remote digest remote_shape=layout unchanged=is_unchanged replaced "
             "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
             "bytes_present bytes_verified signatures cold_blobs bytes_cold fallbacks "
             "seconds"

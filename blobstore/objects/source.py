@@ -36,7 +36,7 @@ class StoredModel:
 
     manifest: bytes = field(repr=False)
     blobs: tuple[Descriptor, ...] = field(repr=False)
-    shape: str = "store"
+    layout: str = "store"
 
 
 class ObjectSource:

@@ -77,7 +77,7 @@ class RemoteSource(NamedTuple):
                 config = Descriptor(FILE, model.config.digest, model.config.size)
                 manifest = Manifest(config=config, layers=tuple(layers))
                 blobs = tuple({layer.digest: layer for layer in manifest.layers}.values())
-                model = RemoteModel(shape="files", manifest=b"", blobs=blobs)
+                model = RemoteModel(layout="files", manifest=b"", blobs=blobs)
             else:
                 raise UnsupportedSource(
                     "this model was pushed as files by another tool",

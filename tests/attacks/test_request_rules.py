@@ -162,7 +162,9 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def push(server: RawServer, store: LocalStore, path: str = "a", *, mount: bool = True) -> Pushed:
-    return blobstore.push("m", f"{server.host}/{path}:v1", store=store, shape="ollama", mount=mount)
+    return blobstore.push(
+        "m", f"{server.host}/{path}:v1", store=store, layout="ollama", mount=mount
+    )
 
 
 def answer(kind: tuple[str, str], status: int) -> Callable[[Received], bytes | None]:
@@ -450,7 +452,7 @@ def test_refused_compressed_form_never_ends_a_pull(
     store = LocalStore(tmp_path / "store")
     add_blobs(store, "m", {"x": blob(("x", "F32", (2**14,), bytes(2**16)))})
     plain = {str(item.digest) for item in store.resolve("m").blobs}
-    blobstore.push("m", f"{server.host}/a:v1", store=store, cold=True, shape="ollama")
+    blobstore.push("m", f"{server.host}/a:v1", store=store, cold=True, layout="ollama")
     whole = blobstore.pull(f"{server.host}/a:v1", "m", store=tmp_path / "whole")
     assert whole.bytes_saved > 0
     cold = {name for _, name in registry.blobs} - plain
@@ -621,7 +623,7 @@ def test_refused_form_brings_up_the_shape_for_images(
     registry.override = lambda request: (
         reply(400, body) if request.method == "PUT" and "/manifests/" in request.path else None
     )
-    with pytest.raises(RemoteRefused, match="'--shape image'") as caught:
+    with pytest.raises(RemoteRefused, match="'--layout image'") as caught:
         push(server, store)
     assert (caught.value.status, caught.value.code) == (400, "MANIFEST_INVALID")
 

@@ -334,7 +334,7 @@ def test_blob_that_a_server_cannot_look_at_is_uploaded_again(tmp_path: Path) -> 
             yield reply(201 if request.method == "PUT" else 404)
 
     with RawServer(serve) as registry:
-        pushed = blobstore.push("m", f"{registry.host}/a", store=store, shape="ollama")
+        pushed = blobstore.push("m", f"{registry.host}/a", store=store, layout="ollama")
 
     assert pushed.bytes_sent == sum(item.size for item in store.resolve("m").blobs)
 

@@ -16,7 +16,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.plan import Shape
+from blobstore.registry.shapes.plan import RemoteLayout
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.support.registry import Server, running_registry
@@ -46,12 +46,12 @@ def logits(folder: Path) -> torch.Tensor:
         return found
 
 
-@pytest.mark.parametrize("shape", ["oci", "ollama", "image"])
+@pytest.mark.parametrize("layout", ["oci", "ollama", "image"])
 def test_a_model_computes_the_same_after_a_registry(
-    store: LocalStore, server: Server, tmp_path: Path, shape: Shape
+    store: LocalStore, server: Server, tmp_path: Path, layout: RemoteLayout
 ) -> None:
-    remote = f"{server.host}/real/{shape}"
-    blobstore.push("llama", remote, store=store, shape=shape)
+    remote = f"{server.host}/real/{layout}"
+    blobstore.push("llama", remote, store=store, layout=layout)
     other = LocalStore(tmp_path / "other")
     blobstore.pull(remote, "llama", store=other)
     assert other.read_manifest("llama") == store.read_manifest("llama")
@@ -104,7 +104,7 @@ def test_transformers_loads_the_folder_of_an_image(
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (Debian: apt-get install {tool})")
     remote = f"{server.host}/real/mounted"
-    blobstore.push("llama", remote, store=store, shape="image")
+    blobstore.push("llama", remote, store=store, layout="image")
     layout, unpacked = tmp_path / "layout", tmp_path / "unpacked"
     source, target = f"docker://{remote}", f"oci:{layout}:latest"
     subprocess.run(["skopeo", "copy", "--src-tls-verify=false", source, target], check=True)

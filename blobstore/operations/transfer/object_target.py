@@ -42,12 +42,12 @@ def open_objects(
     objects = ObjectStore(address)
     target = ObjectTarget(store, reference, objects, limiter)
     digests = [blob.digest for blob in target.model.blobs]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(store.lease_if_writable(digests))
-        if not dry_run:
-            lease = leased(objects.client, [target.model.digest, *digests])
-            target.check_lease = stack.enter_context(lease)
-        yield target
+    with store.lease_if_writable(digests):
+        if dry_run:
+            yield target
+            return
+        with leased(objects.client, [target.model.digest, *digests]) as target.check_lease:
+            yield target
 
 
 class ObjectTarget:
@@ -78,7 +78,7 @@ class ObjectTarget:
         self.model = PushedModel(
             address=ModelAddress(objects.address, reference),
             digest=Digest.of(self._data),
-            shape="store",
+            layout="store",
             manifests=1,
             blobs=[PushedBlob.of(blob, store) for blob in self._manifest.blobs],
             is_published=former == self._data,
@@ -116,7 +116,8 @@ class ObjectTarget:
         """Write the headers of the blobs, and the manifest if the name still has the former one."""
         if not self.model.is_published:
             self._objects.put_headers(self.model.digest, pack_headers(self._headers()))
-        self.check_lease()  # as late as possible: afterwards, blobs may be collected before the name is there
+        # Last before the name: blobs of a lease that has ended may have been collected.
+        self.check_lease()
         if not self.model.is_published:
             self._objects.place(self._reference, self._data, self._tag)
 

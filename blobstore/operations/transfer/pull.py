@@ -64,7 +64,7 @@ class Pulled:
     reference: Reference
     digest: Digest
     """Of the manifest in the registry."""
-    shape: str
+    layout: str
     """How the model lies in the registry: ``oci``, ``ollama``, ``image``, or ``files`` of another tool."""
     blobs: int
     """Blobs of the model."""
@@ -179,7 +179,7 @@ def pull_model(
         remote=source.address,
         reference=reference,
         digest=source.root.digest,
-        shape=source.model.shape,
+        layout=source.model.layout,
         blobs=len(source.model.blobs),
         blobs_fetched=done.fetched,
         bytes_fetched=done.bytes_fetched,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from blobstore.operations.sign.keys import Passphrase
     from blobstore.operations.transfer.push_target import PushTarget, Sent
     from blobstore.registry.reference import RemoteReference
-    from blobstore.registry.shapes.plan import Shape
+    from blobstore.registry.shapes.plan import RemoteLayout
 
 _NEW: Final = ("sent", "resumed", "mounted")
 _COLD_WORK: Final = 4
@@ -65,7 +65,7 @@ class Pushed:
     remote: RemoteReference | ModelAddress
     digest: Digest
     """Of the remote manifest, which the tag refers to now."""
-    shape: Shape | Literal["store"]
+    layout: RemoteLayout | Literal["store"]
     """That of a model in object storage is ``store``."""
     replaced: Digest | None = None
     """Of the manifest that the name had in object storage, where it stays as a blob."""
@@ -100,7 +100,7 @@ def push_model(
     remote: str | RemoteReference | StoreAddress | None = None,
     *,
     store: LocalStore | str | os.PathLike[str] | None = None,
-    shape: Shape = "oci",
+    layout: RemoteLayout = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
     mount: bool = True,
@@ -116,6 +116,7 @@ def push_model(
     streams: int = 8,
     limit_rate: float | None = None,
     progress: Progress | None = None,
+    shape: RemoteLayout | None = None,
 ) -> Pushed:
     """Push a model to a registry or to object storage. The name is published last.
 
@@ -125,9 +126,9 @@ def push_model(
             ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``; by default the model's name, if that
             has a host. The options up to ``sign_key``, and ``plain_http``, are for registries.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
-        shape: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
+        layout: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
             container image with the files in ``/models``.
-        max_layers: layers per manifest of the shape ``oci``; larger models become an index of parts.
+        max_layers: layers per manifest of the layout ``oci``; larger models become an index of parts.
         mount_from: repositories of the registry that may have blobs of the model.
         mount: whether to mount blobs of other repositories, those included that the store remembers.
         part_size: bytes of a blob that one request sends at most, for proxies that limit requests; by
@@ -146,6 +147,7 @@ def push_model(
         streams: number of blobs to send at once.
         limit_rate: maximum number of bytes per second.
         progress: called with the current blob, bytes done and total bytes.
+        shape: the former name of ``layout``.
 
     Raises:
         ModelNotFound: the store has no such model.
@@ -163,7 +165,7 @@ def push_model(
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
     options = RegistryOptions(
-        shape=shape,
+        layout=shape or layout,
         max_layers=max_layers,
         mount_from=tuple(mount_from),
         mount=mount,
@@ -183,10 +185,11 @@ def push_model(
         options.check()
         address = registry_address(reference, remote)
         opened = open_registry(store, reference, address, options, limiter, steps.begin)
-    forms = None
-    if cold:
-        forms = ColdForms(store, reference, level, None if base is None else Reference.of(base))
     with opened as target:
+        forms = None
+        if cold:
+            base = None if base is None else Reference.of(base)
+            forms = ColdForms(store, reference, level, base)
         push = _Push(target, steps, forms, verify=verify, dry_run=dry_run)
         push.send_blobs()
         signatures = 0 if dry_run else target.send_signatures()
@@ -196,7 +199,7 @@ def push_model(
         reference=reference,
         remote=target.model.address,
         digest=target.model.digest,
-        shape=target.model.shape,
+        layout=target.model.layout,
         replaced=target.model.replaced,
         is_unchanged=push.is_unchanged,
         blobs=len(push.blobs),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blobstore.objects.address import ModelAddress
     from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.registry.reference import RemoteReference
-    from blobstore.registry.shapes.plan import Shape
+    from blobstore.registry.shapes.plan import RemoteLayout
     from blobstore.store.local import LocalStore
 
 Sent = Literal["sent", "resumed", "mounted", "present"]
@@ -50,7 +50,7 @@ class PushedModel(NamedTuple):
     address: RemoteReference | ModelAddress
     digest: Digest
     """Of the manifest that the name refers to."""
-    shape: Shape | Literal["store"]
+    layout: RemoteLayout | Literal["store"]
     manifests: int
     blobs: Sequence[PushedBlob]
     """What the manifests need, each once."""

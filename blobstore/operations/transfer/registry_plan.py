@@ -1,4 +1,4 @@
-"""What a registry needs for a model: reads from the store what a shape plans from."""
+"""What a registry needs for a model: reads from the store what a layout plans from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.reference import Reference
     from blobstore.registry.shapes.image import TarLayer
-    from blobstore.registry.shapes.plan import RemotePlan, Shape
+    from blobstore.registry.shapes.plan import RemoteLayout, RemotePlan
     from blobstore.store.local import LocalStore
 
     Hashing = Callable[[int, int], WorkerPool]
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def plan_for_registry(
-    store: LocalStore, reference: Reference, shape: Shape, max_layers: int, hashing: Hashing
+    store: LocalStore, reference: Reference, layout: RemoteLayout, max_layers: int, hashing: Hashing
 ) -> RemotePlan:
     """Return what a registry needs, after checking the local manifest.
 
@@ -38,19 +38,19 @@ def plan_for_registry(
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged.
         RemoteRefused: a manifest would be larger than registries accept.
-        UsageError: there is no such shape, or ``max_layers`` is too small.
+        UsageError: there is no such layout, or ``max_layers`` is too small.
     """
     store.resolve(reference)
     data = store.read_manifest(reference)
-    if shape == "ollama":
+    if layout == "ollama":
         return plan_ollama(data)
     facts = model_facts(store, reference)
-    if shape == "oci":
+    if layout == "oci":
         return plan_oci(data, facts, max_layers=max_layers)
-    if shape == "image":
+    if layout == "image":
         layers = image_layers(data, facts)
         return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), facts)
-    raise UsageError(f"shape must be 'oci', 'ollama' or 'image', got {quote(shape)}")
+    raise UsageError(f"layout must be 'oci', 'ollama' or 'image', got {quote(layout)}")
 
 
 def pushed_blobs(plan: RemotePlan, store: LocalStore) -> list[PushedBlob]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.push_target import PushedBlob, Sent
     from blobstore.operations.transfer.registry_plan import Hashing
     from blobstore.registry.manifest import RemoteManifest
-    from blobstore.registry.shapes.plan import RemotePlan, Shape
+    from blobstore.registry.shapes.plan import RemoteLayout, RemotePlan
     from blobstore.store.local import LocalStore
 
 _MANY_LAYERS: Final = 100
@@ -55,7 +55,7 @@ _MANY_LAYERS: Final = 100
 class RegistryOptions:
     """The options that only registries have; :func:`push_model` says what they mean."""
 
-    shape: Shape = "oci"
+    layout: RemoteLayout = "oci"
     max_layers: int = MAX_LAYERS
     mount_from: tuple[str, ...] = ()
     mount: bool = True
@@ -110,7 +110,7 @@ def open_registry(
     if options.sign_key is not None:
         text = read_key(local_path(options.sign_key))
         key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
-    plan = plan_for_registry(store, reference, options.shape, options.max_layers, hashing)
+    plan = plan_for_registry(store, reference, options.layout, options.max_layers, hashing)
     http, part_size = options.plain_http, options.part_size
     with (
         RegistryClient(
@@ -149,7 +149,7 @@ class RegistryTarget:
         self.model = PushedModel(
             address=address,
             digest=plan.root.digest,
-            shape=options.shape,
+            layout=options.layout,
             manifests=len(plan.manifests),
             blobs=pushed_blobs(plan, store),
             is_published=client.head_manifest(self._repository, address.tag) == plan.root.digest,
@@ -247,13 +247,13 @@ class RegistryTarget:
         layers = manifest.data.count(b'"digest"') - 1
         if layers > _MANY_LAYERS:
             is_docker = manifest.media_type == media_types.MANIFEST
-            option = "--shape oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
+            option = "--layout oci" if is_docker else f"--max-layers {_MANY_LAYERS}"
             return (
                 f"the manifest has {layers} layers; if that is too many for this registry, "
                 f"push with '{option}'"
             )
-        if self.model.shape != "image" and requests.refuses_form(error):
-            return "if this registry takes container images only, push with '--shape image'"
+        if self.model.layout != "image" and requests.refuses_form(error):
+            return "if this registry takes container images only, push with '--layout image'"
         return ""
 
     def send_signatures(self) -> int:

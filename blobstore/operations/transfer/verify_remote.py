@@ -78,7 +78,7 @@ def verify_remote(
     Args:
         remote: the address, as for :func:`pull_model`.
         streams: number of blobs that are read at once.
-        limit_rate: bytes per second that are read at most.
+        limit_rate: maximum number of bytes per second.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
 

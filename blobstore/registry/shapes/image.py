@@ -1,6 +1,6 @@
-"""The shape ``image``: tar layers that every container runtime mounts as a folder, below ``/models``.
+"""The layout ``image``: tar layers that every container runtime mounts as a folder, below ``/models``.
 
-The files are those of the shape ``oci``, each blob unchanged. The tensors of one transformer block share a
+The files are those of the layout ``oci``, each blob unchanged. The tensors of one transformer block share a
 layer, so that models with equal blocks share layers. Nothing is compressed, and a tar holds no time or
 user, so equal blobs give equal layers. The first layer is small: it has the local manifest and the place
 of every blob, so that a pull reads blobs as byte ranges of layers.

@@ -1,4 +1,4 @@
-"""The shape ``oci``: an OCI image manifest as ModelPack describes it, one layer per blob.
+"""The layout ``oci``: an OCI image manifest as ModelPack describes it, one layer per blob.
 
 Tools that know ModelPack write the layers as files and get a folder. One more layer has the bytes of the
 local manifest, so that a pull gives the same model back. A model with more layers than registries accept

@@ -1,4 +1,4 @@
-"""The shape ``ollama``: the local manifest, byte for byte, under Docker's media type."""
+"""The layout ``ollama``: the local manifest, byte for byte, under Docker's media type."""
 
 from __future__ import annotations
 

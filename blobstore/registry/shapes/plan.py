@@ -1,4 +1,4 @@
-"""The values that all shapes share: what a push transfers, and the files that a model consists of.
+"""The values that all layouts share: what a push transfers, and the files that a model consists of.
 
 The bytes of every plan follow from the model alone: they hold no time, host, path or version of a tool.
 Equal models therefore have equal remote digests.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.registry.shapes.image import TarLayer
 
-Shape = Literal["oci", "ollama", "image"]
+RemoteLayout = Literal["oci", "ollama", "image"]
 
 MODEL_ARTIFACT: Final = "application/vnd.cncf.model.manifest.v1+json"
 MODEL_CONFIG: Final = "application/vnd.cncf.model.config.v1+json"
@@ -179,7 +179,7 @@ def checked_manifest(media_type: str, data: bytes) -> RemoteManifest:
     if len(data) > MAX_SIZE:
         raise RemoteRefused(
             f"the manifest has {len(data)} bytes, and registries refuse more than {MAX_SIZE}",
-            advice="import the model again with its experts packed, or push it with '--shape oci', "
+            advice="import the model again with its experts packed, or push it with '--layout oci', "
             "which divides it into parts",
         )
     return RemoteManifest.of(media_type, data)

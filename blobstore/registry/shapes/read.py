@@ -1,4 +1,4 @@
-"""Recognizes the shape of a model in a registry, and rebuilds its local manifest.
+"""Recognizes the layout of a model in a registry, and rebuilds its local manifest.
 
 What a registry returns is not trusted: a manifest whose blobs the registry does not list, or lists with
 other sizes, is refused before anything is transferred.
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 class RemoteModel:
     """A model in a registry."""
 
-    shape: Literal["oci", "ollama", "image", "files"]
+    layout: Literal["oci", "ollama", "image", "files"]
     manifest: bytes = field(repr=False)
     """The bytes of the local manifest."""
     blobs: tuple[Descriptor, ...] = field(repr=False)
@@ -136,13 +136,13 @@ def _part(
 
 
 def _from_docker(data: bytes, content: ImageManifest) -> RemoteModel | RemoteFiles:
-    """Return a model with a manifest of Docker's type: Ollama's shape, or files."""
+    """Return a model with a manifest of Docker's type: Ollama's layout, or files."""
     if content.config.media_type.startswith(FILE_CONFIGS):
         return RemoteFiles(config=content.config, layers=content.layers)
     manifest = Manifest.from_bytes(data)
     if not ollama.is_model(manifest.layers):
         raise _not_a_model()
-    return RemoteModel(shape="ollama", manifest=data, blobs=manifest.blobs)
+    return RemoteModel(layout="ollama", manifest=data, blobs=manifest.blobs)
 
 
 def _from_layers(digest: Digest, sizes: Mapping[Digest, int], read_blob: ReadBlob) -> RemoteModel:
@@ -154,7 +154,7 @@ def _from_layers(digest: Digest, sizes: Mapping[Digest, int], read_blob: ReadBlo
             raise InvalidManifest(
                 f"blob {blob.digest} of {blob.size} bytes is not a layer of the manifest in the registry"
             )
-    return RemoteModel(shape="oci", manifest=data, blobs=manifest.blobs)
+    return RemoteModel(layout="oci", manifest=data, blobs=manifest.blobs)
 
 
 def _from_tars(
@@ -184,7 +184,7 @@ def _from_tars(
         if layer is None or not 0 <= offset <= layer.size - blob.size:
             raise InvalidManifest(f"the place of blob {blob.digest} is not in a layer")
         places[blob.digest] = Place(layer.digest, layer.size, offset)
-    return RemoteModel(shape="image", manifest=data, blobs=manifest.blobs, places=places)
+    return RemoteModel(layout="image", manifest=data, blobs=manifest.blobs, places=places)
 
 
 def _read_small(digest: Digest, size: int | None, read_blob: ReadBlob, limit: int) -> bytes:

@@ -55,7 +55,7 @@ ARGUMENTS = {
     "thaw": ("cold",),
     "pack": ("dense", "@out.bsar"),
     "unpack": ("@models.bsar",),
-    "push": ("dense", "%remote", "--shape=ollama"),
+    "push": ("dense", "%remote", "--layout=ollama"),
     "pull": ("%remote", "new"),
     "login": ("%host", "--username=alice", "--password-stdin"),
     "logout": ("%host",),

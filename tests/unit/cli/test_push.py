@@ -48,7 +48,7 @@ def test_reports_what_was_sent(stored: LocalStore, server: Server) -> None:
 
 def test_prints_exact_numbers_as_json(stored: LocalStore, server: Server) -> None:
     remote = f"{server.host}/cli/json:v1"
-    found = run_json("push", "dense", remote, "--shape", "ollama")
+    found = run_json("push", "dense", remote, "--layout", "ollama")
     assert found["remote"] == remote
     assert found["remote_shape"] == "ollama"
     assert found["bytes_sent"] == sum(blob.size for blob in stored.resolve("dense").blobs)
@@ -70,6 +70,12 @@ def test_reports_deltas_that_could_not_be_verified(
     assert run_json(*command)["fallbacks"] == 1
 
 
+def test_the_layout_may_be_given_by_its_former_option(stored: LocalStore, server: Server) -> None:
+    former = run_json("push", "dense", f"{server.host}/cli/a", "--shape", "ollama", "--dry-run")
+    assert former["remote_shape"] == "ollama"
+    assert "--shape" not in run("push", "--help").stdout
+
+
 def test_pushes_a_name_with_a_host_to_that_host(stored: LocalStore, server: Server) -> None:
     name = f"{server.host}/Team/Dense:v1"
     run("cp", "dense", name)
@@ -86,7 +92,7 @@ def test_a_damaged_blob_is_exit_status_4(stored: LocalStore, server: Server) -> 
     path = Path(stored.blob_path(layer.digest))
     path.chmod(0o644)
     path.write_bytes(bytes(layer.size - 1) + b"x")
-    result = run("push", "dense", f"{server.host}/cli/damaged", "--shape=ollama", exit_code=4)
+    result = run("push", "dense", f"{server.host}/cli/damaged", "--layout=ollama", exit_code=4)
     assert "run 'blobstore repair', then push again" in result.stderr
 
 

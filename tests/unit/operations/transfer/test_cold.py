@@ -50,15 +50,15 @@ def check(store: LocalStore, origin: LocalStore, name: str) -> None:
         store.check_digest(*blob.id)
 
 
-@pytest.mark.parametrize("shape", ["oci", "ollama", "image"])
+@pytest.mark.parametrize("layout", ["oci", "ollama", "image"])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_client_with_the_base_pulls_only_deltas(
-    origin: LocalStore, remote: str, tmp_path: Path, shape: Any, is_frozen: bool
+    origin: LocalStore, remote: str, tmp_path: Path, layout: Any, is_frozen: bool
 ) -> None:
     if is_frozen:
         blobstore.freeze("tune", base="base", store=origin)
     pushed = blobstore.push(
-        "tune", remote, store=origin, shape=shape, cold=True, base="base", verify=True
+        "tune", remote, store=origin, layout=layout, cold=True, base="base", verify=True
     )
     assert pushed.cold_blobs == 2
     size = sum(blob.size for blob in origin.resolve("tune").layers)

@@ -20,7 +20,7 @@ from tests.support.models import dense_tensors, write_folder
 FORMS: dict[str, dict[str, Any]] = {
     "oci": {},
     "parts": {"max_layers": 4},
-    "image": {"shape": "image"},
+    "image": {"layout": "image"},
 }
 
 
@@ -85,7 +85,7 @@ def test_skopeo_shows_the_manifest_byte_for_byte(store: LocalStore, remote: str)
 def test_umoci_unpacks_an_image_to_a_folder_of_weight_files(
     store: LocalStore, remote: str, tmp_path: Path
 ) -> None:
-    blobstore.push("dense", remote, store=store, shape="image")
+    blobstore.push("dense", remote, store=store, layout="image")
     layout = tmp_path / "layout"
     source, target = f"docker://{remote}", f"oci:{layout}:latest"
     tool("skopeo", "copy", "--src-tls-verify=false", source, target)

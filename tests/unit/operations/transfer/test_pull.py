@@ -98,7 +98,7 @@ def test_a_pulled_model_is_the_model_that_was_pushed(
 ) -> None:
     pulled = pull(remote, store, streams=streams)
     assert_equal(store, origin)
-    assert (pulled.reference, pulled.shape) == (A, "ollama")
+    assert (pulled.reference, pulled.layout) == (A, "ollama")
     assert pulled.digest == Digest.of(origin.read_manifest("a"))
     assert pulled.blobs == pulled.blobs_fetched == len(origin.resolve("a").blobs)
     assert pulled.bytes_fetched == total(origin)
@@ -113,7 +113,7 @@ def test_a_model_in_the_shape_of_modelpack_keeps_its_manifest(
     plan = plan_oci(origin.read_manifest("a"), ModelFacts(), max_layers=max_layers)
     pulled = pull(registry.put(origin, plan, "team/a", "v1"), store)
     assert_equal(store, origin)
-    assert pulled.shape == "oci"
+    assert pulled.layout == "oci"
 
 
 def test_without_a_name_the_address_is_the_name(

@@ -115,7 +115,7 @@ def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
     pulled = blobstore.pull(
         remote, "model", store=store, progress=lambda _, done, __: reports.append(done)
     )
-    assert pulled.shape == "files"
+    assert pulled.layout == "files"
     assert store.read_manifest("model") == expected
     assert reports == sorted(reports)
     assert not blobstore.verify(store=store).faults
@@ -136,7 +136,7 @@ def test_a_request_to_end_the_program_after_the_import_of_files_reports_success(
     original = LocalStore.publish
     offer_as_modctl(remote, source)
     monkeypatch.setattr(LocalStore, "publish", publish)
-    assert blobstore.pull(remote, "model", store=store).shape == "files"
+    assert blobstore.pull(remote, "model", store=store).layout == "files"
 
 
 def test_files_of_another_tool_can_be_read_back(remote: str, source: Path) -> None:

@@ -37,7 +37,7 @@ from tests.support.ollama_store import add_gguf_model
 from tests.support.registry import Server, token_registry
 from tests.support.token_server import TokenServer
 
-SHAPES = ["oci", "ollama", "image"]
+LAYOUTS = ["oci", "ollama", "image"]
 
 
 @pytest.fixture
@@ -101,26 +101,26 @@ def damage(store: LocalStore, digest: Digest) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_model_comes_back(origin: LocalStore, remote: str, shape: Any) -> None:
-    done = push(origin, remote, shape=shape, verify=True)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_model_comes_back(origin: LocalStore, remote: str, layout: Any) -> None:
+    done = push(origin, remote, layout=layout, verify=True)
     assert not done.is_unchanged
     assert done.bytes_verified == done.bytes_sent + done.bytes_mounted + done.bytes_present > 0
     model, contents = read_back(remote)
-    assert model.shape == shape
+    assert model.layout == layout
     assert model.manifest == origin.read_manifest("org/Dense")
     assert all(Digest.of(data) == digest for digest, data in contents.items())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_unchanged_model_costs_one_request(
-    origin: LocalStore, remote: str, shape: Any, monkeypatch: pytest.MonkeyPatch
+    origin: LocalStore, remote: str, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = push(origin, remote, shape=shape)
+    first = push(origin, remote, layout=layout)
     counts = count_calls(
         monkeypatch, "head_manifest", "blob_size", "mount_blob", "upload_blob", "put_manifest"
     )
-    again = push(origin, remote, shape=shape)
+    again = push(origin, remote, layout=layout)
     assert again.is_unchanged
     assert again.digest == first.digest
     assert again.bytes_sent == 0
@@ -132,9 +132,9 @@ def test_equal_models_of_two_stores_have_equal_remote_digests(
 ) -> None:
     other = LocalStore(tmp_path / "other")
     blobstore.create(tmp_path / "dense", "team/Dense", store=other)
-    for shape in SHAPES:
-        first = push(origin, remote, shape=shape)
-        assert push(other, remote, "team/Dense", shape=shape).digest == first.digest
+    for layout in LAYOUTS:
+        first = push(origin, remote, layout=layout)
+        assert push(other, remote, "team/Dense", layout=layout).digest == first.digest
 
 
 def test_a_model_of_more_layers_than_a_manifest_may_have_becomes_an_index(
@@ -166,8 +166,8 @@ def test_a_registry_that_refuses_many_layers_gets_an_index(
     blobstore.create(write_folder(tmp_path / "source", tensors), "many", store=store)
     with pytest.raises(RemoteRefused, match="layers; if that is too many .* '--max-layers 100'"):
         push(store, remote, "many", max_layers=10_000)
-    with pytest.raises(RemoteRefused, match="'--shape oci'"):
-        push(store, remote, "many", shape="ollama")
+    with pytest.raises(RemoteRefused, match="'--layout oci'"):
+        push(store, remote, "many", layout="ollama")
     assert push(store, remote, "many").manifests == 3
     assert read_back(remote)[0].manifest == store.read_manifest("many")
 
@@ -228,15 +228,15 @@ def test_a_dry_run_sends_nothing(origin: LocalStore, remote: str) -> None:
     assert push(origin, remote).bytes_sent == planned.bytes_sent > 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_progress_only_grows_and_ends_at_the_total(
-    origin: LocalStore, remote: str, shape: Any
+    origin: LocalStore, remote: str, layout: Any
 ) -> None:
     reports: list[tuple[int, int]] = []
     push(
         origin,
         remote,
-        shape=shape,
+        layout=layout,
         verify=True,
         progress=lambda _, done, total: reports.append((done, total)),
     )
@@ -298,13 +298,13 @@ def test_the_config_states_what_the_model_is(tmp_path: Path, remote: str) -> Non
 # Damage, and errors of arguments
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_damaged_blob_is_never_published(origin: LocalStore, remote: str, shape: Any) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_blob_is_never_published(origin: LocalStore, remote: str, layout: Any) -> None:
     layer = origin.resolve("org/Dense").layers_of(media_types.TENSOR)[2]
     damage(origin, layer.digest)
     with pytest.raises(BlobDamaged, match="is damaged.*repair") as caught:
-        push(origin, remote, shape=shape)
-    assert shape == "image" or layer.name in str(caught.value)
+        push(origin, remote, layout=layout)
+    assert layout == "image" or layer.name in str(caught.value)
     address = RemoteReference.parse(remote)
     with RegistryClient(address.host) as client:
         assert client.head_manifest(address.repository, "latest") is None
@@ -370,7 +370,7 @@ def test_a_name_with_a_host_is_its_own_remote(origin: LocalStore, server: Server
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shape": "tar"}, "shape must be"),
+        ({"layout": "tar"}, "layout must be"),
         ({"streams": 0}, "at least 1"),
         ({"max_layers": 0}, "at least 1"),
         ({"limit_rate": 0}, "above 0"),
@@ -381,6 +381,10 @@ def test_wrong_options_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         push(origin, remote, **options)
+
+
+def test_the_layout_may_be_given_by_its_former_name(origin: LocalStore, remote: str) -> None:
+    assert push(origin, remote, shape="ollama", dry_run=True).layout == "ollama"
 
 
 def test_a_digest_is_nothing_to_push_to(origin: LocalStore, remote: str) -> None:
@@ -440,7 +444,7 @@ def test_a_killed_upload_goes_on_where_it_stopped(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(PushNotes, "keep_session", die)
-        push(store, remote, "large", shape="ollama")
+        push(store, remote, "large", layout="ollama")
     offsets: list[int] = []
     pieces = CheckedPieces.__call__
 
@@ -449,7 +453,7 @@ def test_a_killed_upload_goes_on_where_it_stopped(
         return pieces(self, offset)
 
     monkeypatch.setattr(CheckedPieces, "__call__", recorded)
-    done = push(store, remote, "large", shape="ollama", verify=True)
+    done = push(store, remote, "large", layout="ollama", verify=True)
     assert [offset for offset in offsets if offset] == [PART]
     assert done.bytes_resumed == PART
     assert done.bytes_sent + PART + done.bytes_present == done.bytes_verified
@@ -470,7 +474,7 @@ def test_two_processes_never_go_on_with_one_upload(
         assert first.session(blob) == UploadSession("http://127.0.0.1/first", PART)
     with PushNotes(store, address) as third:
         assert third.session(blob) == UploadSession("http://127.0.0.1/first", PART)
-    push(store, remote, "large", shape="ollama", verify=True)  # the server does not know it
+    push(store, remote, "large", layout="ollama", verify=True)  # the server does not know it
 
 
 def test_a_store_that_cannot_be_written_is_pushed(
@@ -499,7 +503,7 @@ def test_a_large_blob_is_read_and_hashed_once_although_it_is_sent_in_parts(
             yield piece
 
     monkeypatch.setattr(store, "read_pieces", counted)
-    push(store, remote, "large", shape="ollama")
+    push(store, remote, "large", layout="ollama")
     assert read < len(content) + 1000
 
 
@@ -530,13 +534,13 @@ def test_quantized_blobs_are_not_offered_as_weight_files(tmp_path: Path, remote:
     assert not any(path.endswith("index.json") for path in paths)
 
 
-def test_a_gguf_model_of_ollama_is_pushed_in_every_shape(tmp_path: Path, remote: str) -> None:
+def test_a_gguf_model_of_ollama_is_pushed_in_every_layout(tmp_path: Path, remote: str) -> None:
     store = LocalStore(tmp_path / "store")
     add_gguf_model(store, "gguf")
-    for shape in SHAPES:
-        pushed = push(store, f"{remote}-{shape}", "gguf", shape=shape, verify=True, cold=True)
+    for layout in LAYOUTS:
+        pushed = push(store, f"{remote}-{layout}", "gguf", layout=layout, verify=True, cold=True)
         assert pushed.cold_blobs == 0
-        assert read_back(f"{remote}-{shape}")[0].manifest == store.read_manifest("gguf")
+        assert read_back(f"{remote}-{layout}")[0].manifest == store.read_manifest("gguf")
     values, paths = described(f"{remote}-oci")
     assert values == {"format": "gguf"}
     assert {"model.gguf", "LICENSE"} <= set(paths)

@@ -129,7 +129,7 @@ def test_a_lost_compressed_form_is_sent_again_if_the_model_is_verified(
 @pytest.mark.parametrize(
     "option",
     [
-        {"shape": "image"},
+        {"layout": "image"},
         {"max_layers": 3},
         {"mount_from": ["team/model"]},
         {"mount": False},

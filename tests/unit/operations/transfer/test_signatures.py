@@ -17,7 +17,7 @@ from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
 from blobstore.registry.shapes.ollama import plan_ollama
-from blobstore.registry.shapes.plan import Shape
+from blobstore.registry.shapes.plan import RemoteLayout
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.models import dense_tensors, write_folder
@@ -25,7 +25,7 @@ from tests.support.registry import Server
 from tests.support.signing import KeyFiles, key_files, policy, public_key
 from tests.support.stub_registry import StubRegistry
 
-SHAPES: tuple[Shape, ...] = ("oci", "ollama", "image")
+LAYOUTS: tuple[RemoteLayout, ...] = ("oci", "ollama", "image")
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 
 
@@ -55,32 +55,32 @@ def kinds(store: LocalStore, name: str = "model") -> list[str]:
     return sorted(parse_signature(one).kind for one in store.signatures(manifest_of(store, name)))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_bundle_goes_along_with_the_model_in_every_shape(
-    store: LocalStore, other: LocalStore, key: KeyFiles, remote: str, shape: Shape
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bundle_goes_along_with_the_model_in_every_layout(
+    store: LocalStore, other: LocalStore, key: KeyFiles, remote: str, layout: RemoteLayout
 ) -> None:
     blobstore.sign("model", key.private, store=store)
     policy(other, key)
 
-    pushed = blobstore.push("model", remote, store=store, shape=shape)
+    pushed = blobstore.push("model", remote, store=store, layout=layout)
     pulled = blobstore.pull(remote, "copy", store=other)
 
     is_equal = pushed.digest == manifest_of(store)
-    assert is_equal == (shape == "ollama")
+    assert is_equal == (layout == "ollama")
     assert pushed.signatures == pulled.signatures == (2 if is_equal else 1)
     assert other.read_manifest("copy") == store.read_manifest("model")
     assert kinds(other, "copy") == (["cosign", "oms"] if is_equal else ["oms"])
     blobstore.open("copy", store=other).close()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_push_with_a_key_signs_the_manifest_in_the_registry(
-    store: LocalStore, other: LocalStore, key: KeyFiles, remote: str, shape: Shape
+    store: LocalStore, other: LocalStore, key: KeyFiles, remote: str, layout: RemoteLayout
 ) -> None:
     policy(other, key)
 
-    pushed = blobstore.push("model", remote, store=store, shape=shape, sign_key=key.private)
-    again = blobstore.push("model", remote, store=store, shape=shape, sign_key=key.private)
+    pushed = blobstore.push("model", remote, store=store, layout=layout, sign_key=key.private)
+    again = blobstore.push("model", remote, store=store, layout=layout, sign_key=key.private)
     blobstore.pull(remote, "copy", store=other)
 
     assert (pushed.signatures, again.signatures, again.is_unchanged) == (1, 1, True)

@@ -58,7 +58,7 @@ def test_registry_that_denies_the_list_is_named_with_its_status(
         return reply(status) if is_it else None
 
     with RawServer(registry) as server:
-        blobstore.push("m", f"{server.host}/a:v1", store=store, shape="ollama")
+        blobstore.push("m", f"{server.host}/a:v1", store=store, layout="ollama")
         registry.override = deny
         with pytest.raises(NotTrusted, match=f"signatures could not be read: .*status {status}"):
             blobstore.pull(f"{server.host}/a:v1", "m", store=other)

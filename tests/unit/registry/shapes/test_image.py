@@ -74,7 +74,7 @@ def test_the_model_and_the_place_of_every_blob_come_back() -> None:
     data, plan, remote = planned(NAMES)
     for root in plan.manifests:  # the index, and the manifest of each processor
         found = read(plan, remote, root)
-        assert found.shape == "image"
+        assert found.layout == "image"
         assert found.manifest == data
         for blob in found.blobs:
             place = found.places[blob.digest]

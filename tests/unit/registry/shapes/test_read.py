@@ -140,7 +140,7 @@ def test_a_limit_of_no_layers_is_refused() -> None:
 
 def test_a_manifest_over_the_limit_of_registries_is_refused_with_advice() -> None:
     data = model(30_000)
-    with pytest.raises(RemoteRefused, match="packed, or push it with '--shape oci'"):
+    with pytest.raises(RemoteRefused, match="packed, or push it with '--layout oci'"):
         plan_ollama(data)
     assert len(plan_oci(data, FACTS).manifests) > 70
 
