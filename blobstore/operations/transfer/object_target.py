@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import BlobDamaged, Conflict, ModelNotFound
+from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress
 from blobstore.objects.locks import leased
@@ -122,12 +122,20 @@ class ObjectTarget:
             self._objects.place(self._reference, self._data, self._tag)
 
     def _headers(self) -> Mapping[Digest, bytes]:
-        """Return the headers of all tensor blobs. Raises BlobMissing and InvalidHeader."""
+        """Return the headers of all tensor blobs, so that readers need one request for them.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob cannot be read.
+            InvalidHeader: the header of a blob is damaged.
+        """
         starts = {}
         for layer in self._manifest.layers_of(media_types.TENSOR):
             prefix = bytearray(PREFIX_SIZE)
             self._store.read_into(*layer.id, 0, memoryview(prefix))
-            start = bytearray(PREFIX_SIZE + header_size(bytes(prefix), layer.size))
+            try:
+                start = bytearray(PREFIX_SIZE + header_size(bytes(prefix), layer.size))
+            except InvalidHeader as error:
+                raise error.at(f"layer {quote(layer.name)}: blob {layer.digest}") from None
             self._store.read_into(*layer.id, 0, memoryview(start))
             starts[layer.digest] = bytes(start)
         return starts

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import ModelNotFound
+from blobstore.errors import InvalidHeader, ModelNotFound
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
+from blobstore.operations.maintenance.names import copy_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.damage import blob_path, flip
 
 
 @pytest.fixture
@@ -47,3 +49,16 @@ def test_a_missing_model_says_where_it_was_looked_for(
     with pytest.raises(ModelNotFound, match=r"looked for 'one:v1' in .*, 'team/one:v1' in"):
         pull_model(f"{object_address}/team/one:v1", store=tmp_path / "other")
     assert ObjectStore(object_address).references() == []
+
+
+def test_a_damaged_header_is_named_although_the_blob_has_arrived(
+    local: LocalStore, tmp_path: Path
+) -> None:
+    address = f"file://{tmp_path}/objects"
+    push_model("team/one:v1", address, store=local)
+    flip(blob_path(local, "own", "team/one:v1"), 7)  # the highest byte of its length
+    copy_model("team/one:v1", "two", store=local)
+    with pytest.raises(InvalidHeader, match="layer 'own': blob sha256:.*over the limit"):
+        push_model("two", address, store=local)
+    with pytest.raises(ModelNotFound):
+        pull_model(f"{address}/two", store=tmp_path / "other")
