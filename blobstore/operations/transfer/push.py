@@ -233,6 +233,7 @@ class _Push:
         self._target = target
         self._steps = steps
         self._forms = forms
+        # A registry that has accepted the manifest had all blobs then; it may have lost some since.
         self._looks_for_all = verify or not (target.model.is_published and target.checks_manifests)
         self._verify = verify and not dry_run
         self._dry_run = dry_run
