@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.protocols import BlobAccess
 
 
 CONFIG_FILES = ("config.json", "model_index.json")
@@ -55,7 +56,7 @@ class ModelFiles:
             raise error.at(str(reference)) from None
         return files
 
-    def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
+    def __init__(self, reference: Reference, manifest: bytes, store: BlobAccess) -> None:
         self.reference = reference
         """The model's name."""
         self.store = store

@@ -162,6 +162,8 @@ class RemoteReader:
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob after checking its digest. Raises as :meth:`read_pieces`."""
+        if self._local is not None and self._has_local(digest, size):
+            return self._local.read_blob(digest, size, limit)
         if size > limit:
             raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
         data = limits.gather(self.read_pieces(digest, size))
@@ -247,6 +249,10 @@ class RemoteReader:
             return self._local.exists(digest, size)
         except Damaged:
             return digest not in self._owners
+
+    def check_listed(self, digest: Digest, size: int) -> None:
+        """Check that a model elsewhere lists a blob with this size. Raises BlobMissing or BlobDamaged."""
+        self._owner(digest, size)
 
     def _owner(self, digest: Digest, size: int) -> RemoteModelSource:
         source, found = self._owners.get(digest, (None, size))

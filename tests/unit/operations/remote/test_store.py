@@ -13,8 +13,10 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, StoreError, UsageError
+from blobstore.manifests import media_types
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.remote.cache import evict_models
 from blobstore.operations.remote.reader import pack_headers, unpack_headers
@@ -23,8 +25,10 @@ from blobstore.operations.remote.store import RemoteStore
 from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
+from blobstore.store.protocols import BlobAccess
 from tests.support import frozen
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+from tests.support.store_suite import BlobAccessSuite
 
 
 @pytest.fixture
@@ -326,14 +330,36 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
         assert dict(parts(model)) == dict(parts(expected))
 
 
-@pytest.mark.parametrize("seconds", [0.25, 7.0])
-def test_a_model_elsewhere_waits_for_locks_as_long_as_the_store_that_it_is_opened_with(
-    local: LocalStore, objects: ObjectStore, tmp_path: Path, seconds: float
+def test_a_model_elsewhere_uses_the_store_that_it_is_opened_with_and_its_settings(
+    local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     push_objects("one", objects.address, store=local)
-    other = LocalStore(tmp_path / "other", lock_timeout=seconds)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
-        assert model.store.lock_timeout == seconds
+        assert isinstance(model.store, RemoteStore)
+        assert model.store.local is other
+
+
+class TestOpenModelsElsewhere(BlobAccessSuite):
+    """Models of which the local store has nothing, one blob, or all blobs, compressed or not."""
+
+    @pytest.fixture(params=["nothing", "one blob", "all blobs", "all blobs, compressed"])
+    def access(
+        self, request: pytest.FixtureRequest, origin: LocalStore, tmp_path: Path
+    ) -> BlobAccess:
+        address = f"file://{tmp_path}/bucket"
+        push_objects("model", address, store=origin)
+        here = LocalStore(tmp_path / "here")
+        if request.param == "one blob":
+            blob = origin.resolve("model").layers_of(media_types.TENSOR)[0]
+            with here.ingest() as ingest:
+                ingest.add(blob.size, lambda: [origin.read_blob(*blob.id)])
+                ingest.publish()
+        elif request.param != "nothing":
+            blobstore.pull(f"{address}/model", store=here)
+        if request.param == "all blobs, compressed":
+            freeze_models(["model"], store=here)
+            assert len(here.frozen()) == 2
+        return RemoteStore(here, ObjectSource.find(f"{address}/model"), cache="none")
 
 
 # The cache
