@@ -181,7 +181,6 @@ program.params.extend(options.COMMON)
 
 def main() -> None:
     """Run the command line and exit the process."""
-    interrupts.listen()
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal cannot encode are escaped; they must not be an error.
         if isinstance(stream, io.TextIOWrapper):  # None if the caller closed it

@@ -125,6 +125,8 @@ def command(
             return
         model = describe_model(reference, store=store, plain_http=plain_http)
     _show_model(model, view, patterns, order, as_json=as_json)
+    for notice in model.notices:
+        render.show_note(notice)
     for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
         render.show_error(f"model {model.reference}: {message}")
     if model.faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -28,6 +29,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from what lives to the end, libraries above all: it takes half a second."""
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Fail skipped tests where ``BLOBSTORE_TESTS_COMPLETE`` is set, unless they need a GPU."""
@@ -47,6 +53,18 @@ def _complete(report: _Report) -> _Report:
         report.outcome = "failed"
         report.longrepr = f"{reason}, although BLOBSTORE_TESTS_COMPLETE is set"
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """Let ``os.fsync`` check its file and return, since only a power cut shows what else it does.
+
+    Disks take milliseconds for each call, and the tests make more than 100,000. Programs that tests start
+    do sync, and those below tests/faults look at their calls.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -67,6 +67,20 @@ DYNAMIC_IMPORTS = {
     "blobstore/safetensors/writer.py": "modules of its own package",
     "cli/main.py": "the commands, which are below the program",
 }
+# What creates files, and why the paths of these cannot be inside a store: all others check that.
+CREATORS = {"replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
+WRITES_ELSEWHERE = {
+    "blobstore/integrations/model_files.py": "a new temporary folder",
+    "blobstore/objects/client.py": "the lock of a store in a folder",
+    "blobstore/operations/maintenance/repair_manifests.py": "manifests of the store",
+    "blobstore/operations/archive/unpack.py": "manifests of the store",
+    "blobstore/operations/transfer/import_files.py": "a new temporary folder",
+    "blobstore/operations/transfer/notes.py": "a folder of the store for notes",
+    "blobstore/registry/credentials.py": "the configuration of Docker or Podman",
+    "blobstore/safetensors/numpy.py": "serialization writes the file",
+    "blobstore/safetensors/torch.py": "serialization writes the file",
+    "blobstore/sources/hub_listing.py": "the cache of the Hub's client",
+}
 needs_links = pytest.mark.skipif(
     (ROOT / "PKG-INFO").exists(), reason="a source distribution holds the folders and no links"
 )
@@ -178,6 +192,32 @@ def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
 
     assert used == []
     assert imported & STORE_CLASSES == set()
+
+
+def test_every_module_that_creates_files_checks_that_they_are_outside_of_stores() -> None:
+    creating = set()
+    checking = set()
+    for path in MODULES:
+        names = {
+            node.id if isinstance(node, ast.Name) else node.attr
+            for node in ast.walk(tree(path))
+            if isinstance(node, (ast.Name, ast.Attribute))
+        }
+        modes = {
+            node.args[0].value
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith(".open")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        }
+        if names & CREATORS or any(set("wxa") & set(str(mode)) for mode in modes):
+            creating.add(path)
+        if names & {"check_target", "check_new_file"}:
+            checking.add(path)
+    inside = {path for path in creating if path.startswith(("blobstore/store/", "blobstore/core/"))}
+
+    assert creating - inside - checking == set(WRITES_ELSEWHERE)
 
 
 def length(path: str) -> int:

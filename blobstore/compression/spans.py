@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _MAX_MERGED: Final = 1 << 16
-"""Bytes of spans that are merged, at most: who reads one of them decodes all."""
+"""Bytes of spans that are merged, at most: reading one of them decodes all."""
 
 
 class Span(NamedTuple):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_GLOB: Final = 1000
 """Characters of a glob. Translating one takes time that grows with the square of its length."""
+_NEVER: Final = "(?!)"
 
 
 def glob_matches(name: str, glob: str) -> bool:
@@ -32,7 +33,7 @@ def any_glob_matches(name: str, globs: Iterable[str]) -> bool:
     Raises:
         UsageError: a glob is too long.
     """
-    return any(glob_matches(name, glob) for glob in globs)
+    return any_glob(tuple(globs)).match(name) is not None
 
 
 @functools.lru_cache(maxsize=512)
@@ -47,4 +48,4 @@ def any_glob(globs: tuple[str, ...]) -> re.Pattern[str]:
             raise UsageError(
                 f"the pattern {quote(glob)} has {len(glob)} characters; at most {MAX_GLOB} are allowed"
             )
-    return re.compile("|".join(map(translate, globs)))
+    return re.compile("|".join(map(translate, globs)) or _NEVER)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 POLL = 0.1
 """Seconds between two looks for a request, where something else is waited for."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a program to end."""
 _PATIENCE = 2
 """Requests that are recorded; the next one ends the process at once."""
@@ -76,11 +76,9 @@ def listen() -> None:
     """Record SIGINT, SIGTERM and SIGHUP from now on, unless the caller of the process ignores them."""
     import atexit
 
-    if _State.is_listening:
-        return
     _State.is_listening = True
     atexit.register(_ignore)
-    for number in SIGNALS:
+    for number in _SIGNALS:
         # A signal that the caller ignores stays ignored: nohup does that with SIGHUP.
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _record)
@@ -99,7 +97,7 @@ def _record(number: int, frame: FrameType | None) -> None:
 
 def _ignore() -> None:
     """Ignore what is recorded: the interpreter is about to restore the defaults, which kill it."""
-    for number in SIGNALS:
+    for number in _SIGNALS:
         if signal.getsignal(number) is _record:
             signal.signal(number, signal.SIG_IGN)
 

@@ -21,6 +21,7 @@ _PACKAGES = {
     "starlette": "'tensor-blobstore[page]'",
     "uvicorn": "'tensor-blobstore[page]'",
     "cryptography": "'tensor-blobstore[sign]'",
+    "obstore": "'tensor-blobstore[objects]'",
     "distributed": "'tensor-blobstore[dask]'",
     "ray": "'tensor-blobstore[ray]'",
 }

@@ -42,8 +42,7 @@ def loads(data: bytes | memoryview, max_memory: int = MAX_MEMORY) -> Any:
         text = str(data, "utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not valid UTF-8 at byte {error.start}") from None
-    if len(text) * _MEMORY["{"] > max_memory and _memory(text) > max_memory:
-        raise ValueError(f"it would take more than {max_memory >> 20} MiB of memory")
+    _check_memory(text, max_memory)
     # A callback per integer would double the time for large headers, and only "-0" needs one.
     decoder = _CAREFUL if "-0" in text else _USUAL
     try:
@@ -57,10 +56,33 @@ def loads(data: bytes | memoryview, max_memory: int = MAX_MEMORY) -> Any:
     return value
 
 
+def loads_any(data: bytes | str) -> Any:
+    """Parse JSON as the standard parser does, if that takes little memory: a file of another program.
+
+    Configs of models may hold ``Infinity``, for one.
+
+    Raises:
+        ValueError: the text is not JSON, nested too deeply, or would take much memory.
+    """
+    text = (
+        data if isinstance(data, str) else data.decode(json.detect_encoding(data), "surrogatepass")
+    )
+    _check_memory(text, MAX_MEMORY)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def dumps(value: Any) -> str:
     """Return ``value`` as compact JSON with the escapes of Go's ``encoding/json``."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_GO_ESCAPES)
+
+
+def _check_memory(text: str, max_memory: int) -> None:
+    if len(text) * _MEMORY["{"] > max_memory and _memory(text) > max_memory:
+        raise ValueError(f"it would take more than {max_memory >> 20} MiB of memory")
 
 
 def _memory(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Where files of users may be written: everywhere but inside a store, whose files only the store writes."""
+"""Checks that a file or folder of a user is written outside of stores, whose files only the store writes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,34 @@ def check_target(target: str | os.PathLike[str]) -> None:
         OSError: a part of the path cannot be read.
     """
     path = Path(target)
-    real = Path(
-        os.path.realpath(path.parent), path.name
-    )  # the last part may be a link, which is replaced
-    is_blob = _BLOB_NAME.fullmatch(real.name) is not None
-    if is_blob or any(
-        _is_store(Path(*real.parts[:at]), part) for at, part in enumerate(real.parts)
-    ):
+    # The last part may be a link, which is replaced.
+    real = Path(os.path.realpath(path.parent), path.name)
+    if any(_is_store(Path(*real.parts[:at]), part) for at, part in enumerate(real.parts)):
         raise BlobstoreError(
             f"{quote(target)} is inside a store, whose files models share",
             advice="choose a path outside of it; to change a model, export it, and import the result",
+        )
+    if _BLOB_NAME.fullmatch(real.name):
+        raise BlobstoreError(
+            f"{quote(target)} has the name of a blob, which models may share",
+            advice="choose another name; to change a model, export it, and import the result",
+        )
+
+
+def check_new_file(target: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Check that a file may be written at a path: as :func:`check_target`, and nothing is lost there.
+
+    Raises:
+        BlobstoreError: as :func:`check_target`. Or there is something else than a file, or a file and not
+            ``overwrite``.
+        OSError: a part of the path cannot be read.
+    """
+    check_target(target)
+    if os.path.lexists(target) and not (overwrite and Path(target).is_file()):
+        raise BlobstoreError(
+            f"{quote(target)} exists already"
+            + (", and is not a regular file" if overwrite else ""),
+            advice="" if overwrite else "replace it with overwrite=True",
         )
 
 

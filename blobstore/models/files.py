@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import strict_json
 from blobstore.core.escape import did_you_mean, quote
 from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest, StoreError
 from blobstore.manifests import media_types
@@ -140,8 +140,8 @@ class ModelFiles:
             BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
         """
         try:
-            value = json.loads(self.read_file(name))
-        except (ValueError, RecursionError) as error:  # create stores the file as the source had it
+            value = strict_json.loads_any(self.read_file(name))
+        except ValueError as error:  # create stores the file as the source had it
             raise BlobDamaged(f"{name} of {self.reference} is not JSON: {error}") from None
         if not isinstance(value, dict):
             raise BlobDamaged(f"{name} of {self.reference} is not a JSON object")

@@ -1,7 +1,7 @@
 """The user's settings for S3: the environment, then the profile of ``~/.aws``, as AWS's tools read them.
 
-If botocore is installed, it reads the profile and finds the credentials, whatever their kind. Without it, a
-profile may have keys of its own, and obstore knows the roles of machines and containers.
+A profile that has keys of its own is read here. If it has other credentials or none, botocore finds them if it
+is installed. Without it, obstore knows the roles of machines and containers.
 
 https://docs.aws.amazon.com/sdkref/latest/guide/settings-reference.html
 """
@@ -70,7 +70,7 @@ class _Profile(NamedTuple):
     name: str
     values: Mapping[str, Any]
     session: Any = None
-    """That of botocore, if that is installed."""
+    """That of botocore, if it finds the credentials."""
 
     def own_keys(self) -> dict[str, str]:
         """Return the credentials that the profile has itself."""
@@ -118,10 +118,24 @@ def find_settings(where: object) -> Settings:
 
 
 def _profile(where: object, name: str) -> _Profile:
+    """Return a profile; botocore, which takes a second to import, reads it only if it is needed."""
+    profile = _Profile(name, _read_profile(name))
+    has_keys = bool(os.environ.get("AWS_ACCESS_KEY_ID"))
+    needing = [] if has_keys else [*_CREDENTIALS_ELSEWHERE]
+    if not any(map(os.environ.get, _OTHERS["endpoint"][0])):
+        needing.append("services")
+    key = next((key for key in needing if key in profile.values), None)
+    if key is None and (has_keys or profile.own_keys()):
+        return profile
     try:
         from botocore.session import Session
     except ImportError:
-        return _read_profile(name)
+        if key is None:
+            return profile
+        raise MissingLibrary(
+            f"the profile {quote(name)} has {key}, which needs the package botocore",
+            advice="run: pip install 'tensor-blobstore[aws]'",
+        ) from None
     session = Session()
     # AWS's tools read this variable, and botocore does not.
     if region := os.environ.get("AWS_REGION"):
@@ -175,8 +189,8 @@ def _with_botocore(where: object, profile: _Profile, options: dict[str, str]) ->
     return Settings(options, renew)
 
 
-def _read_profile(name: str) -> _Profile:
-    """Return a profile without botocore.
+def _read_profile(name: str) -> dict[str, str]:
+    """Return the settings of a profile.
 
     https://docs.aws.amazon.com/sdkref/latest/guide/file-format.html
     """
@@ -201,15 +215,7 @@ def _read_profile(name: str) -> _Profile:
             values |= dict(parser[section])
     if not is_there:
         raise _no_profile(name)
-    needing = [] if os.environ.get("AWS_ACCESS_KEY_ID") else [*_CREDENTIALS_ELSEWHERE]
-    if not any(map(os.environ.get, _OTHERS["endpoint"][0])):
-        needing.append("services")
-    if key := next((key for key in needing if key in values), None):
-        raise MissingLibrary(
-            f"the profile {quote(name)} has {key}, which needs the package botocore",
-            advice="run: pip install 'tensor-blobstore[aws]'",
-        )
-    return _Profile(name, values)
+    return values
 
 
 def _checked(option: str, value: str, place: str) -> str:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
-from blobstore.errors import Conflict, MissingLibrary, RemoteError
+from blobstore.core.libraries import optional_libraries
+from blobstore.errors import Conflict, RemoteError
 from blobstore.objects.aws import Settings, find_settings
 from blobstore.objects.failures import Failure
 from blobstore.objects.requests import (
@@ -100,12 +101,8 @@ class ObjectClient:
             MissingLibrary: obstore is not installed, or botocore, which the profile needs.
             RemoteError: the configuration cannot be used.
         """
-        try:
+        with optional_libraries():
             import obstore
-        except ImportError as error:
-            raise MissingLibrary(
-                "object storage needs the package obstore: pip install 'tensor-blobstore[objects]'"
-            ) from error
         self.address = address
         self._api = obstore
         self._lock = threading.Lock()
@@ -176,6 +173,8 @@ class ObjectClient:
         """
         self.check_conditions()
         for attempt in range(_ATTEMPTS):
+            if attempt:  # nobody had written: the server asks to try again, as S3 does with 409
+                interrupts.sleep(_PAUSE * 2 ** (attempt - 1))
             if self._is_written(key, data, tag):
                 return
             meta = self._head(key, READ_FORMER)
@@ -187,8 +186,6 @@ class ObjectClient:
                     if found is not None and found.data == data:
                         return
                 raise Conflict(f"{self._name(key)} was written by another process")
-            # Nobody has written: the server asks to try again, as S3 does with 409.
-            interrupts.sleep(_PAUSE * 2**attempt)
         raise RemoteError(
             f"{self._name(key)}: the server refuses to write it, although nobody else has written it",
             advice="try again, and check that the credentials allow s3:GetObject, and that no proxy "

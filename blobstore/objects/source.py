@@ -96,6 +96,11 @@ class ObjectSource:
         """The blobs of the model, each once."""
         return self.model.blobs
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Nothing: object storage serves bytes as they are."""
+        return ()
+
     def cold_index(self) -> bytes | None:
         """Return the list of compressed forms of the blobs, None if there is none. Nothing of it is checked."""
         return self.store.read_for_manifest(COLD_INDEXES, self.root.digest, READ_COLD_INDEX)

@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
@@ -151,8 +152,8 @@ def mlx_config(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_old_keys(content: bytes) -> bytes:
     """Return a config file with the keys of :func:`mlx_config`; other content is unchanged."""
     try:
-        config = json.loads(content)
-    except (ValueError, RecursionError):
+        config = strict_json.loads_any(content)
+    except ValueError:
         return content
     if not isinstance(config, dict) or (both := mlx_config(config)) == config:
         return content

@@ -53,11 +53,11 @@ class Rule:
         """Return whether the rule applies to a tensor in some layer of a model."""
         if self.experts is not None and self.experts != is_expert:
             return False
-        if self.unless and any_glob(self.unless).match(name):
+        if any_glob(self.unless).match(name):
             return False
         if role is not None and self.role is not None:
             return self.role == role
-        return bool(self.names) and any_glob(self.names).match(name) is not None
+        return any_glob(self.names).match(name) is not None
 
 
 @dataclass(frozen=True, slots=True)

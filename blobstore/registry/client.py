@@ -150,7 +150,9 @@ class RegistryClient:
         return manifest
 
     def head_manifest(self, repository: str, reference: str) -> Digest | None:
-        """Return the digest of a tag's manifest as the registry states it; None if it does not say.
+        """Return the digest of a tag's manifest, which is fetched if the registry does not state the digest.
+
+        Returns None if there is no such tag, or if the registry does not answer the question.
 
         Raises:
             RemoteError: the registry cannot be reached.
@@ -481,5 +483,5 @@ def _without_texts(item: RemoteDescriptor) -> RemoteDescriptor:
 def _index(manifest: RemoteManifest) -> ImageIndex:
     content = manifest.parse()
     if not isinstance(content, ImageIndex):
-        raise InvalidManifest("a list of referrers is not an index")
+        raise InvalidManifest("the registry's list of referrers is not an image index")
     return content

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 HEADER_REQUEST: Final = 64 * 2**10
 """Bytes of a blob that are fetched to read its header; larger headers take a second request."""
-_MAX_SMALL_BLOB = 256 * 2**20
 _LENGTH = struct.Struct("<Q")
 _STREAMS: Final = 8
 
@@ -97,6 +96,16 @@ class RemoteSource(NamedTuple):
     def data(self) -> bytes:
         """The bytes of the local manifest."""
         return self.model.manifest
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the registry serves the model."""
+        if not self.root.foreign_type:
+            return ()
+        sent, right = quote(self.root.foreign_type), self.root.media_type
+        return (
+            f"the server sends the manifest as {sent}; other tools may need the Content-Type {right}",
+        )
 
     @property
     def blobs(self) -> tuple[Descriptor, ...]:

@@ -4,9 +4,9 @@ The rules, which ``protocol`` decides:
 
 - A redirect is followed five times at most, and never from https to http. With a body, it must keep the method
   and stay within the registry. What authorizes a request goes to the registry alone.
-- A response is streamed. Nobody reads more of it than they asked for, and it must not be compressed.
+- A response is streamed. Callers read only as much as they ask for. It must not be compressed.
 - Lost connections, stalls, overloaded servers and gateways that fail raise TransientError, which
-  :meth:`Transport.retry` counts. All else ends at once.
+  :meth:`Transport.retry` counts. Every other failure is final.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Changes a file: other tensors, more or fewer of them, other metadata. What stays is not read into memory."""
+"""Changes tensors and metadata of a file. What stays is not read into memory."""
 
 from __future__ import annotations
 
@@ -179,9 +179,8 @@ class _Edit:
         kept: list[tuple[TensorSpec, Any]] = list(self._kept(replaced | self._remove))
         header, sources = lay_out([*kept, *self._changes], self._metadata)
         mode = stat.S_IMODE(os.fstat(self._descriptor).st_mode)
-        if Path(
-            path
-        ).is_symlink():  # to a blob, for one, which is read-only; what replaces the link is not
+        # A link may lead to a blob, which is read-only; the file that replaces it is not.
+        if Path(path).is_symlink():
             mode |= stat.S_IWUSR
         with replaced_file(path) as target:
             os.fchmod(target, mode)

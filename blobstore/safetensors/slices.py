@@ -63,7 +63,7 @@ class SafeSlice:
         Raises:
             SafetensorError: the index has other types than integers, slices and ``...``, or an integer
                 is out of range; for a torch tensor of a map, torch's exceptions.
-            TypeError: the bounds of a slice are no integers.
+            TypeError: the bounds of a slice are not integers.
         """
         return self._tensors.read_index(self._spec, index)
 
@@ -90,7 +90,7 @@ def select(shape: Sequence[int], index: Any) -> Selection:
 
     Raises:
         SafetensorError: the index has another type, too many dimensions, or an integer out of range.
-        TypeError: the bounds of a slice are no integers.
+        TypeError: the bounds of a slice are not integers.
     """
     items = index if isinstance(index, tuple) else (index,)
     gaps = [position for position, item in enumerate(items) if item is ...]

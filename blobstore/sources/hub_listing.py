@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
-from blobstore.core import interrupts, limits
+from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular, write_file
-from blobstore.errors import BlobstoreError, SourceError
+from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +63,7 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
 
     Raises:
         SourceError: the answer is not that of a Hub.
+        RemoteError: the answer is too large.
         httpx2.HTTPError, OfflineModeIsEnabled: the Hub cannot be reached, or refuses. A busy Hub is
             asked again a few times.
     """
@@ -107,9 +108,9 @@ class _Pages:
             for piece in stream.iter_bytes(_PIECE):
                 body += piece
                 if len(body) > limits.HUB_LISTING.one:
-                    raise SourceError(
-                        f"the Hub sends a page of more than {limits.HUB_LISTING.one} bytes; "
-                        "check HF_ENDPOINT"
+                    raise RemoteError(
+                        f"the Hub sends a page of more than {limits.HUB_LISTING.one} bytes",
+                        advice="check HF_ENDPOINT",
                     )
             self._budget.spend(len(body), 0)
             headers = stream.headers.multi_items()
@@ -150,7 +151,9 @@ class _Pages:
                     interrupts.sleep(seconds)
                     continue
             hf_raise_for_status(response)
-            yield response.json()
+            page = strict_json.loads_any(response.content)
+            self._budget.spend(0, len(page))
+            yield page
             url, tries = response.links.get("next", {}).get("url"), 0
 
 
@@ -187,9 +190,9 @@ def cached_snapshot(storage: Path, revision: str | None) -> Path | None:
 def cached_listing(snapshot: Path) -> Listing | None:
     """Return the listing that the cache has for a snapshot; None if there is none."""
     try:
-        value = json.loads(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
+        value = strict_json.loads_any(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
         return listing_of(value["files"]) if value["format_version"] == _TREE_VERSION else None
-    except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return None
     except BlobstoreError:
         return None

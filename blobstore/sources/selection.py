@@ -7,13 +7,13 @@ same decision holds for a folder and for the listing of a Hub repository that is
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from blobstore.core import strict_json
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.files import read_regular
 from blobstore.core.globs import glob_matches
@@ -159,10 +159,10 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
         return kind()
     path = tree.path(name)
     try:
-        value = json.loads(read_regular(path, MAX_SMALL_FILE))
+        value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE))
     except OSError as error:
         raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
-    except (ValueError, RecursionError, BlobstoreError) as error:
+    except (ValueError, BlobstoreError) as error:
         raise DamagedSource(
             f"{tree.label(name)} cannot be read: {error}; download the complete model"
         ) from None

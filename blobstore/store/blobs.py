@@ -12,7 +12,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.core import interrupts
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from blobstore.store.remote_blobs import BlobRange
 
 __all__ = ["ADVICE", "BlobReader"]
-
-_MAX_SMALL_BLOB = 256 * 2**20
 
 _Result = TypeVar("_Result")
 
@@ -374,7 +372,7 @@ class BlobReader:
             loaded[blob[0]] = [(begin, memory)]
         return LoadedRanges(loaded)
 
-    def read_blob(self, digest: Digest, size: int, limit: int = _MAX_SMALL_BLOB) -> bytes:
+    def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.
 
         Raises:
@@ -434,7 +432,6 @@ class BlobReader:
             )
 
         for slot, (digest, size) in enumerate(blobs):
-            interrupts.check()
             try:
                 header = read(digest, size, slot)
             except InvalidHeader as error:

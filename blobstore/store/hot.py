@@ -12,6 +12,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.files import read_past_cache
 from blobstore.core.mmap import is_cached, mapped, too_many_maps
@@ -44,10 +45,12 @@ class HotShelf:
 
     def has(self, digest: Digest) -> bool:
         """Return whether the blob has a file, whatever its content."""
+        interrupts.check()
         return os.path.lexists(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
         """Check that the blob is here and has ``size`` bytes."""
+        interrupts.check()
         path = self._path(digest)
         try:
             found = os.lstat(path)
@@ -64,6 +67,7 @@ class HotShelf:
             BlobDamaged: it has another size, or is not a regular file.
             StoreError: it cannot be read.
         """
+        interrupts.check()
         path = self._path(digest)
         try:
             descriptor = os.open(path, _OPEN_FLAGS)

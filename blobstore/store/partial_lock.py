@@ -1,7 +1,8 @@
 """The lock of a blob that is being downloaded, which also lists the partial files of the blob.
 
 Locks save work: two processes do not fetch one blob. Bytes are right without them, because each process
-writes to files that it has created alone. So locks may do nothing, as on some network file systems.
+writes to files that it has created alone. So locks may do nothing, as on some network file systems. The files
+are listed because it would take long to look for those of each blob in a folder that many share.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PartialLock:
             except OSError as error:
                 if error.errno not in NOT_OURS:
                     raise
-                path.unlink()
+                path.unlink(missing_ok=True)
                 continue
             is_ours = False
             try:
@@ -69,7 +70,7 @@ class PartialLock:
                     continue  # another process has removed it
                 give_to_owner(path)
                 if not belongs_to_us(descriptor, folder):
-                    path.unlink()
+                    path.unlink(missing_ok=True)
                     continue
                 is_ours = True
                 return cls(path, descriptor)

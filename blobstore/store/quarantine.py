@@ -70,7 +70,7 @@ def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:
     quarantined = _quarantine(store, blob, digest) if os.path.lexists(blob) else None
     ready.replace(blob)
     sync_folder(store.folder("blobs"))
-    if store.has_base_link(digest):  # it still links to the damaged file
+    if os.path.lexists(store.base_path(digest)):  # it still links to the damaged file
         link_base(store, digest)
     return quarantined
 

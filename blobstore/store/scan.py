@@ -56,6 +56,7 @@ def walk_files(folder: str | Path, without: Collection[str] = ()) -> Iterator[os
     Symbolic links are not followed. Raises as :func:`list_names`.
     """
     for entry in scan_folder(folder):
+        interrupts.check()
         if not entry.is_dir(follow_symlinks=False):
             yield entry
         elif entry.path not in without:

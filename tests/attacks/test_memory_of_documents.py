@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import json
 import os
 import re
@@ -20,20 +23,33 @@ import blobstore
 from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Limit
-from blobstore.errors import BlobMissing, InvalidManifest, RemoteError
+from blobstore.errors import BlobMissing, BlobstoreError, InvalidManifest, NotTrusted, RemoteError
+from blobstore.manifests import media_types
+from blobstore.manifests.check import say_the_same
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_stacks
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.locks import Collection
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore, manifest_key
+from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.remote.cold_layer import parse_cold_index
-from blobstore.operations.remote.reader import RemoteReader
+from blobstore.operations.remote.reader import RemoteReader, pack_headers, unpack_headers
+from blobstore.operations.sign.bundle import parse_statement, statement, write_bundle
+from blobstore.operations.sign.cosign import read_envelope
+from blobstore.operations.sign.signature import Envelope
+from blobstore.operations.sign.trust import check_trust
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
 from blobstore.registry.shapes import image
 from blobstore.registry.shapes.plan import LOCAL_MANIFEST
 from blobstore.registry.shapes.read import read_model
+from blobstore.sources.sharded import read_weight_map
 from blobstore.store.local import LocalStore
-from tests.support.models import dense_tensors, write_folder
+from tests.support.hostile_s3 import hostile_s3, listing
+from tests.support.models import add_blob, dense_tensors, replace_file, write_folder
+from tests.support.raw_server import RawServer, Received, reply
+from tests.support.signing import key_files, policy
 
 MIB = 2**20
 CHILD = """
@@ -76,6 +92,84 @@ def traced(action: Callable[[], object], kind: type[Exception], message: str) ->
         tracemalloc.stop()
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 500
+
+
+def read_leases(store: ObjectStore) -> object:
+    with Collection(store.client) as collection:
+        return collection.leased()
+
+
+def read_lease(data: bytes, folder: Path) -> object:
+    store = ObjectStore(StoreAddress.parse(f"file://{folder}"))
+    store.client.put(".blobstore/leases/x", data)
+    return read_leases(store)
+
+
+def read_stacked(data: bytes, folder: Path) -> object:
+    store = LocalStore(folder)
+    digest, size = add_blob(store, data)
+    layer = Descriptor(media_types.STACKS, digest, size, "")
+    return read_stacks(store, Manifest(config=layer, layers=(layer,)))
+
+
+def read_config(data: bytes, folder: Path) -> object:
+    store = LocalStore(folder / "store")
+    blobstore.create(write_folder(folder / "model", dense_tensors()), "m", store=store)
+    replace_file(store, "m", "config.json", data)
+    assert describe_model("m", store=store).architecture == ""
+    with blobstore.open("m", store=store) as model:
+        return model.config
+
+
+def import_config(data: bytes, folder: Path) -> object:
+    source = write_folder(folder / "model", dense_tensors())
+    (source / "config.json").write_bytes(data)
+    return blobstore.create(source, "m", store=folder / "store")
+
+
+def read_weights(data: bytes, folder: Path) -> object:
+    (folder / "index.json").write_bytes(data)
+    return read_weight_map(folder / "index.json")
+
+
+def read_places(data: bytes, _: Path) -> object:
+    files = {image._MANIFEST: b"{}", image._PLACES: data}
+    return image.read_catalog(image._catalog(files, ()))
+
+
+def read_bundle(data: bytes, _: Path) -> object:
+    return parse_statement(
+        Envelope(kind="oms", signed=b"a b c d " + data, signature=b"", data=data)
+    )
+
+
+OF_MANY_VALUES: dict[str, Callable[[bytes, Path], object]] = {
+    "manifest": lambda data, _: Manifest.from_bytes(data),
+    "config of a manifest": lambda data, _: say_the_same(data, b"{}"),
+    "config in a store": read_config,
+    "config of a checkpoint": import_config,
+    "list of stacked tensors": read_stacked,
+    "list of compressed forms": lambda data, _: parse_cold_index(data),
+    "index of a checkpoint": read_weights,
+    "lease": read_lease,
+    "manifest of a registry": lambda data, _: RemoteManifest.of(OCI_MANIFEST, data).parse(),
+    "places in an image": read_places,
+    "signature": lambda data, _: read_envelope(data),
+    "statement of a signature": read_bundle,
+}
+
+
+@pytest.mark.parametrize("kind", OF_MANY_VALUES)
+def test_a_document_of_many_small_values_is_not_parsed(kind: str, tmp_path: Path) -> None:
+    """An empty list takes 3 bytes as text, and 64 in memory."""
+    data = b'{"x":[' + b"[]," * 5_000_000 + b"0]}"
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(BlobstoreError):
+            assert not OF_MANY_VALUES[kind](data, tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(data)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.fixture
@@ -271,21 +365,38 @@ def test_entries_of_a_tar_are_not_kept() -> None:
     assert traced(lambda: image.read_catalog(catalog), InvalidManifest, "no file") < MIB
 
 
-@pytest.mark.parametrize(
-    ("folder", "limit"), [(COLD_INDEXES, limits.COLD_INDEX), (HEADERS, limits.PACKED_HEADERS)]
-)
-def test_what_belongs_to_a_manifest_in_a_bucket_is_refused_before_it_is_read(
-    bucket: Path, folder: str, limit: Limit
+IN_A_BUCKET: dict[str, tuple[str, Limit, Callable[[ObjectStore], object]]] = {
+    "manifest": (
+        manifest_key(Reference.parse("n")),
+        limits.MANIFEST,
+        lambda store: store.read_manifest(Reference.parse("n")),
+    ),
+    "list of compressed forms": (
+        f"{COLD_INDEXES}/{Digest.of(b'm').hex}",
+        limits.COLD_INDEX,
+        lambda store: store.read_for_manifest(COLD_INDEXES, Digest.of(b"m")),
+    ),
+    "packed headers": (
+        f"{HEADERS}/{Digest.of(b'm').hex}",
+        limits.PACKED_HEADERS,
+        lambda store: store.read_for_manifest(HEADERS, Digest.of(b"m")),
+    ),
+    "lease": (".blobstore/leases/x", limits.LEASE, read_leases),
+}
+
+
+@pytest.mark.parametrize("kind", IN_A_BUCKET)
+def test_a_document_in_a_bucket_that_is_too_large_is_refused_before_it_is_read(
+    bucket: Path, kind: str
 ) -> None:
-    path = bucket / folder / Digest.of(b"m").hex
+    key, limit, read = IN_A_BUCKET[kind]
+    path = bucket / key
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.truncate(limit.one + 1)
     store = ObjectStore(StoreAddress.parse(f"file://{bucket}"))
     message = f"{limit.one + 1} bytes, expected at most {limit.one}; .*check the address"
-    assert (
-        traced(lambda: store.read_for_manifest(folder, Digest.of(b"m")), RemoteError, message) < MIB
-    )
+    assert traced(lambda: read(store), RemoteError, message) < MIB
 
 
 def test_signatures_in_a_bucket_are_read_one_at_a_time_and_up_to_the_limits(
@@ -318,3 +429,131 @@ def test_leases_in_a_bucket_have_a_limit_of_all(
 
 def test_a_list_of_compressed_forms_keeps_what_it_describes_alone() -> None:
     assert parse_cold_index(b"[" + b"[]," * 1000 + b"{}]") == {}
+
+
+def test_headers_of_other_blobs_that_a_bucket_packs_take_no_memory() -> None:
+    """An entry without a header has 36 bytes, and a digest takes about 300 in memory."""
+    wanted = Digest.of(b"x")
+    data = b"".join(hashlib.sha256(b"%d" % n).digest() + bytes(4) for n in range(50_000))
+    packed = pack_headers({wanted: b"header"})[32:] + data
+    packed = hashlib.sha256(packed).digest() + packed
+    tracemalloc.start()
+    try:
+        assert unpack_headers(packed, [wanted]) == {wanted: b"header"}
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_large_signatures_of_strangers_are_held_one_at_a_time(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", dense_tensors()), "m", store=store)
+    data = store.read_manifest("m")
+    files = {f"{n}.bin": Digest.of(b"%d" % n) for n in range(6_000)}
+    for number in range(20):
+        forged = write_bundle(statement(f"{number}", files, Digest.of(data)), b"x" * 70, "")
+        store.keep_signature(Digest.of(data), forged, is_verified=True)
+    size = len(forged)
+    assert size > MIB // 2
+    policy(store, key_files(tmp_path))
+
+    def check() -> None:
+        check_trust(store, Reference.parse("m"), data)
+
+    assert traced(check, NotTrusted, r"none of its signatures \(20\)") < 8 * size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_list_of_objects_keeps_one_page_and_ends_at_its_limit() -> None:
+    """Each page has keys of 1 MB. The server ends after 200 pages, so that the test would."""
+    keys = {f"p/manifests/{n:04}{'k' * 900}": 1 for n in range(1000)}
+    left = iter(range(200))
+
+    def page(_: Received) -> bytes:
+        number = next(left, None)
+        keys_now = {f"{key}{number}": size for key, size in keys.items()}
+        return listing(keys_now, "" if number is None else f"t{number}")
+
+    with hostile_s3() as server:
+        server.disturb = page
+        said, grown = run_child(
+            "from blobstore.core import limits\n"
+            "limits.LISTED = 60_000\n"
+            "from blobstore.objects.address import StoreAddress\n"
+            "from blobstore.objects.store import ObjectStore\n"
+            "store = ObjectStore(StoreAddress('s3', 'models', 'p'))",
+            "for _ in store.client.list('manifests'): pass",
+            **server.environment,
+        )
+    assert re.search("RemoteError .*a list without end", said)
+    assert grown < 40
+
+
+HUB = """
+import os
+from functools import partial
+from blobstore.core import limits
+limits.HUB_LISTING = limits.Limit(4 << 20, 20 << 20, 1000)
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session
+from blobstore.sources.hub_listing import list_repository
+get_session()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("kind", "message", "allowed"),
+    [
+        ("a page without end", "RemoteError .*more than 4194304 bytes", 24),
+        ("pages without end", "RemoteError .*the list of files of the Hub: more than 20971520", 40),
+        ("values", "SourceError .*its listing is malformed", 120),
+    ],
+)
+def test_lists_of_the_hub_end_at_their_limits(kind: str, message: str, allowed: int) -> None:
+    entry = {"type": "directory", "path": "v" * (3 * MIB)}
+
+    def answer(request: Received) -> Any:
+        if "/tree/" not in request.path:
+            return reply(200, json.dumps({"sha": "0" * 40}).encode())
+        if kind == "values":
+            return reply(200, b"[" + b"[]," * 5_000_000 + b"0]")
+        if kind == "pages without end":
+            link = f'<http://{request.headers["host"]}{request.path}>; rel="next"'
+            return reply(200, json.dumps([entry]).encode(), link=link)
+        start = reply(200, content_length=None)
+        return itertools.chain([start], itertools.repeat(b" " * MIB, 300))
+
+    limit = "" if kind != "values" else "limits.HUB_LISTING = limits.Limit(64 << 20, 64 << 20, 10)"
+    with RawServer(answer) as server:
+        said, grown = run_child(
+            HUB + limit,
+            "list_repository('org/m', None)",
+            HF_ENDPOINT=f"http://{server.host}",
+        )
+    assert re.search(message, said)
+    assert grown < allowed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_header_that_a_web_server_claims_takes_no_memory() -> None:
+    """The file is said to have 200 MB, and a header of 99 MB, of which 1 KiB arrive."""
+    start = (99_000_000).to_bytes(8, "little") + b"{"
+
+    def answer(request: Received) -> bytes:
+        begin, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+        return reply(
+            206,
+            start.ljust(last + 1) if begin == 0 else b" " * 1024,
+            content_length=last + 1 - begin,
+            content_range=f"bytes {begin}-{last}/200000000",
+        )
+
+    with RawServer(answer) as server:
+        said, grown = run_child(
+            "from blobstore.safetensors import safe_open, sources\nsources._PAUSE = 0",
+            "safe_open(sys.argv[1], 'np')",
+            f"http://{server.host}/model.safetensors",
+        )
+    assert re.search("OSError .* 98[0-9]{6} more expected", said)
+    assert grown < 32

@@ -25,60 +25,99 @@ pytestmark = pytest.mark.skipif(bool(tracing.why_not()), reason=tracing.why_not(
 _PROGRAM = "import sys; from tests.attacks.test_published_blobs import run; run(sys.argv[1])"
 _CALLS = (
     "open,openat,creat,close,dup,dup2,dup3,fcntl,write,pwrite64,writev,pwritev,ftruncate,fallocate,"
-    "copy_file_range,sendfile,ioctl,mmap,rename,renameat,renameat2,link,linkat"
+    "copy_file_range,sendfile,ioctl,mmap,rename,renameat,renameat2,link,linkat,"
+    "clone,clone3,fork,vfork,execve"
 )
 _RESUMED = re.compile(r"<\.\.\. \w+ resumed>")
 _CALL = re.compile(r"(\w+)\((.*)\) += (\d+)(?:<(.*?)>)?")
 _FILE = re.compile(r"(\d+)<(.*?)>")
 _WRITING = re.compile(r"O_WRONLY|O_RDWR|O_CREAT|O_TRUNC")
 _CHANGES = {"write", "pwrite64", "writev", "pwritev", "ftruncate", "fallocate", "sendfile"}
+_FORKS = {"clone", "clone3", "fork", "vfork"}
+_OPENS = {"open", "openat", "creat"}
 _BLOB = re.compile(r"/blobs/sha256-[0-9a-f]{64}(?!#)")
 
 
-def calls(log: str) -> Iterator[tuple[str, str, int, str]]:
-    """Yield the calls that succeeded: name, arguments, result, and the file that the result is."""
+def calls(log: str) -> Iterator[tuple[int, str, str, int, str]]:
+    """Yield the calls that succeeded: thread, name, arguments, result, and the file that the result is.
+
+    The end of a thread is a call too.
+    """
     begun: dict[str, str] = {}
     for line in log.splitlines():
         thread, _, call = line.partition(" ")
         call = call.strip()
+        if call.startswith("+++"):
+            yield int(thread), "exit", "", 0, ""
         if call.endswith("<unfinished ...>"):
             begun[thread] = call.removesuffix("<unfinished ...>")
             continue
         if resumed := _RESUMED.match(call):
             call = begun.pop(thread, "") + call[resumed.end() :]
         if match := _CALL.match(call):
-            yield match[1], match[2], int(match[3]), match[4] or ""
+            yield int(thread), match[1], match[2], int(match[3]), match[4] or ""
+
+
+class Watch:
+    """Which files each process can write to, by descriptor; a writable map counts as one that is never closed."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int] = {}
+        """The process of each thread: its first thread."""
+        self.writers: dict[int, dict[int, str]] = {}
+        self.found: list[str] = []
+
+    def see(self, thread: int, name: str, arguments: str, result: int, file: str) -> None:
+        """Note a call, and whether it writes to a blob or renames to a blob what can be written."""
+        if self._is_wrong(name, arguments, file):
+            self.found.append(f"{name}({arguments}) = {result}<{file}>")
+        process = self.processes.setdefault(thread, thread)
+        writers = self.writers.setdefault(process, {})
+        files = _FILE.findall(arguments)
+        if name in _FORKS:
+            is_thread = "CLONE_THREAD" in arguments
+            self.processes[result] = process if is_thread else result
+            if not is_thread:  # it may have opened files before its parent goes on
+                self.writers[result] = writers | self.writers.get(result, {})
+        elif name == "execve" or (name == "exit" and thread == process):
+            writers.clear()
+        elif name in _OPENS:
+            if name == "creat" or _WRITING.search(arguments):
+                writers[result] = file
+        elif name == "close":
+            writers.pop(int(files[0][0]) if files else -1, None)
+        elif (name.startswith("dup") or "F_DUPFD" in arguments) and int(files[0][0]) in writers:
+            writers[result] = file
+        elif _is_writable_map(name, arguments):
+            writers[-len(writers) - 1] = files[0][1]
+
+    def _is_wrong(self, name: str, arguments: str, file: str) -> bool:
+        files = _FILE.findall(arguments)
+        is_blob = bool(files) and _BLOB.search(files[0][1]) is not None
+        if name in _OPENS:
+            is_writing = name == "creat" or _WRITING.search(arguments) is not None
+            return is_writing and _BLOB.search(file) is not None
+        if name.startswith(("rename", "link")):
+            old, *_, new = re.findall(r'"(.*?)"', arguments)
+            can_write = any(old in held.values() for held in self.writers.values())
+            return can_write and _BLOB.search(new) is not None
+        if name == "copy_file_range":
+            return len(files) > 1 and _BLOB.search(files[1][1]) is not None
+        is_writing = name in _CHANGES or "FICLONE" in arguments or _is_writable_map(name, arguments)
+        return is_writing and is_blob
+
+
+def _is_writable_map(name: str, arguments: str) -> bool:
+    is_shared = "PROT_WRITE" in arguments and "MAP_SHARED" in arguments
+    return name == "mmap" and is_shared and _FILE.search(arguments) is not None
 
 
 def violations(log: str) -> list[str]:
     """Return the calls that write to a blob, or that rename to a blob what can be written."""
-    found: list[str] = []
-    writers: dict[int, str] = {}
-    for name, arguments, result, file in calls(log):
-        files = _FILE.findall(arguments)
-        is_blob = bool(files) and _BLOB.search(files[0][1]) is not None
-        if name in ("open", "openat", "creat") and (name == "creat" or _WRITING.search(arguments)):
-            writers[result] = file
-            wrong = _BLOB.search(file) is not None
-        elif name == "close":
-            writers.pop(int(files[0][0]), None) if files else None
-            wrong = False
-        elif name.startswith("dup") or "F_DUPFD" in arguments:
-            if files and int(files[0][0]) in writers:
-                writers[result] = file
-            wrong = False
-        elif name.startswith(("rename", "link")):
-            old, *_, new = re.findall(r'"(.*?)"', arguments)
-            wrong = _BLOB.search(new) is not None and old in writers.values()
-        elif name == "mmap":
-            wrong = is_blob and "PROT_WRITE" in arguments and "MAP_SHARED" in arguments
-        elif name == "copy_file_range":
-            wrong = len(files) > 1 and _BLOB.search(files[1][1]) is not None
-        else:
-            wrong = is_blob and (name in _CHANGES or "FICLONE" in arguments)
-        if wrong:
-            found.append(f"{name}({arguments}) = {result}<{file}>")
-    return found
+    watch = Watch()
+    for call in calls(log):
+        watch.see(*call)
+    return watch.found
 
 
 def run(where: str) -> None:
@@ -166,7 +205,7 @@ def _open_elsewhere(origin: LocalStore, folder: Path) -> None:
 
 def test_no_blob_is_open_for_writing_once_it_has_its_name(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    tracer = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-s", "300", "-o", str(log)]
+    tracer = ["strace", "-f", "--seccomp-bpf", "-y", "-q", "-s", "300", "-o", str(log)]
     ended = subprocess.run(
         [*tracer, "-e", f"trace={_CALLS}", sys.executable, "-c", _PROGRAM, str(tmp_path)],
         cwd=ROOT,
@@ -198,7 +237,35 @@ BLOB = "/store/blobs/sha256-" + "0" * 64
             '1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n1 dup(3</a>) = 4</a>\n1 close(3</a>) = 0\n'
             f'2 rename("/a", "{BLOB}" <unfinished ...>\n1 close(9</b>) = 0\n2 <... rename resumed>) = 0'
         ),
+        (
+            '1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n1 clone3({flags=CLONE_VM}) = 2\n'
+            f'1 close(3</a>) = 0\n1 rename("/a", "{BLOB}") = 0'
+        ),
+        (
+            '1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n'
+            "1 mmap(NULL, 9, PROT_READ|PROT_WRITE, MAP_SHARED, 3</a>, 0) = 1\n"
+            f'1 close(3</a>) = 0\n1 rename("/a", "{BLOB}") = 0'
+        ),
     ],
 )
 def test_the_watch_sees_each_way_to_write(log: str) -> None:
     assert len(violations(log)) == 1
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        '1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n1 close(3</a>) = 0\n',
+        (
+            '1 clone3({flags=CLONE_VM}) = 2\n2 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n'
+            "2 +++ killed by SIGKILL +++\n"
+        ),
+        (
+            '1 clone3({flags=CLONE_VM|CLONE_THREAD}) = 2\n1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n'
+            "2 close(3</a>) = 0\n"
+        ),
+        '1 openat(AT_FDCWD, "/a", O_RDWR) = 3</a>\n1 execve("/bin/true", ...) = 0\n',
+    ],
+)
+def test_a_file_that_nobody_can_write_to_may_become_a_blob(log: str) -> None:
+    assert violations(f'{log}1 rename("/a", "{BLOB}") = 0') == []

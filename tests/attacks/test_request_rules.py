@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,21 +14,30 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.transfer.push_objects import Pushed
 from blobstore.registry import client as client_module
+from blobstore.registry import requests
+from blobstore.registry import transport as transport_module
 from blobstore.registry import upload as upload_module
+from blobstore.registry.certificates import tls_context
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.manifest import OCI_INDEX
+from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
 from blobstore.registry.protocol import Patience
+from blobstore.registry.reference import is_tag
+from blobstore.registry.requests import Rule
+from blobstore.registry.store import list_tags
 from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply
+from tests.support.signing import key_files
+from tests.unit.cli.running import run
 
-STATUSES = (200, 201, 202, 204, 301, 308, 400, 401, 403, 404, 413, 416, 429, 500, 511)
-"""One of each meaning; all others of 400 to 499 are as 400."""
-HINT_STATUSES = (200, 201, 202, 204, 308, 400, 401, 404, 416, 500)
+STATUSES = (200, 201, 202, 204, 308, 400, 401, 404, 413, 416, 429, 500)
+"""One of each meaning, for whole commands; single requests get all statuses."""
+HINT_STATUSES = (200, 201, 202, 308, 400, 401, 404, 500)
 """A hint is not sent again in another way, so fewer differ."""
 HINTS = {
     "look at the tag": ("HEAD", r"/manifests/v1$"),
@@ -86,6 +96,10 @@ class Registry:
                 return reply(200, data)
             begin, end = int(found[1]), int(found[2]) + 1
             return reply(206, data[begin:end], content_range=f"bytes {begin}-{end - 1}/{len(data)}")
+        if match := re.fullmatch(r"/v2/(.+)/tags/list", path):
+            names = [name.partition(":")[2] for name in self.manifests]
+            tags = [tag for tag in names if is_tag(tag)]
+            return reply(200, json.dumps({"tags": tags}).encode())
         if match := re.fullmatch(r"/v2/(.+)/manifests/(.+)", path):
             return self.manifest(request, match[1], match[2])
         return reply(404)
@@ -118,9 +132,15 @@ class Registry:
         return reply(200, data, content_type=kind, docker_content_digest=digest)
 
 
+def upload(client: RegistryClient) -> None:
+    client.upload_blob("a", DIGEST, len(DATA), lambda offset: (DATA[offset:],))
+
+
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "Patience", lambda: Patience(attempts=2, first=0))
+    # Reading all certificates takes longer than the requests, none of which is encrypted.
+    monkeypatch.setattr(transport_module, "tls_context", functools.cache(tls_context))
 
 
 @pytest.fixture
@@ -238,8 +258,8 @@ def test_part_or_status_of_an_upload_that_is_refused_lets_it_begin_again(
             upload = partial(
                 client.upload_blob, "a", Digest.of(data), len(data), lambda at: (data[at:],)
             )
-            # A part is needed: only a refusal that is final leads to another way.
-            if kind == "GET" or (400 <= status < 500 and status not in (404, 429)):
+            # A part is needed: only a refusal that is final, and not of its size, leads to another way.
+            if kind == "GET" or (400 <= status < 500 and status not in (404, 413, 429)):
                 upload(session=session)
                 assert registry.blobs == {("a", str(Digest.of(data))): data}
             else:
@@ -247,6 +267,161 @@ def test_part_or_status_of_an_upload_that_is_refused_lets_it_begin_again(
                     upload(session=session)
                 assert str(caught.value).isprintable()
                 assert not registry.blobs
+
+
+DATA = bytes(range(200))
+DIGEST = Digest.of(DATA)
+LISTED = RemoteManifest.of(
+    OCI_INDEX, b'{"schemaVersion": 2, "mediaType": "%s", "manifests": []}' % OCI_INDEX.encode()
+)
+ALL_STATUSES = (
+    *(200, 201, 202, 203, 204, 205, 206, 300, 301, 302, 303, 304, 307, 308),
+    *(400, 401, 402, 403, 404, 405, 406, 408, 409, 410, 411, 412, 413, 415, 416, 418, 422, 425),
+    *(428, 429, 431, 451, 500, 501, 502, 503, 504, 505, 507, 511, 599),
+)
+CALLS: dict[str, tuple[Rule, tuple[str, str], Callable[[RegistryClient], object]]] = {
+    "login": (requests.BASE, ("GET", "/v2/$"), lambda c: c.check_login()),
+    "manifest": (
+        requests.MANIFEST,
+        ("GET", "/manifests/v1$"),
+        lambda c: c.get_manifest("a", "v1"),
+    ),
+    "look at a manifest": (
+        requests.MANIFEST_LOOK,
+        ("HEAD", "/manifests/v1$"),
+        lambda c: c.head_manifest("a", "v1"),
+    ),
+    "put of a manifest": (
+        requests.MANIFEST_PUT,
+        ("PUT", "/manifests/"),
+        lambda c: c.put_manifest("a", "v1", LISTED),
+    ),
+    "blob": (
+        requests.BLOB,
+        ("GET", "/blobs/sha256:"),
+        lambda c: b"".join(c.read_blob("a", DIGEST, 0, len(DATA), size=len(DATA))),
+    ),
+    "range of a blob": (
+        requests.BLOB,
+        ("GET", "/blobs/sha256:"),
+        lambda c: b"".join(c.read_blob("a", DIGEST, 5, 9)),
+    ),
+    "size of a blob": (
+        requests.BLOB_SIZE,
+        ("HEAD", "/blobs/sha256:"),
+        lambda c: c.blob_size("a", DIGEST),
+    ),
+    "look at a blob": (
+        requests.BLOB_LOOK,
+        ("HEAD", "/blobs/sha256:"),
+        lambda c: c.blob_size("a", DIGEST, for_upload=True),
+    ),
+    "mount": (requests.MOUNT, ("POST", "mount="), lambda c: c.mount_blob("a", DIGEST, "b")),
+    "start of an upload": (requests.UPLOAD_START, ("POST", "/uploads/$"), upload),
+    "end of an upload": (requests.UPLOAD_END, ("PUT", "/uploads/"), upload),
+    "tags": (requests.TAGS, ("GET", "/tags/list"), lambda c: list(c.tags("a"))),
+    "referrers": (requests.REFERRERS, ("GET", "/referrers/"), lambda c: c.referrers("a", DIGEST)),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_status_means_what_the_table_says(
+    registry: Registry, server: RawServer, kind: str
+) -> None:
+    rule, request, call = CALLS[kind]
+    registry.blobs["a", str(DIGEST)] = DATA
+    registry.manifests["a:v1"] = (LISTED.media_type, LISTED.data)
+    with RegistryClient(server.host, credentials=GivenLogin(None)) as client:
+        for status in ALL_STATUSES:
+            if rule is requests.UPLOAD_END:
+                registry.blobs.clear()  # otherwise an upload whose end failed is there nevertheless
+            registry.override = answer(request, status)
+            try:
+                call(client)
+            except BlobstoreError as error:
+                assert not rule.is_hint, status
+                assert str(error).isprintable()
+                assert len(str(error)) < 1000
+                is_refusal = status >= 400 and status not in rule.answers
+                if is_refusal and isinstance(error, RemoteError):
+                    assert error.status == status
+            else:
+                assert rule.is_hint or status in rule.answers, status
+
+
+NONSENSE = (
+    *(b"", b"<html>", b"null", b"\xff\xfe", b"[" * 5000, b'{"manifests": {}}'),
+    b'{"schemaVersion": 2, "layers": 1}',
+    b'{"schemaVersion": 2, "mediaType": "%s", "manifests": [{"digest": 1}]}' % OCI_INDEX.encode(),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "media_type"),
+    [
+        ("mount", "text/html"),
+        ("referrers", "text/html"),
+        ("referrers", OCI_INDEX),
+        ("tag of signatures", OCI_MANIFEST),
+        ("tag of signatures", OCI_INDEX),
+    ],
+)
+def test_hint_that_is_answered_with_nonsense_never_ends_a_command(
+    registry: Registry,
+    server: RawServer,
+    store: LocalStore,
+    tmp_path: Path,
+    kind: str,
+    media_type: str,
+) -> None:
+    push(server, store, "first")
+    method, pattern = HINTS[kind]
+    for number, body in enumerate(NONSENSE):
+
+        def override(request: Received, body: bytes = body) -> bytes | None:
+            is_it = request.method == method and re.search(pattern, request.path)
+            return reply(200, body, content_type=media_type) if is_it else None
+
+        registry.override = override
+        push(server, store, f"{number}")
+        if kind != "mount":
+            other = LocalStore(tmp_path / f"{number}")
+            blobstore.pull(f"{server.host}/{number}:v1", "m", store=other)
+            assert other.read_manifest("m") == store.read_manifest("m")
+
+
+@pytest.mark.parametrize("kind", ["look at the tag", "manifest", "blob"])
+def test_show_and_list_need_what_they_read_alone(
+    registry: Registry, server: RawServer, store: LocalStore, kind: str, tmp_path: Path
+) -> None:
+    push(server, store)
+    address = f"oci://{server.host}/a"
+    for status in (200, 308, 403, 404, 500):
+        registry.override = answer((HINTS | READ)[kind], status)
+        [(name, _)] = list_tags(f"{server.host}/a")
+        assert name.reference == "v1"
+        try:
+            shown = describe_model(f"{address}:v1", store=tmp_path)
+        except BlobstoreError as error:
+            assert kind != "look at the tag"
+            assert str(error).isprintable()
+        else:
+            assert kind == "look at the tag" or shown.faults
+
+
+@pytest.mark.parametrize("kind", HINTS)
+def test_hint_never_ends_a_push_of_signatures(
+    registry: Registry, server: RawServer, store: LocalStore, tmp_path: Path, kind: str
+) -> None:
+    blobstore.sign("m", key_files(tmp_path).private, store=store)
+    push(server, store, "first")
+    for status in (400, 403, 404):
+        registry.override = answer(HINTS[kind], status)
+        push(server, store, f"{status}")
+        registry.override = lambda _: None
+        other = LocalStore(tmp_path / f"{status}")
+        pulled = blobstore.pull(f"{server.host}/{status}:v1", "m", store=other)
+        assert pulled.signatures
 
 
 @pytest.mark.parametrize("kind", ["tags", "token", "login"])
@@ -425,6 +600,9 @@ def test_manifest_with_a_general_content_type_is_what_it_says(
     other = LocalStore(tmp_path / "other")
     [notice] = blobstore.pull(f"{server.host}/a:v1", "m", store=other).notices
     assert kind.partition(";")[0] in notice
+    assert describe_model(f"oci://{server.host}/a:v1", store=other).notices == (notice,)
+    shown = run("show", f"oci://{server.host}/a:v1", "--store", other.root)
+    assert notice in shown.stderr
     assert other.read_manifest("m") == store.read_manifest("m")
 
 

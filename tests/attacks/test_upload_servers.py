@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +160,19 @@ def test_blob_that_arrived_although_the_answer_was_lost_is_not_sent_again(
     send(client)
 
     assert methods(server) == ["POST", "PUT", "GET", "HEAD"]
+
+
+@pytest.mark.parametrize("code", ["", "BLOB_UPLOAD_UNKNOWN", "BLOB_UPLOAD_INVALID"])
+def test_small_blob_whose_upload_is_gone_is_sent_once_more(
+    uploads: Uploads, server: RawServer, client: RegistryClient, code: str
+) -> None:
+    error = json.dumps({"errors": [{"code": code}]}).encode() if code else b""
+    uploads.planned["PUT"] = [reply(404, error)]
+
+    send(client)
+
+    assert uploads.blob == DATA
+    assert methods(server) == ["POST", "PUT", "POST", "PUT"]
 
 
 def test_server_that_takes_no_parts_gets_one_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -116,3 +117,30 @@ def test_password_that_gives_access_elsewhere_is_not_given_up() -> None:
             with pytest.raises(RemoteRefused, match="status 401"):
                 client.blob_size("denied", Digest.of(b""))
         assert not client.mount_blob("a", Digest.of(b""), "denied")
+
+
+@pytest.mark.parametrize("command", ["push", "pull"])
+def test_login_of_another_repository_is_never_sent(
+    registry: Registry,
+    server: RawServer,
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    logins = {f"{server.host}/{team}": {"auth": _packed(team)} for team in ("team-a", "team-b")}
+    (tmp_path / "config.json").write_text(json.dumps({"auths": logins}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    address = f"oci://{server.host}/team-b/m:v1"
+    with pytest.raises(RemoteRefused, match="status 401"):
+        if command == "push":
+            blobstore.push("m", address, store=store)
+        else:
+            blobstore.pull(address, "other", store=store)
+    sent = {one.headers.get("authorization") for one in server.requests}
+    assert sent == {None, f"Basic {_packed('team-b')}"}
+    assert registry.attempts == 1
+
+
+def _packed(user: str) -> str:
+    return base64.b64encode(f"{user}:secret".encode()).decode()

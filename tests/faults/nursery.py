@@ -136,7 +136,7 @@ def _call(call: list[str]) -> int:
     what, *arguments = call
     try:
         if what == "blobstore":
-            from blobstore.cli.main import main as command_line
+            from blobstore.__main__ import main as command_line
 
             sys.argv = call
             command_line()

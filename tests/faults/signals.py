@@ -19,7 +19,7 @@ _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _WAYS = ([signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM])
 _JSON = "--json"
 _PAUSE = 0.0005
-_PRINTS = {SERVER: "serving http://"}
+_PRINTS = {SERVER: "serving http://", "ingest by threads": "[", "ingest by processes": "["}
 """How the output begins of commands that print while they run."""
 _SERVED = 1.5
 """Seconds within which a server is stopped; it has begun to serve by then, or not."""

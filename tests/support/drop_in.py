@@ -1,7 +1,7 @@
 """A program that saves and loads models with the libraries, on the safetensors library that it is given.
 
-``python drop_in.py ours|reference FOLDER [SOURCE]`` writes files below ``FOLDER`` and prints, as JSON, the
-digests of these files and of the outputs of the models that are loaded from them: random models, or the one
+``python drop_in.py ours|reference FOLDER SOURCE`` writes files below ``FOLDER`` and prints, as JSON, the
+digests of these files and of the outputs of the models that are loaded from them: random models, and the one
 in the folder ``SOURCE``.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 
-def run(chosen: str, folder: Path, source: Path | str = "") -> dict[str, Any]:
+def run(chosen: str, folder: Path, source: Path) -> dict[str, Any]:
     """Run this program, and return what it prints."""
     folder.mkdir()
     root = Path(__file__).parents[2]
@@ -187,20 +187,18 @@ def mlx_models(folder: Path) -> dict[str, str]:
     return found
 
 
-def main(chosen: str, place: str, source: str = "") -> None:
+def main(chosen: str, place: str, source: str) -> None:
     if chosen == "ours":
         install()
     folder = Path(place)
-    if source:
-        results = real_model(folder, Path(source))
-    else:
-        results = {
-            **transformers_models(folder),
-            **diffusers_models(folder),
-            **accelerate_models(folder),
-            **distributed_checkpoint(),
-            **mlx_models(folder),
-        }
+    results = {
+        **real_model(folder, Path(source)),
+        **transformers_models(folder),
+        **diffusers_models(folder),
+        **accelerate_models(folder),
+        **distributed_checkpoint(),
+        **mlx_models(folder),
+    }
     import safetensors
 
     home = Path(safetensors.__file__).parent.parent.name

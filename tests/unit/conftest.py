@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from blobstore.core import interrupts
 from blobstore.store.local import LocalStore
 
 
@@ -14,6 +16,13 @@ from blobstore.store.local import LocalStore
 def store(tmp_path: Path) -> LocalStore:
     """Return an empty store."""
     return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask this process to end, without a signal."""
+    monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
+    monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
 
 
 @pytest.fixture(params=["numpy", "torch", "mlx"])

@@ -22,7 +22,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
-from blobstore.core.targets import check_target
+from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
@@ -112,7 +112,7 @@ def pack_models(
         raise UsageError("name the models to be packed")
     check_case(names)
     target = local_path(path)
-    _check_target(target, overwrite=overwrite)
+    check_new_file(target, overwrite=overwrite)
     store = LocalStore.of(store)
     store.check_root()
     models = read_models(store, names)
@@ -130,7 +130,7 @@ def pack_models(
                 writer = _ArchiveWriter(store, level, target.parent, descriptor, workers)
                 members = writer.write(models, planned)
                 size = os.fstat(descriptor).st_size
-                _check_target(target, overwrite=overwrite)  # it may have appeared since
+                check_new_file(target, overwrite=overwrite)  # it may have appeared since
         except OSError as error:
             raise BlobstoreError(f"cannot write {quote(target)}: {error.strerror}") from error
     return Packed(
@@ -143,17 +143,6 @@ def pack_models(
         fallbacks=len(writer.fallbacks),
         seconds=time.monotonic() - started,
     )
-
-
-def _check_target(target: Path, *, overwrite: bool) -> None:
-    """Check that no file exists that must not be replaced, and that the path is in no store."""
-    check_target(target)
-    if os.path.lexists(target) and not (overwrite and target.is_file()):
-        raise BlobstoreError(
-            f"{quote(target)} exists already"
-            + (", and is not a regular file" if overwrite else ""),
-            advice="" if overwrite else "replace it with overwrite=True",
-        )
 
 
 class _Form(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
@@ -181,6 +182,7 @@ def _unstacked(
     """
     found: dict[str, SourceTensor] = {}
     for stored in contents.tensors.values():
+        interrupts.check()
         names = stacks.get(stored.name)
         if names is None and stored.shape[:1] == (len(foreign.get(stored.name, ())),):
             names = foreign.get(stored.name)

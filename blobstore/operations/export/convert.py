@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import replacing, write_all
+from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobstoreError
 from blobstore.safetensors.header import encode_header, in_file_order
@@ -80,7 +81,7 @@ def convert_checkpoint(
     """
     check_jobs(jobs)
     path = local_path(target)
-    _check_target(path, overwrite=overwrite)
+    check_new_file(path, overwrite=overwrite)
     opened = open_source(
         source,
         SourceOptions(
@@ -110,7 +111,7 @@ def convert_checkpoint(
             batches = [list(run) for _, run in groupby(places, lambda it: it[0] // _BATCH_SIZE)]
             pool.run(batches, partial(_write_batch, opened, pool, descriptor))
             opened.check_unchanged()
-            _check_target(path, overwrite=overwrite)  # it may have appeared since
+            check_new_file(path, overwrite=overwrite)  # it may have appeared since
     except OSError as error:
         raise BlobstoreError(f"cannot write {quote(path)}: {error.strerror}") from error
     finally:
@@ -121,14 +122,6 @@ def convert_checkpoint(
         bytes_written=len(header) + size,
         notices=tuple(notices),
     )
-
-
-def _check_target(path: Path, *, overwrite: bool) -> None:
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise BlobstoreError(
-            f"{quote(path)} exists already",
-            advice="" if overwrite else "replace it with overwrite=True",
-        )
 
 
 def _common(files: Iterable[Mapping[str, str]]) -> tuple[dict[str, str], list[str]]:

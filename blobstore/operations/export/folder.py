@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
@@ -450,8 +451,8 @@ def _decoded(store: LocalStore, files: Mapping[str, Descriptor], name: str) -> A
     if name not in files:
         return None
     try:
-        return json.loads(store.read_blob(files[name].digest, files[name].size))
-    except (ValueError, RecursionError):
+        return strict_json.loads_any(store.read_blob(files[name].digest, files[name].size))
+    except ValueError:
         return None
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.workers import check_jobs
@@ -139,6 +140,7 @@ def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool)
         (folder / parent).mkdir(parents=True, exist_ok=True)
     base = f"{folder}{os.sep}"
     for name, layer in links:
+        interrupts.check()
         blob = blobs + layer.digest.file_name
         if hard:
             try:

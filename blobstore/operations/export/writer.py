@@ -20,6 +20,7 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
@@ -124,7 +125,7 @@ def _write_file(
             raise error.at(f"layer {quote(layer.name)}") from error
     raise BlobDamaged(
         f"file {quote(file.name)} of the source has digest {digester.digest()}, but the source layer "
-        f"records {file.sha256}, although all blobs are whole"
+        f"records {file.sha256}, although all blobs are intact"
     )
 
 
@@ -370,6 +371,7 @@ def write_blob(store: LocalStore, layer: Descriptor, path: Path) -> None:
 
 def write_new(path: Path, data: Buffer | Iterator[Buffer]) -> None:
     """Write and sync a file that must not exist yet, from bytes or pieces of them."""
+    interrupts.check()
     path.parent.mkdir(parents=True, exist_ok=True)
     # Exclusive, because a file system may treat two names as one.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -10,12 +10,12 @@ are to each other, the card is ignored.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.model_card import card_field
@@ -142,9 +142,9 @@ class BaseFinder:
                 text = self._store.read_blob(layer.digest, layer.size).decode()
                 if layer.name == "README.md":
                     names = list(card_field({layer.name: text}, "base_model"))
-                elif isinstance(config := json.loads(text), dict):
+                elif isinstance(config := strict_json.loads_any(text), dict):
                     names = [config.get(key) for key in ("base_model", "_name_or_path")]
-            except (BlobstoreError, ValueError, RecursionError):
+            except (BlobstoreError, ValueError):
                 continue
             for name in names:
                 if isinstance(name, str) and name:

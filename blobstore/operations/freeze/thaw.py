@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder, write_all
@@ -98,10 +99,11 @@ def thaw_models(
                 thawed += _commit(
                     store, [item for item in batch if item.state], keep_cold=keep_cold
                 )
-    for blob in blobs.values():
-        if not store.has(blob.digest):
-            path = quote(store.blob_path(blob.digest))
-            faults.append(BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing"))
+    with interrupts.deferred():  # all is done, and the user learns what
+        for blob in blobs.values():
+            if not store.has(blob.digest):
+                path = quote(store.blob_path(blob.digest))
+                faults.append(BlobMissing(f"layer {quote(blob.name)}: blob {path} is missing"))
     return Thawed(
         references=names,
         blobs=len(thawed),

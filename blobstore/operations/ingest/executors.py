@@ -14,6 +14,7 @@ from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import RemoteError, UsageError
+from blobstore.operations.ingest.task import SIGNALS_OF_TERMINALS, begin_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
             lambda: (
                 ThreadPoolExecutor(count, initializer=interrupts.obey)
                 if is_threads
-                else _Processes(count, mp_context=context, initializer=_begin_worker)
+                else _Processes(count, mp_context=context, initializer=begin_worker)
             )
         )
     elif name.startswith("dask://"):
@@ -66,8 +67,8 @@ class _Processes(ProcessPoolExecutor):
     """Worker processes that stop as a program does: see :mod:`blobstore.core.interrupts`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start a task. Ctrl-C waits in a new worker until that has its handler."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, interrupts.SIGNALS)
+        """Start a task. A new worker has its handler late: Ctrl-C waits until then, and SIGTERM kills it."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_TERMINALS)
         try:
             return super().submit(fn, *args, **kwargs)
         finally:
@@ -79,11 +80,6 @@ class _Processes(ProcessPoolExecutor):
             for process in list((self._processes or {}).values()):
                 process.terminate()
         super().shutdown(wait, cancel_futures=cancel_futures)
-
-
-def _begin_worker() -> None:
-    interrupts.listen()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, interrupts.SIGNALS)
 
 
 @contextlib.contextmanager

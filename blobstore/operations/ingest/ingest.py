@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import escape, quote
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import InvalidReference, SourceError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.ingest.executors import open_executor
@@ -176,13 +177,15 @@ class _Run:
                 for future in sorted(ended, key=lambda one: self._running[one][0]):
                     index, runner = self._running.pop(future)
                     outcome, lost = _outcome(future)
+                    if lost:
+                        interrupts.check()  # if that ended the worker, this process has it too
                     is_broken |= lost and runner is executor
                     if not outcome.is_final and self._attempts[index] <= self._retries:
                         waiting.append(index)
                     else:
                         yield index, self._result(index, outcome)
                 if is_broken:
-                    executor.shutdown(wait=False, cancel_futures=True)
+                    executor.shutdown(cancel_futures=True)
                     executor = self._make()
         finally:
             executor.shutdown(cancel_futures=True)
@@ -206,6 +209,8 @@ def _outcome(future: Future[Outcome]) -> tuple[Outcome, bool]:
     """Return the outcome of a task, and whether the executor has lost its workers."""
     try:
         return Outcome(*future.result()), False
+    except Stopped:
+        return _lost("its worker was asked to end"), True
     except (BrokenExecutor, CancelledError) as error:
         return _lost(f"its worker died: {escape(str(error), 200)}"), isinstance(
             error, BrokenExecutor

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from blobstore.core import interrupts
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from blobstore.store.local import LocalStore
+
+
+SIGNALS_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
+"""What also reaches worker processes. It waits there until :func:`begin_worker`."""
 
 
 class Outcome(NamedTuple):
@@ -32,6 +38,12 @@ class Outcome(NamedTuple):
     exit_code: int
     is_final: bool
     """Whether another attempt would fail in the same way."""
+
+
+def begin_worker() -> None:
+    """Record signals, in a new worker process that has imported this module: earlier, SIGTERM kills it."""
+    interrupts.listen()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_TERMINALS)
 
 
 def import_model(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.models.model_card import card_field, small_texts, stated_license
@@ -114,8 +114,8 @@ def stated_bases(texts: dict[str, str]) -> Iterator[str]:
     yield from card_field(texts, "base_model")
     for name in ("config.json", "adapter_config.json"):
         try:
-            config = json.loads(texts.get(name, "{}"))
-        except (ValueError, RecursionError):
+            config = strict_json.loads_any(texts.get(name, "{}"))
+        except ValueError:
             continue
         for key in _BASE_KEYS:
             value = config.get(key) if isinstance(config, dict) else None

@@ -6,11 +6,11 @@ Only headers and small JSON files are read. ``verify`` is the operation that has
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
@@ -106,6 +106,8 @@ class ModelDescription:
     """The config, then the layers in the manifest's order."""
     tensors: tuple[TensorDescription, ...] = field(repr=False)
     """The tensors of all readable blobs, in the manifest's order."""
+    notices: tuple[str, ...] = ()
+    """What a user should know about how the model is served."""
 
     @property
     def parameters(self) -> int | None:
@@ -151,7 +153,12 @@ def describe_model(
         (name,),
     ):
         found = _describe(reader, name)
-    return replace(found, reference=str(reference)) if is_address(reference) else found
+    if not is_address(reference):
+        return found
+    from blobstore.operations.remote.reader import RemoteReader
+
+    notices = reader.notices if isinstance(reader, RemoteReader) else ()
+    return replace(found, reference=str(reference), notices=notices)
 
 
 def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
@@ -175,9 +182,9 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
     config: Mapping[str, Any] = {}
     if config_blob is not None:
         # Files are stored as the source has them, valid JSON or not.
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             try:
-                value = json.loads(store.read_blob(config_blob.digest, config_blob.size))
+                value = strict_json.loads_any(store.read_blob(config_blob.digest, config_blob.size))
                 config = value if isinstance(value, dict) else {}
             except BlobstoreError as error:
                 faults.setdefault(config_blob.id, error)

@@ -105,7 +105,7 @@ def _families(sets: Mapping[tuple[int, ...], int], sizes: Sequence[int]) -> list
 
 @lru_cache(1 << 15)  # the models of a family have the same names
 def _column(name: str) -> tuple[str, int]:
-    """Return the stack and the number of a tensor's layer; -1 outside of layers."""
+    """Return the layer stack and the layer number of a tensor, or -1 if it is in no layer."""
     stack, number, _ = tensor_place(name)
     return ("", -1) if number is None else (stack, number)
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import limits
@@ -54,6 +55,10 @@ class RemoteModelSource(Protocol):
     def blobs(self) -> Sequence[Descriptor]:
         """The blobs of the model, each once."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the model is served."""
+
     def headers(self) -> bytes | None:
         """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
 
@@ -90,6 +95,11 @@ class RemoteReader:
         self._owners = {
             blob.digest: (source, blob.size) for source in sources.values() for blob in source.blobs
         }
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a user should know about how the models are served."""
+        return tuple(chain.from_iterable(source.notices for source in self._sources.values()))
 
     def references(self) -> tuple[Reference, ...]:
         """Return the names of the models elsewhere."""
@@ -202,11 +212,13 @@ class RemoteReader:
         """Return the bytes of headers, from the local cache if it has them."""
         text = "".join(f"{digest.hex} {size}\n" for digest, size in blobs)
         key = Digest.of(b"headers of blobs elsewhere\n" + text.encode())
-        known = unpack_headers(self._local.read_index(key)) if self._local is not None else {}
-        is_cached = all(digest in known for digest, _ in blobs)
+        digests = {digest for digest, _ in blobs}
+        cached = self._local.read_index(key) if self._local is not None else None
+        known = unpack_headers(cached, digests)
+        is_cached = digests <= known.keys()
         if not is_cached:
             for source in {id(found): found for found, _ in self._owners.values()}.values():
-                known |= unpack_headers(source.headers())
+                known |= unpack_headers(source.headers(), digests)
         budget = limits.Budget(
             limits.HEADERS, "headers of blobs", "'blobstore pull' reads one at a time"
         )
@@ -273,17 +285,19 @@ def pack_headers(starts: Mapping[Digest, bytes]) -> bytes:
     return hashlib.sha256(data).digest() + data
 
 
-def unpack_headers(data: bytes | None) -> dict[Digest, bytes]:
-    """Return the headers that :func:`pack_headers` packed; none if the bytes were altered."""
+def unpack_headers(data: bytes | None, wanted: Iterable[Digest]) -> dict[Digest, bytes]:
+    """Return the wanted ones of the headers that :func:`pack_headers` packed; none if the bytes were altered."""
     size = hashlib.sha256().digest_size
-    if data is None or hashlib.sha256(data[size:]).digest() != data[:size]:
+    if data is None or hashlib.sha256(memoryview(data)[size:]).digest() != data[:size]:
         return {}
     starts: dict[Digest, bytes] = {}
+    digests = {bytes.fromhex(digest.hex): digest for digest in wanted}
     at = size
     while at + size + _LENGTH.size <= len(data):
-        digest = Digest(data[at : at + size].hex())
+        digest = digests.get(data[at : at + size])
         (length,) = _LENGTH.unpack_from(data, at + size)
         at += size + _LENGTH.size
-        starts[digest] = data[at : at + length]
+        if digest is not None:
+            starts[digest] = data[at : at + length]
         at += length
     return starts

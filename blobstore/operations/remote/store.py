@@ -107,9 +107,8 @@ class RemoteStore:
             and blob.size <= limits.SMALL_FILES.one
             and not self.is_local(blob.digest)
         ]
-        small.sort(
-            key=attrgetter("size")
-        )  # those beyond the limit are read when they are asked for
+        # Those beyond the limit are read when they are asked for.
+        small.sort(key=attrgetter("size"))
         sizes = accumulate(blob.size for blob in small)
         count = sum(size <= limits.SMALL_FILES.all for size in sizes)
         self._small = self._load_small(small[: min(count, limits.SMALL_FILES.count)])

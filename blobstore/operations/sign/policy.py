@@ -1,4 +1,4 @@
-"""The policy: whose signatures a model needs, and what happens without them. Pure.
+"""The policy: whose signatures a model needs, and what happens without them. It does no I/O.
 
 A policy is a TOML file; docs/signatures.md describes it. The first rule whose pattern matches a model's name
 decides. A mistake in the file is an error and never an open door: unknown keys, types and names are refused,

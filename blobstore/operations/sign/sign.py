@@ -14,7 +14,7 @@ from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
-from blobstore.core.targets import check_target
+from blobstore.core.targets import check_new_file
 from blobstore.core.workers import check_jobs
 from blobstore.errors import (
     BlobstoreError,
@@ -118,11 +118,7 @@ def sign_model(
     reference, store = Reference.of(reference), LocalStore.of(store)
     target = None if out is None else local_path(out)
     if target is not None:
-        check_target(target)
-    if target is not None and target.exists() and not overwrite:
-        raise BlobstoreError(
-            f"{quote(target)} exists already", advice="replace it with overwrite=True"
-        )
+        check_new_file(target, overwrite=overwrite)
     data, manifest = store.parse(reference)
     try:
         store.check_manifest(data, manifest)

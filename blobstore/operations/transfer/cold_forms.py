@@ -36,7 +36,7 @@ _READ: Final = 1 << 20
 
 
 class ColdFile(NamedTuple):
-    """A cold layer, and the open file that has its bytes."""
+    """A cold layer, and the open file with its bytes."""
 
     layer: ColdLayer
     descriptor: int

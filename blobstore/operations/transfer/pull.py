@@ -109,7 +109,7 @@ def pull_model(
         name: the name that the model gets; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
-        limit_rate: bytes per second that are fetched at most.
+        limit_rate: maximum number of bytes per second.
         jobs: number of threads that hash blobs of the store; by default one per processor.
         force: replace another model that has the name. What an earlier pull from this address gave it is
             replaced without.
@@ -192,7 +192,7 @@ def pull_model(
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
             *replacement_notices(reference, done.former),
-            *_type_notices(source),
+            *source.notices,
             *done.notices,
         ),
     )
@@ -266,15 +266,6 @@ def _planned(
     notices = _base_notices(without_base)
     return Fetched(
         len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
-    )
-
-
-def _type_notices(source: RemoteSource | ObjectSource) -> tuple[str, ...]:
-    if isinstance(source, ObjectSource) or not source.root.foreign_type:
-        return ()
-    sent, right = source.root.foreign_type, source.root.media_type
-    return (
-        f"the server sends the manifest as {quote(sent)}; other tools may need the Content-Type {right}",
     )
 
 

@@ -78,7 +78,11 @@ def _list_referrers(
     client: RegistryClient, repository: str, root: RemoteManifest, sent: Iterable[dict[str, Any]]
 ) -> None:
     """List manifests under the tag of the signed one, if the registry does not list them itself."""
-    known = {str(item.digest) for item in client.referrers(repository, root.digest)}
+    known: set[str] = set()
+    with contextlib.suppress(
+        RemoteRefused
+    ):  # then the tag is read below, where a refusal is judged
+        known = {str(item.digest) for item in client.referrers(repository, root.digest)}
     missing = [item for item in sent if item["digest"] not in known]
     if missing:
         before = tag_to_extend(client, repository, root.digest.file_name, root)

@@ -23,6 +23,7 @@ MAX_ENTRIES = 1 << 22
 STORED, DEFLATED = 0, 8
 UNREADABLE_FLAGS = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 13
 """Flags of encryption, patches, strong encryption and masked headers."""
+UNREADABLE = "encrypted or patched entries are not read"
 HEADER_SIZE = 30
 """Bytes before the name in a local header."""
 
@@ -242,7 +243,7 @@ def _fault(
     if disk:
         return UnsupportedSource(f"{who} is in file {disk + 1} of a set, which is not supported")
     if flags & UNREADABLE_FLAGS:
-        return UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
+        return UnsupportedSource(f"{who} has flags {flags:#06x}: {UNREADABLE}")
     if method not in {STORED, DEFLATED}:
         return UnsupportedSource(f"{who} is compressed by method {method}; 8 is supported")
     if "\0" in name:

@@ -26,6 +26,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.pytorch.zip_directory import (
     DEFLATED,
+    UNREADABLE,
     UNREADABLE_FLAGS,
     read_directory,
     read_whole,
@@ -182,7 +183,7 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
     if sign != _LOCAL_SIGN:
         raise DamagedSource(f"no header of entry {quote(name)} is at byte {header}")
     if flags & UNREADABLE_FLAGS:
-        raise UnsupportedSource(f"{who} is encrypted or a patch, by its flags {flags:#06x}")
+        raise UnsupportedSource(f"{who} has flags {flags:#06x}: {UNREADABLE}")
     if other_method != method:
         raise DamagedSource(f"{who} has method {other_method}, but {method} in the directory")
     may_miss = {0} if flags & _SIZES_FOLLOW else set()

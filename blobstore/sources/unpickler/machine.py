@@ -248,7 +248,7 @@ def _loop(state: State, limits: Limits) -> Any:  # noqa: C901, PLR0912, PLR0915 
                         raise CheckpointRefused("the stack does not have exactly one value")
                     return stack[0]
                 elif code in REFUSED:
-                    raise CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint does")
+                    raise CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint uses")
                 else:
                     raise CheckpointRefused(
                         "there is no such opcode; this is not a pickle, or it is damaged"

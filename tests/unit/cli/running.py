@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[3]
 LAUNCHER = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from blobstore.cli.main import main
+from blobstore.__main__ import main
 main()
 """
 

@@ -382,13 +382,31 @@ def test_an_interrupt_outside_a_command_has_the_same_message(number: int, exit_c
         "import blobstore.cli.main as m\n"
         f"m._Program.parse_args = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "sys.argv = ['blobstore', 'list']\n"
-        "m.main()"
+        "from blobstore.__main__ import main\nmain()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
     )
     assert done.returncode == exit_code
     assert done.stderr == b"blobstore: interrupted\n"
+
+
+@pytest.mark.parametrize("module", ["blobstore.cli.main", "click", "blobstore.cli.list"])
+def test_an_interrupt_during_an_import_has_the_same_message(module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['blobstore', 'list']\n"
+        "from blobstore.__main__ import main\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=False
+    )
+    assert (done.returncode, done.stderr) == (130, b"blobstore: interrupted\n")
 
 
 def test_an_error_after_a_request_to_stop_is_the_interrupt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
@@ -42,13 +41,6 @@ def _output(program: str) -> str:
     done = _run(program)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask this process to end, without a signal."""
-    monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
-    monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
 
 
 def test_nothing_is_raised_until_the_program_looks() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import ssl
 import stat
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,16 @@ def test_keys_of_a_profile_are_used(
     monkeypatch.delenv("AWS_REGION")
     assert sent(server) == ("K", None)
     assert "/eu-west-1/s3/" in server.server.requests[-1].headers["authorization"]
+
+
+def test_botocore_takes_no_time_if_there_are_keys(home: Path) -> None:
+    configure(home, f"[default]\naws_access_key_id = K\naws_secret_access_key = {SECRET}\n")
+    program = (
+        "import sys; from blobstore.objects.aws import find_settings; "
+        "find_settings('s3://bucket'); print('botocore' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert done.stdout == b"False\n"
 
 
 @pytest.mark.usefixtures("either")

@@ -77,3 +77,11 @@ def test_file_without_a_certificate_or_key_is_named(
 
     with pytest.raises(RemoteError, match=f"{named}' cannot be used for TLS"):
         RegistryClient("127.0.0.1:1", plain_http=False)
+
+
+def test_no_home_folder_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    RegistryClient("127.0.0.1:1", plain_http=False, credentials=GivenLogin(None)).close()

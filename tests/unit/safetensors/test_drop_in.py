@@ -1,47 +1,12 @@
-"""Other libraries save and load with this package in place of safetensors."""
+"""What this package needs where it takes the place of safetensors."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-from tests.support.drop_in import run
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("drop-in")
-    with ThreadPoolExecutor(2) as pool:
-        ours, theirs = pool.map(lambda name: run(name, folder / name), ["ours", "reference"])
-    return ours, theirs
-
-
-def test_the_libraries_import_this_package(both: Any) -> None:
-    assert both[0]["home"] == "blobstore"
-    assert both[1]["home"] == "site-packages"
-
-
-def test_each_library_writes_the_same_files(both: Any) -> None:
-    ours, theirs = (found["files"] for found in both)
-
-    assert ours == theirs
-    folders = {name.partition("/")[0] for name in ours}
-    assert folders == {"tied", "sharded", "adapter", "vae", "linear", "mlx"}
-
-
-def test_each_model_has_the_same_logits(both: Any) -> None:
-    ours, theirs = (found["results"] for found in both)
-
-    assert ours == theirs
-    for name in ours:
-        assert ours[name] == ours[f"{name.partition(' ')[0]} before"]
 
 
 def test_only_numpy_is_needed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_a_broken_header_is_not_parsed(text: str) -> None:
 def test_other_forms_are_parsed_value_by_value(text: str) -> None:
     agree_on(text)
     assert parse_table(text.encode(), 16 + len(text.encode())).names.keys() == {"a", "b"}
+
+
+def test_metadata_that_no_parser_should_see_is_refused_cleanly() -> None:
+    for value, message in (
+        (f"{'[' * 10**5}{']' * 10**5}", "nested too deeply"),
+        (f"[{'[],' * 10**6}0]", "MiB of memory"),
+        (f'{{"a":[{"{}," * 10**6}0]}}', "MiB of memory"),
+    ):
+        text = f'{{"__metadata__":{value},{TENSOR}}}'.encode()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidHeader, match=message):
+                parse_table(text, 10**9)
+            assert tracemalloc.get_traced_memory()[1] < 10 * len(text)
+        finally:
+            tracemalloc.stop()
 
 
 LONG = (

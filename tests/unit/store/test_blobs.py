@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.interrupts import Stopped
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing
@@ -54,6 +55,15 @@ READERS: list[Callable[[LocalStore, Digest, int], object]] = [
     map_one,
 ]
 every_reader = pytest.mark.parametrize("reader", READERS)
+
+
+@pytest.mark.usefixtures("path", "requested")
+@pytest.mark.parametrize("look", [*READERS, lambda store, digest, _: store.has(digest)])
+def test_a_request_to_end_the_program_stops_whatever_looks_at_blobs(
+    store: LocalStore, look: Callable[[LocalStore, Digest, int], object]
+) -> None:
+    with pytest.raises(Stopped):
+        look(store, DIGEST, SIZE)
 
 
 @pytest.mark.usefixtures("path")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import StoreError
 from blobstore.store.scan import digest_of, is_folder, list_names, scan_folder, walk_files
 
@@ -29,6 +30,18 @@ def test_a_broken_link_and_a_file_are_not_empty_folders(
     for name in ("link", "file"):
         with pytest.raises(StoreError, match=f"cannot list '{tmp_path / name}'"):
             listing(tmp_path / name)
+
+
+def test_a_request_to_end_the_program_stops_a_walk(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    for name in "ab":
+        (tmp_path / name).touch()
+    walk = walk_files(tmp_path)
+    next(walk)
+    request.getfixturevalue("requested")
+    with pytest.raises(Stopped):
+        next(walk)
 
 
 def test_listings_are_sorted_by_name(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
 from blobstore.operations.create.blobs import ExpertForm
@@ -64,6 +65,26 @@ def counts(linked: Linked) -> tuple[int, int, int]:
 
 def links_of(folder: Path) -> dict[str, str]:
     return {path.name: str(path.readlink()) for path in folder.rglob("*") if path.is_symlink()}
+
+
+# A request to stop
+
+
+@pytest.mark.usefixtures("dense")
+def test_a_request_to_end_the_program_stops_between_two_links(
+    store: LocalStore, out: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def symlink(_: str, path: str) -> None:
+        made.append(path)
+        request.getfixturevalue("requested")
+
+    monkeypatch.setattr(os, "symlink", symlink)
+    with pytest.raises(Stopped):
+        link_model(NAME, out, store=store)
+    assert len(made) == 1
+    assert not out.exists()
 
 
 # Links

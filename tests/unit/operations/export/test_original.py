@@ -416,7 +416,7 @@ def test_files_are_compared_with_the_digests_of_the_hub(
 def test_a_file_with_another_digest_is_damage(store: LocalStore, tmp_path: Path) -> None:
     create(single(tmp_path), NAME, store=store)
     record_digest(store, Digest.of(b"other"))
-    with pytest.raises(BlobDamaged, match="has digest sha256:.*although all blobs are whole"):
+    with pytest.raises(BlobDamaged, match="has digest sha256:.*although all blobs are intact"):
         export_model(NAME, tmp_path / "out", store=store)
     assert not (tmp_path / "out").exists()
 

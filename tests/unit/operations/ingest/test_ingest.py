@@ -138,8 +138,14 @@ def test_a_bad_source_is_tried_once_and_keeps_nothing_else_from_being_imported(
 
 
 @pytest.mark.parametrize("name", ["processes:2", "dask"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_worker_that_is_killed_changes_nothing(
-    items: list[Item], expected: LocalStore, store: LocalStore, request: Any, name: str
+    items: list[Item],
+    expected: LocalStore,
+    store: LocalStore,
+    request: Any,
+    name: str,
+    number: signal.Signals,
 ) -> None:
     killed: list[int] = []
 
@@ -147,7 +153,7 @@ def test_a_worker_that_is_killed_changes_nothing(
         if not killed:
             workers = [pid for pid in _workers() if pid != os.getpid()]
             killed.append(workers[-1])
-            os.kill(workers[-1], signal.SIGKILL)
+            os.kill(workers[-1], number)
 
     found = ingest(items, store, executor=engine(request, name), on_done=kill)
     assert killed

@@ -56,7 +56,7 @@ def test_handles_every_opcode_or_refuses_it() -> None:
 
 @pytest.mark.parametrize("code", REFUSED)
 def test_rejects_opcodes_that_no_checkpoint_has(code: int) -> None:
-    message = f"pickle byte 1, {NAMES[code]}: the opcode {REFUSED[code]}, which no checkpoint does"
+    message = f"pickle byte 1, {NAMES[code]}: the opcode {REFUSED[code]}, which no checkpoint uses"
     assert refusal(b"N" + bytes([code]) + b"\1\0\0\0\n.") == message
 
 
