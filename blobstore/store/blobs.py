@@ -26,7 +26,7 @@ from blobstore.store.hot import ADVICE, HotShelf
 from blobstore.store.remote_blobs import LoadedRanges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
@@ -285,19 +285,11 @@ class BlobReader:
         """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
         return self._hot.is_cached(digest, size)
 
-    def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: MappedRegion
-    ) -> Iterator[int]:
-        """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
+    def map_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
+        """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`.
 
-        Cold ones are decoded into them. No descriptor stays open. Raises as :meth:`open_blob`.
+        No descriptor stays open.
         """
-        for slot in slots:
-            self.bring_blob(*blobs[slot], slot, region)
-            yield slot
-
-    def bring_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`."""
 
         def decode() -> None:
             blob = self._cold.open(digest, size)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest, Digester
-from blobstore.core.limits import gather
 from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
+from blobstore.operations.remote.reader import check_sent, read_small
 from blobstore.store.remote_blobs import LoadedRanges
 
 if TYPE_CHECKING:
@@ -157,18 +157,11 @@ class RemoteLoader:
         pool.report(size, digest.short)
 
     def load_small(self, blobs: Iterable[BlobId]) -> dict[Digest, bytes]:
-        """Return the bytes of small blobs after checking their digests. Memory grows as they arrive.
-
-        Raises as :meth:`load`.
-        """
+        """Return the bytes of small blobs after checking their digests. Raises as :meth:`load`."""
         batch = self._cache.batch() if self._cache is not None else None
 
         def read(blob: BlobId) -> tuple[Digest, bytes]:
-            data = gather(self._source.read(*blob, 0, blob.size))
-            if (found := Digest.of(data)) != blob.digest:
-                raise BlobDamaged(
-                    f"the remote sent bytes with digest {found} for blob {blob.digest}"
-                )
+            data = read_small(self._source, *blob)
             if batch is not None:
                 batch.keep(blob.digest, memoryview(data))
             return blob.digest, data
@@ -357,10 +350,8 @@ class _Load:
 
     def check(self) -> None:
         """Compare the digest of all bytes. Raises BlobDamaged."""
-        if self.layer is None and self._digester.digest() != self.blob.digest:
-            raise BlobDamaged(
-                f"the remote sent bytes with digest {self._digester.digest()} for blob {self.blob.digest}"
-            )
+        if self.layer is None:
+            check_sent(self.blob.digest, self._digester.digest())
 
 
 def _merged(ranges: Iterable[BlobRange]) -> Iterator[BlobRange]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.operations.remote.cache import BlobCache
 from blobstore.operations.remote.cold_layer import ColdLayer, parse_cold_index
 from blobstore.operations.remote.loading import RemoteLoader
-from blobstore.operations.remote.reader import RemoteReader
+from blobstore.operations.remote.reader import RemoteReader, check_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -132,9 +132,8 @@ class RemoteStore:
         if self.is_local(digest):
             self.local.check_digest(digest, size, progress)
             return
-        found = Digest.of_pieces(self._reader.read_pieces(digest, size), progress)
-        if found != digest:
-            raise BlobDamaged(f"the remote sent bytes with digest {found} for blob {digest}")
+        pieces = self._reader.read_pieces(digest, size)
+        check_sent(digest, Digest.of_pieces(pieces, progress))
 
     def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
         """Check against the config that the manifest has not changed; return whether it could be read."""

@@ -12,8 +12,15 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, StoreError, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    InvalidManifest,
+    StoreError,
+    UsageError,
+)
 from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
 from blobstore.operations.freeze.freeze import freeze_models
@@ -241,6 +248,70 @@ def test_thawing_a_model_elsewhere_is_refused(
     push_objects("one", objects.address, store=local)
     with pytest.raises(UsageError, match="thaw is for models of the store"):
         blobstore.open(f"{objects.address}/one", store=other, thaw=True)
+
+
+def test_a_manifest_that_was_changed_elsewhere_is_refused_each_time(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", moe_tensors(3)), "moe", store=local)
+    push_objects("moe", objects.address, store=local)
+    name = Reference.parse("moe")
+    data, tag = objects.read_version(name)
+    objects.place(name, data.replace(b"layers.0", b"layers.1"), tag)
+    for _ in range(2):
+        with pytest.raises(InvalidManifest, match="moe"):
+            blobstore.open(f"{objects.address}/moe", store=other)
+
+
+def test_a_file_elsewhere_can_be_read_and_has_no_path(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", moe_tensors(3)), "moe", store=local)
+    push_objects("moe", objects.address, store=local)
+    with blobstore.open(f"{objects.address}/moe", store=other, cache="none") as model:
+        assert model.read_file("config.json")
+        with pytest.raises(BlobMissing, match=r"'config\.json' of model .* has no path here"):
+            model.file_path("config.json")
+    blobstore.pull(f"{objects.address}/moe", store=other)
+    with blobstore.open(f"{objects.address}/moe", store=other) as model:
+        assert model.file_path("config.json").read_bytes() == model.read_file("config.json")
+
+
+def test_blobs_are_read_ahead_if_tensors_are_read_in_order_and_local_ones_end_nothing(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    frozen.put(local, "m", {name: seed for seed, name in enumerate("abcdef")})
+    push_objects("m", objects.address, store=local)
+    layers = frozen.layers(local, "m")
+    digests = {name: str(layer.digest) for name, layer in layers.items()}
+    add_blobs(other, "has", {"b": local.read_blob(*layers["b"].id)})
+    with blobstore.open(f"{objects.address}/m", store=other, cache="none") as model:
+        read.clear()
+        model["a"]
+        assert read.blobs() == {digests["a"]}
+        model["b"]
+        assert read.blobs() == {digests["a"]}
+        model["c"]
+        assert read.blobs() == {digests[name] for name in "acdef"}
+
+
+def test_a_blob_that_is_compressed_here_is_read_in_parts(
+    local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    push_objects("one", objects.address, store=local)
+    blobstore.pull(f"{objects.address}/one", store=other)
+    freeze_models(["one"], store=other)
+    assert other.is_cold(frozen.layers(other, "one")["own"].digest)
+    with (
+        blobstore.open("one", store=local) as expected,
+        blobstore.open(f"{objects.address}/one", store=other, read="pread", verify="none") as model,
+    ):
+        read.clear()
+        assert np.array_equal(model.get_slice("own")[800:1600], expected["own"][800:1600])
+        assert not read
 
 
 # Parts
