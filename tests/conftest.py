@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -27,11 +26,6 @@ settings.load_profile("patient")
 # that interrupt some need it as users have it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_finish() -> None:
-    """Keep the garbage collector from what lives to the end, libraries above all: it takes half a second."""
-    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -25,7 +25,7 @@ from blobstore.compression.transforms import width_of
 from blobstore.core.digest import Digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Final
 
     from blobstore.compression.level import Level
@@ -81,15 +81,22 @@ def estimate_size(
 
 
 def fit_low_rank(
-    data: memoryview, spans: Sequence[Span], base: BaseBlob, level: Level
+    data: memoryview,
+    spans: Sequence[Span],
+    base: BaseBlob,
+    level: Level,
+    look: Callable[[], object] = lambda: None,
 ) -> Iterator[Span]:
-    """Yield the spans, with factors where those save space; stacks with factors are split by rows."""
+    """Yield the spans, with factors where those save space; stacks with factors are split by rows.
+
+    ``look`` is called before each range of the base is used, and may raise.
+    """
     begins = accumulate((span.size for span in spans), initial=0)
     for span, begin in zip(spans, begins, strict=False):
         if span.base_begin is None or span.dtype is None:
             yield span
         elif not _is_stack(span):
-            yield _with_factors(data[begin : begin + span.size], span, base, level)
+            yield _with_factors(data[begin : begin + span.size], span, base, level, look)
         else:
             rows = split_rows(span)
             size = rows[0].size
@@ -98,18 +105,24 @@ def fit_low_rank(
                 for at, row in zip(range(begin, begin + span.size, size), rows, strict=True)
             ]
             sample = matrices[:: -(-len(rows) // _SAMPLED_MATRICES)]
-            if any(_with_factors(*item, base, level).factors for item in sample):
-                yield from (_with_factors(*item, base, level) for item in matrices)
+            if any(_with_factors(*item, base, level, look).factors for item in sample):
+                yield from (_with_factors(*item, base, level, look) for item in matrices)
             else:
                 yield span
 
 
-def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) -> Span:
+def _with_factors(
+    data: memoryview,
+    span: Span,
+    base: BaseBlob,
+    level: Level,
+    look: Callable[[], object] = lambda: None,
+) -> Span:
     """Return a span with factors if those save space."""
     columns = _columns(span)
     if span.dtype is None or not can_fit(span.size // width_of(span.dtype), span.dtype, columns):
         return span
-    reader = _Reader(span, base)
+    reader = _Reader(span, base, look)
     elements = as_elements(data, span.dtype)
     if level == "fast" and not is_promising(elements, reader, span.dtype, columns):
         return span
@@ -126,10 +139,11 @@ def _with_factors(data: memoryview, span: Span, base: BaseBlob, level: Level) ->
 class _Reader:
     """Reads elements of a span's base."""
 
-    def __init__(self, span: Span, base: BaseBlob) -> None:
+    def __init__(self, span: Span, base: BaseBlob, look: Callable[[], object]) -> None:
         if span.base_begin is None or span.dtype is None:
             raise ValueError("the span has no base")
         self._base = base
+        self._look = look
         self._begin = span.base_begin
         self._dtype = span.dtype
         self._width = width_of(span.dtype)
@@ -145,6 +159,7 @@ class _Reader:
             self._elements = as_elements(memory, self._dtype)
 
     def __call__(self, begin: int, end: int) -> Array:
+        self._look()
         if self._elements is not None:
             return self._elements[begin:end]
         first, size = self._begin + begin * self._width, (end - begin) * self._width

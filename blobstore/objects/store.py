@@ -7,24 +7,20 @@ The bytes of each manifest are a blob as well, so that a digest finds what a nam
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from blobstore.core import interrupts, limits
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     Conflict,
-    Damaged,
-    InvalidHeader,
     InvalidManifest,
     InvalidReference,
     ModelNotFound,
     RemoteError,
-    StoreError,
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import Reference
@@ -36,7 +32,6 @@ from blobstore.objects.requests import (
     READ_SIGNATURE,
     WRITE_HEADERS,
 )
-from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -48,8 +43,6 @@ if TYPE_CHECKING:
 
 PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""
-_HEADER: Final = 64 * 2**10
-_STREAMS: Final = 16
 _ATTEMPTS: Final = 5
 COLD_INDEXES: Final = ".blobstore/cold"
 HEADERS: Final = ".blobstore/headers"
@@ -197,21 +190,6 @@ class ObjectStore:
             raise BlobDamaged(f"{self._blob(digest)} has other bytes, with the digest {found}")
         return data
 
-    def is_cold(self, digest: Digest) -> bool:  # noqa: ARG002
-        """Return whether the blob is here in its cold form only."""
-        return False
-
-    def read_headers(
-        self, blobs: Iterable[tuple[Digest, int]]
-    ) -> Iterator[Header | Damaged | StoreError]:
-        """Yield for each tensor blob its checked header, or the error that reading it raised."""
-        threads = ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers")
-        try:
-            futures = [threads.submit(self._header, *blob) for blob in blobs]
-            yield from map(interrupts.result, futures)
-        finally:  # requests that still run are left behind
-            threads.shutdown(wait=False, cancel_futures=True)
-
     def put_blob(self, digest: Digest, size: int, pieces: Iterable[Buffer]) -> None:
         """Write a blob whose bytes have this digest.
 
@@ -302,18 +280,6 @@ class ObjectStore:
     def keep_signature(self, manifest: Digest, data: bytes) -> None:
         """Keep a signature of a manifest."""
         self.client.put(f"{_signature_key(manifest)}/{Digest.of(data).hex}.sig", data)
-
-    def _header(self, digest: Digest, size: int) -> Header | Damaged | StoreError:
-        try:
-            start = limits.gather(self.read(digest, size, 0, min(size, _HEADER)))
-            end = PREFIX_SIZE + header_size(start[:PREFIX_SIZE], size)
-            if end > len(start):
-                start += limits.gather(self.read(digest, size, len(start), end))
-            return parse_header(start[PREFIX_SIZE:end], size)
-        except InvalidHeader as error:
-            return BlobDamaged(f"{self._blob(digest)}: {error}")
-        except Damaged as error:
-            return error
 
     def _blob(self, digest: Digest) -> str:
         return f"{quote(self.address)}: blob {digest}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import struct
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.registry.manifest import RemoteManifest
 
-HEADER_REQUEST: Final = 64 * 2**10
-"""Bytes of a blob that are fetched to read its header; larger headers take a second request."""
-_LENGTH = struct.Struct("<Q")
 _STREAMS: Final = 8
 
 
@@ -176,12 +172,11 @@ def list_tags(
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
     """
     repository = RemoteReference.parse(address)
-    with (
-        RegistryClient(repository.host, plain_http=plain_http) as client,
-        ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-tags") as threads,
-    ):
+    with RegistryClient(repository.host, plain_http=plain_http) as client:
         tags = sorted(client.tags(repository.repository))
-        digests = threads.map(lambda tag: client.head_manifest(repository.repository, tag), tags)
+        digests = WorkerPool(_STREAMS, None, 0).run(
+            tags, lambda tag: client.head_manifest(repository.repository, tag), client.abort
+        )
         return [
             (RemoteReference(repository.host, repository.repository, tag), digest)
             for tag, digest in zip(tags, digests, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests.descriptor import PlainDescriptors
@@ -78,7 +77,6 @@ def read_entry(
     Raises:
         ModelNotFound: the store has no such name.
     """
-    interrupts.check()
     reference = Reference.of(reference)
     try:
         modified = store.manifest_path(reference).stat().st_mtime

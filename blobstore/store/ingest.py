@@ -119,7 +119,7 @@ class Ingest:
     def stop(self) -> None:
         """End the import: threads and worker processes that still add blobs fail."""
         self._is_closed = True
-        self._lease.end()
+        self._lease.end()  # before its files are removed: a worker looks for it after it created one
 
     def add(self, size: int, buffers: Buffers, *, once: bool = False) -> Ingested:
         """Add a blob of ``size`` bytes; it gets its name when :meth:`publish` is called.
@@ -179,16 +179,19 @@ class Ingest:
                 if item.is_repair:
                     self._damaged.add(item.digest)
 
-    def open_partial(self, blob: BlobId) -> PartialBlob | None:
+    def open_partial(
+        self, blob: BlobId, check: Callable[[], object] | None = None
+    ) -> PartialBlob | None:
         """Return a partial file of a blob, to fill it; None if another process is fetching the blob.
 
         The caller closes it. If the import ends without :meth:`publish`, the file stays for the next one.
+        ``check`` is called now and then while an earlier file is copied; what it raises ends that.
 
         Raises:
             OSError: it cannot be created.
         """
         self._lease.hold([blob.digest])  # so that gc keeps the file
-        return PartialBlob.open(self._layout.partial, blob, self._check_open)
+        return PartialBlob.open(self._layout.partial, blob, check or self._check_open)
 
     def adopt_partial(self, partial: PartialBlob) -> Ingested:
         """Publish with this import a partial file that has the right digest; nobody can write to it any more."""
@@ -211,6 +214,7 @@ class Ingest:
         """
         for path in self._unsynced:
             self._sync_later(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        # All bytes are durable before the first name: a crash must not leave a name of unsynced bytes.
         for synced in self._syncing:
             interrupts.result(synced)
         for path, item in self._unnamed.items():
@@ -220,7 +224,9 @@ class Ingest:
                 continue
             self._publish_partial(path, item, state)
         self._unnamed.clear()
+        # The caller's manifest is synced into another folder, so it could survive names that were not synced.
         sync_folder(self._layout.blobs)
+        # Last, because the lease must have held for as long as no manifest lists the blobs.
         self._check_lease()
 
     def _check_lease(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core import pictures
+from blobstore.core import interrupts, pictures
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import (
@@ -284,6 +284,7 @@ class LocalStore(BlobReader):
             InvalidManifest: the file is too large or not a regular file.
             StoreError: the manifest or the store cannot be read.
         """
+        interrupts.check()
         path = self.manifest_path(reference)
         try:
             return read_regular(path, MAX_MANIFEST_SIZE)

@@ -178,7 +178,9 @@ class PartialBlob:
                     raise
                 continue
             offset += count
-            self._count(part, count)
+            self._count(
+                part, count
+            )  # after the bytes, so that a killed process leaves a true count
         self._hash_next(view, left.start)
 
     def has_right_digest(self) -> bool:
@@ -190,6 +192,7 @@ class PartialBlob:
     def complete(self) -> FileState:
         """Make the filled file read-only after the digest was found right, for this process too; return its state."""
         if self._descriptor >= 0:
+            # In this order: a process that sees the file read-only may publish it at once.
             os.ftruncate(self._descriptor, self.blob.size)
             self._close_writer()
             os.fchmod(self._reader, os.fstat(self._reader).st_mode & 0o444)

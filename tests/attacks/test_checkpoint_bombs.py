@@ -38,6 +38,11 @@ from tests.support.zip_files import Member, make_zip
 
 Write = Callable[..., bytes]
 
+# Bombs that take seconds come in one or two kinds of container: limits of what a pickle does are those of the
+# machine that reads it, whatever the pickle was in. Each container, and each bomb, is tried at least once.
+in_zip = pytest.mark.parametrize("written", [zip_file])
+in_zip_and_legacy = pytest.mark.parametrize("written", [zip_file, legacy_file])
+
 GOOD_DICT = mapping(w=tensor())
 DOUBLED = b")" + b"2\x86" * 60
 """A tuple that holds the previous tuple twice, 60 levels deep: DUP, TUPLE2."""
@@ -186,12 +191,14 @@ def test_reads_a_small_expanded_tensor(written: Write, reader: Reader) -> None:
     assert tensors(reader, data) == {"w": described(VALUES[:4] * 1000, [1000])}
 
 
+@in_zip_and_legacy
 def test_refuses_20_000_expanded_tensors(written: Write, reader: Reader) -> None:
     one = tensor((2**20,), (0,), of=storage(count=1))
     value = b"}(" + b"".join(text(f"w{index}") + one for index in range(20_000)) + b"u"
     assert "times the file" in refusal(reader, written(pickled(value), {"0": VALUES[:4]}))
 
 
+@in_zip_and_legacy
 def test_reads_20_000_names_of_one_tensor(written: Write, reader: Reader) -> None:
     first = text("w") + tensor() + b"q\x00"
     value = b"}(" + first + b"".join(text(f"{i}") + b"h\x00" for i in range(20_000)) + b"u"
@@ -200,7 +207,15 @@ def test_reads_20_000_names_of_one_tensor(written: Write, reader: Reader) -> Non
     assert found["w"] == found["777"] == GOOD
 
 
-@pytest.mark.parametrize("nested", [b")" + b"\x85" * MIB, b"]" * 200_000 + b"a" * 199_999])
+@pytest.mark.parametrize(
+    ("nested", "written"),
+    [
+        (b")" + b"\x85" * MIB, deflated_file),
+        (b"]" * 200_000 + b"a" * 199_999, zip_file),
+        (b"]" * 200_000 + b"a" * 199_999, legacy_file),
+    ],
+    ids=["tuples", "lists", "lists, legacy"],
+)
 def test_refuses_deep_nesting(nested: bytes, written: Write, reader: Reader) -> None:
     data = written(pickled(mapping(w=tensor(), x=nested)))
     assert "nested more than 64 levels" in refusal(reader, data)
@@ -256,13 +271,13 @@ def test_numbers_of_thousands_of_digits_are_safe_in_messages(
 
 
 @pytest.mark.parametrize(
-    ("function", "argument"),
+    ("function", "argument", "written"),
     [
-        (named("builtins", "frozenset"), listed(b"N" * 500_000)),
-        (named("builtins", "set"), b"(" + b"N" * 500_000 + b"t"),
-        (named("builtins", "bytes"), listed(b"K\x01" * 500_000)),
-        (named("collections", "OrderedDict"), listed(*repeat(b"(NNt", 20_000))),
-        (named("collections", "Counter"), entries(*repeat((b"N", b"N"), 20_000))),
+        (named("builtins", "frozenset"), listed(b"N" * 500_000), zip_file),
+        (named("builtins", "set"), b"(" + b"N" * 500_000 + b"t", deflated_file),
+        (named("builtins", "bytes"), listed(b"K\x01" * 500_000), legacy_file),
+        (named("collections", "OrderedDict"), listed(*repeat(b"(NNt", 20_000)), zip_file),
+        (named("collections", "Counter"), entries(*repeat((b"N", b"N"), 20_000)), legacy_file),
     ],
 )
 def test_refuses_one_list_copied_100_000_times(
@@ -283,6 +298,7 @@ def test_refuses_one_text_encoded_100_000_times(written: Write, reader: Reader) 
     assert "copies its" in refusal(reader, data)
 
 
+@in_zip
 def test_colliding_keys_do_not_hang(written: Write, reader: Reader) -> None:
     # Integers hash to themselves modulo this prime.
     keys = b"".join(number(index * (2**61 - 1)) + b"N" for index in range(1, 100_000))
@@ -364,6 +380,7 @@ def test_refuses_lists_with_millions_of_uses_of_one_tensor(reader: Reader) -> No
     assert "tensors" in refusal(reader, zip_file(pickled(value)))
 
 
+@in_zip
 def test_refuses_a_module_used_a_million_times(written: Write, reader: Reader) -> None:
     hidden = call(named("builtins", "set"), listed(text("x") * 100_000))
     parts = mapping(

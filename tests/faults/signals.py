@@ -15,6 +15,8 @@ from tests.faults.processes import Child, Ended, nursery, workspace
 from tests.faults.stoppable import OUT, SERVER, operations
 
 _MEASURED = 3
+_ATTEMPTS = 20
+"""How many commands are started at most, for each that is struck before it ends."""
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 _WAYS = ([signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM])
 _JSON = "--json"
@@ -74,20 +76,20 @@ class _Runs:
     def stop(self, effort: Effort) -> None:
         """Send signals at ``effort.count`` instants, or until the time is over."""
         self._measure(min(effort.count, _MEASURED))
-        stopped = late = missed = 0
+        stopped = late = 0
         slowest = 0.0
-        while (struck := stopped + late) < effort.count and not (struck and effort.is_spent):
-            number = struck + missed
+        for number in range(effort.count * _ATTEMPTS):
+            if stopped + late == effort.count or (stopped + late and effort.is_spent):
+                break
             ended, seconds = self._strike(_WAYS[number % len(_WAYS)], as_json=number % 2 == 0)
             if seconds is None:
-                missed += 1
                 continue
             if ended.code in self._operation.codes:
                 late += 1
             else:
                 stopped += 1
             slowest = max(slowest, seconds)
-        self._outcome.injected += struck
+        self._outcome.injected += stopped + late
         self._outcome.notes.append(
             f"{self._operation.name}: stopped {stopped} times, finished {late} times, "
             f"at most {slowest:.2f} s after the signal"

@@ -6,10 +6,11 @@ import pytest
 
 from tests.faults import edits
 from tests.faults.outcomes import Effort
+from tests.support.samples import samples
 
 
 @pytest.mark.parametrize("case", edits.CASES)
 def test_a_killed_edit_leaves_old_or_new_bytes(case: str) -> None:
-    (outcome,) = edits.run(Effort(10), only={case})
-    assert outcome.injected == 10
+    (outcome,) = edits.run(Effort(samples(10)), only={case})
+    assert outcome.injected == samples(10)
     assert outcome.violations == []

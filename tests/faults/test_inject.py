@@ -6,14 +6,15 @@ import pytest
 
 from tests.faults import inject, tracing
 from tests.faults.outcomes import Effort
+from tests.support.samples import samples
 
 pytestmark = pytest.mark.skipif(bool(tracing.why_not()), reason=tracing.why_not())
 
 
 @pytest.mark.parametrize("name", ["create", "gc", "rm", "repair"])
 def test_a_failing_call_leaves_the_store_whole(name: str) -> None:
-    outcomes = inject.run(Effort(20), only={name})
-    assert sum(outcome.injected for outcome in outcomes) >= 10
+    outcomes = inject.run(Effort(samples(20)), only={name})
+    assert sum(outcome.injected for outcome in outcomes) >= samples(10)
     assert [text for outcome in outcomes for text in outcome.violations] == []
 
 

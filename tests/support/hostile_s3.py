@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "AWS_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-_DATE = "Wed, 12 Aug 2026 10:00:00 GMT"
+DATE = "Wed, 12 Aug 2026 10:00:00 GMT"
 
 Disturb = Callable[[Received], Answer | None]
 
@@ -142,7 +142,7 @@ class HostileS3:
         data = self.objects.get(key)
         if data is None:
             return failure(404, "NoSuchKey")
-        headers = {"etag": _tag(data), "last_modified": _DATE}
+        headers = {"etag": _tag(data), "last_modified": DATE}
         asked = request.headers.get("range")
         if asked is None:
             return reply(200, data, **headers)

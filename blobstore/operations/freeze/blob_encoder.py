@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
@@ -191,7 +192,8 @@ class BlobEncoder:
 
         spans: Sequence[Span] = self._aligned
         if self._base is not None:
-            spans = list(fit_low_rank(self._data, spans, self._base, self._level))
+            look = partial(report, 0)  # which raises if the jobs must end
+            spans = list(fit_low_rank(self._data, spans, self._base, self._level, look))
         spans = [
             span if span.same_as is None else span._replace(base_begin=None, factors=None)
             for span in mark_duplicates(spans, self._data)

@@ -7,7 +7,8 @@ the target has. A task that was lost with its worker, or that failed for a reaso
 from __future__ import annotations
 
 import shlex
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, wait
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Future, wait
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ from blobstore.store.local import LocalStore
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Executor
 
 RETRIES = 3
 
@@ -160,17 +161,18 @@ class _Run:
         self._options = options
         self._retries = retries
         self._attempts = [0] * len(items)
+        self._waiting = deque(range(len(items)))
+        self._suspects: deque[int] = deque()
+        """Those of which one may have killed a worker. Each is tried again alone."""
+        self._alone: Future[Outcome] | None = None
         self._running: dict[Future[Outcome], tuple[int, Executor]] = {}
 
     def results(self) -> Iterator[tuple[int, IngestedModel]]:
         """Yield the index and the result of each model as it ends."""
         executor = self._make()
         try:
-            waiting = list(range(len(self._items)))
-            while waiting or self._running:
-                for index in waiting:
-                    self._submit(executor, index)
-                waiting = []
+            while self._waiting or self._suspects or self._running:
+                self._submit_some(executor)
                 interrupts.check()
                 ended, _ = wait(self._running, interrupts.POLL, FIRST_COMPLETED)
                 is_broken = False
@@ -180,8 +182,11 @@ class _Run:
                     if lost:
                         interrupts.check()  # if that ended the worker, this process has it too
                     is_broken |= lost and runner is executor
-                    if not outcome.is_final and self._attempts[index] <= self._retries:
-                        waiting.append(index)
+                    if lost and future is not self._alone:
+                        self._attempts[index] -= 1
+                        self._suspects.append(index)
+                    elif not outcome.is_final and self._attempts[index] <= self._retries:
+                        (self._suspects if lost else self._waiting).append(index)
                     else:
                         yield index, self._result(index, outcome)
                 if is_broken:
@@ -190,11 +195,28 @@ class _Run:
         finally:
             executor.shutdown(cancel_futures=True)
 
-    def _submit(self, executor: Executor, index: int) -> None:
+    def _submit_some(self, executor: Executor) -> None:
+        if self._suspects and not self._running:
+            self._alone = self._submit(executor, self._suspects.popleft())
+        if self._suspects or self._alone in self._running:
+            return
+        # All tasks that a pool of processes has are lost with one of them.
+        workers = getattr(executor, "_max_workers", len(self._items))
+        while self._waiting and len(self._running) < 2 * workers:
+            self._submit(executor, self._waiting.popleft())
+
+    def _submit(self, executor: Executor, index: int) -> Future[Outcome]:
         item = self._items[index]
         self._attempts[index] += 1
-        future = executor.submit(import_model, item.source, item.name, self._target, self._options)
+        try:
+            future: Future[Outcome] = executor.submit(
+                import_model, item.source, item.name, self._target, self._options
+            )
+        except BrokenExecutor as error:  # since the last look
+            future = Future()
+            future.set_exception(error)
         self._running[future] = (index, executor)
+        return future
 
     def _result(self, index: int, outcome: Outcome) -> IngestedModel:
         values = outcome._asdict()

@@ -6,13 +6,13 @@ first, then leases and manifests are read. Every former manifest is a blob that 
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import ImplausibleGarbage, InvalidDigest, InvalidManifest, ModelNotFound
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import StoreAddress
@@ -147,8 +147,7 @@ def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
             *(layer.stored.digest for layer in layers.values()),
         }
 
-    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-gc") as threads:
-        return set().union(*threads.map(needs, references))
+    return set().union(*WorkerPool(_STREAMS, None, 0).run(references, needs))
 
 
 def _refusal(
@@ -175,8 +174,8 @@ def _delete(
             return True
         return False
 
-    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-gc") as threads:
-        for begin in range(0, len(removable), _BATCH):
-            batch = removable[begin : begin + _BATCH]
-            deleted = threads.map(delete, batch)
-            yield from (item for item, is_gone in zip(batch, deleted, strict=True) if is_gone)
+    workers = WorkerPool(_STREAMS, None, 0)
+    for begin in range(0, len(removable), _BATCH):
+        batch = removable[begin : begin + _BATCH]
+        deleted = workers.run(batch, delete)
+        yield from (item for item, is_gone in zip(batch, deleted, strict=True) if is_gone)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -40,8 +40,19 @@ _LENGTH = struct.Struct("<Q")
 _STREAMS: Final = 8
 
 
+class RemoteClient(Protocol):
+    """What sends the requests for a model."""
+
+    def abort(self) -> None:
+        """End the requests of all threads, soon and for good."""
+
+
 class RemoteModelSource(Protocol):
     """A model elsewhere whose manifest was checked."""
+
+    @property
+    def client(self) -> RemoteClient:
+        """What sends the requests."""
 
     @property
     def manifest(self) -> Manifest:
@@ -223,8 +234,7 @@ class RemoteReader:
         def start_of(blob: tuple[Digest, int]) -> bytes | Damaged:
             return known.get(blob[0]) or self._start(*blob, budget)
 
-        with ThreadPoolExecutor(_STREAMS, thread_name_prefix="blobstore-headers") as threads:
-            starts = list(threads.map(start_of, blobs))
+        starts = WorkerPool(_STREAMS, None, 0).run(blobs, start_of, self._abort)
         found = {
             digest: start
             for (digest, _), start in zip(blobs, starts, strict=True)
@@ -249,6 +259,10 @@ class RemoteReader:
             return BlobDamaged(f"blob {digest}: {error}")
         except Damaged as error:
             return error
+
+    def _abort(self) -> None:
+        for source in self._sources.values():
+            source.client.abort()
 
     def _has_local(self, digest: Digest, size: int) -> bool:
         """Return whether the local store has a blob; a damaged one is read from the registry."""

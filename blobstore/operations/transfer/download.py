@@ -175,7 +175,7 @@ class Download:
     def _begin(self, fetch: _Fetch) -> None:
         """Open the partial file of a blob, and fetch the parts that it lacks."""
         self._workers.report(0, fetch.label)
-        file = self._ingest.open_partial(fetch.stored)
+        file = self._ingest.open_partial(fetch.stored, lambda: self._workers.report(0, fetch.label))
         if file is None:
             self._workers.stopping.wait(_BUSY_PAUSE)
             self._add([partial(self._begin, fetch)], is_last=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
@@ -315,7 +316,8 @@ def _pull(
             with contextlib.suppress(ModelNotFound, InvalidManifest):
                 former = store.read_manifest(reference)
             _import(store, reference, source, transfer, jobs, progress)
-            manifest = store.read_manifest(reference)
+            with interrupts.deferred():  # all is done
+                manifest = store.read_manifest(reference)
             PulledNote.of(source, manifest).keep(store, reference)
             return transfer.result(former=None if former == manifest else former)
         ingest.publish()

@@ -12,6 +12,7 @@ from blobstore.compression.estimate import estimate_size, fit_low_rank
 from blobstore.compression.level import Level
 from blobstore.compression.spans import Span
 from blobstore.core.tensor import DType
+from blobstore.core.workers import Cancelled
 from tests.support.adapted import COLUMNS, ROWS, matrix, merged
 from tests.support.cold import cold, decoded, noise, weights
 
@@ -120,6 +121,19 @@ def test_reads_few_rows_of_a_base_without_low_rank(monkeypatch: pytest.MonkeyPat
     span = span_of(tuned, SHAPE)
     assert list(fit_low_rank(memoryview(tuned), [span], base, "fast")) == [span]
     assert 0 < sum(sizes) <= len(BASE) / 2
+
+
+def test_the_search_for_factors_can_be_stopped() -> None:
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(len(looks))
+        if len(looks) > 1:
+            raise Cancelled("stopped")
+
+    span = span_of(MERGED, SHAPE)
+    with pytest.raises(Cancelled):
+        list(fit_low_rank(memoryview(MERGED), [span], BaseBlob.hot(BASE), "small", look))
 
 
 def test_reads_a_large_base_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.local import LocalStore
 from tests.support import frozen
-from tests.support.hostile_s3 import Disturb, HostileS3, action_of, failure, hostile_s3
+from tests.support.hostile_s3 import DATE, Disturb, HostileS3, action_of, failure, hostile_s3
 from tests.support.raw_server import Received, reply
 
 ROOT = Path(__file__).parents[3]
@@ -34,7 +34,8 @@ NAME = Reference.parse("one")
 KEY = f"p/{manifest_key(NAME)}"
 ANSWERS = {
     **{str(status): failure(status, "Code") for status in (307, 400, 401, 403, 404)},
-    **{str(status): failure(status, "Code") for status in (405, 409, 412, 429, 500)},
+    **{str(status): failure(status, "Code") for status in (405, 406, 409, 412, 413)},
+    **{str(status): failure(status, "Code") for status in (416, 429, 500, 503)},
     "no answer": b"",
 }
 
@@ -180,6 +181,22 @@ def test_every_request_may_get_every_answer(
             assert not must_fail, f"{kind} was answered with {label}"
     server.disturb = lambda _: None
     run()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_hint_that_is_answered_with_nonsense_never_ends_a_command(
+    server: HostileS3, local: LocalStore, tmp_path: Path, command: str
+) -> None:
+    push(server, local, tmp_path)
+    numbers = itertools.count()
+
+    def run() -> object:
+        return COMMANDS[command](server, local, tmp_path / str(next(numbers)))
+
+    hints = set(kinds(server, run)) - NEEDED[command]
+    for kind, body in itertools.product(sorted(hints), (b"", b"<html>", b"null", b"[" * 5000)):
+        server.disturb = answering(kind, reply(200, body, etag='"x"', last_modified=DATE))
+        run()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

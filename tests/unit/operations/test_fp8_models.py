@@ -34,6 +34,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.models import add_blob, add_blobs, blob, with_layers, write_folder
+from tests.support.samples import samples
 from tests.unit.operations.export.folders import raw_tensors
 
 Array = np.ndarray[Any, Any]
@@ -201,7 +202,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=samples(200), deadline=None)
 @given(name=st.sampled_from(sorted(name for name in others() if "scale" not in name)), index=PARTS)
 def test_a_slice_equals_the_slice_of_the_dequantized_weight(
     opened: tuple[Any, Any], name: str, index: tuple[Any, ...]

@@ -23,6 +23,7 @@ from blobstore.quantization.detect import (
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.metadata import stated
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
+from tests.support.samples import samples
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 MLX = {"quantization": {"group_size": 64, "bits": 4}}
@@ -585,7 +586,7 @@ SECTIONS = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=samples(200), deadline=None)
 @given(
     tensors=st.dictionaries(
         st.sampled_from(PIECES), st.tuples(st.sampled_from(list(DType)), SHAPES), min_size=1

@@ -16,6 +16,7 @@ from blobstore.models.frameworks import FloatName, dequantizer
 from blobstore.quantization.fp8 import decode
 from blobstore.quantization.metadata import parse_quant_metadata
 from blobstore.safetensors.numpy import as_array
+from tests.support.samples import samples
 
 Array = np.ndarray[Any, Any]
 
@@ -59,7 +60,7 @@ def test_typed_weights_need_no_type_argument(dtype: DType) -> None:
     assert np.array_equal(bits(typed), bits(decode(codes, scales, (1, 256), dtype)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=samples(100), deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 300)),
     block=st.tuples(st.integers(1, 10), st.integers(1, 310)),
@@ -78,7 +79,7 @@ def test_multiplies_by_the_scale_of_the_block(
     assert np.array_equal(decoded, expected(codes, scales, block, dtype))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=samples(100), deadline=None)
 @given(word=st.integers(0, 2**32 - 1))
 def test_rounds_every_product_to_nearest_even(word: int) -> None:
     codes = every_code(1, 256)
@@ -289,7 +290,7 @@ def as_numpy(framework: str, found: Any, dtype: str) -> Array:
 SIDES = st.integers(0, 9)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=samples(300), deadline=None)
 @given(
     shape=st.lists(SIDES, max_size=4).map(tuple),
     scale_shape=st.lists(SIDES, max_size=4).map(tuple),

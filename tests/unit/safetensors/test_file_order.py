@@ -14,6 +14,7 @@ from blobstore.safetensors.header import in_file_order
 from tests.support.dtypes import NAMES
 from tests.support.models import dense_tensors, write_safetensors
 from tests.support.safetensors_file import SafetensorsFile
+from tests.support.samples import samples
 
 CODES = {name: dtype.value for dtype, name in NAMES.items() if "float8" not in name}
 del CODES["bfloat16"]  # the reference library does not write it
@@ -53,7 +54,7 @@ def arrays(draw: st.DrawFn) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     return found
 
 
-@settings(max_examples=100)
+@settings(max_examples=samples(100))
 @given(arrays(), st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3))
 def test_reads_what_the_reference_library_writes_and_the_other_way_round(
     tmp_path_factory: pytest.TempPathFactory,

@@ -24,6 +24,7 @@ from blobstore.safetensors.header import (
     parse_header,
     parse_start,
 )
+from tests.support.samples import samples
 
 U64 = 2**64 - 1
 
@@ -578,7 +579,7 @@ def nearly_canonical(draw: st.DrawFn) -> tuple[str, int]:
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=samples(400))
 @given(nearly_canonical())
 @example((f'{{"a":{{"dtype":"U8","shape":[{2**61}],"data_offsets":[0,{2**61}]}}}}', 2**61))
 @example((f'{{"a":{{"dtype":"U8","shape":[{2**63}],"data_offsets":[0,{2**63}]}}}}', 2**63))
@@ -678,7 +679,7 @@ METADATA = st.dictionaries(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=samples(200))
 @given(tensor_specs(), METADATA)
 def test_the_reference_library_reads_what_is_written(
     specs: list[TensorSpec], metadata: dict[str, str]
@@ -730,7 +731,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=samples(1000))
 @given(damaged())
 def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: bytes) -> None:
     try:

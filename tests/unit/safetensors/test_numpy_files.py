@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as nst
 from blobstore.safetensors import SafetensorError, safe_open
 from blobstore.safetensors.numpy import load, load_file, save, save_file
 from blobstore.safetensors.torch import load as load_torch
+from tests.support.samples import samples
 
 BACKENDS = ["mmap", "pread"]
 PLAIN = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8"]
@@ -41,7 +42,7 @@ def random_array(dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
     return np.frombuffer(os.urandom(size), dtype).reshape(shape)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=samples(500), deadline=None)
 @given(
     st.dictionaries(
         NAMES,
@@ -64,7 +65,7 @@ def test_the_bytes_are_those_of_the_reference(
         assert found[name].tobytes() == array.tobytes()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=samples(500), deadline=None)
 @given(st.data())
 def test_any_layout_is_saved_by_value(data: st.DataObject) -> None:
     array = data.draw(nst.arrays(st.sampled_from(PLAIN), nst.array_shapes(max_dims=4)))

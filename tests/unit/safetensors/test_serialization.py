@@ -34,6 +34,7 @@ from blobstore.safetensors import (
 )
 from blobstore.safetensors.numpy import load, save, save_file
 from blobstore.safetensors.serialization import DTYPES_BY_NAME
+from tests.support.samples import samples
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -69,7 +70,7 @@ tensors = st.dictionaries(
 few_facts = st.one_of(st.none(), st.dictionaries(names, names, min_size=1, max_size=1))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=samples(2000), deadline=None)
 @given(tensors, few_facts)
 def test_the_bytes_are_those_of_the_reference(
     found: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None

@@ -20,6 +20,7 @@ from blobstore.safetensors import SafetensorError, safe_open
 from blobstore.safetensors.header import encode_file_header
 from blobstore.safetensors.numpy import save, save_file
 from blobstore.safetensors.slices import select
+from tests.support.samples import samples
 
 ARRAY = np.arange(50, dtype=np.int32).reshape(10, 5)
 BACKENDS = ["mmap", "pread"]
@@ -31,7 +32,7 @@ def part(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return safe_open(tmp_path / "a", "np", backend=request.param).get_slice("a")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=samples(500), deadline=None)
 @given(st.data())
 def test_any_index_selects_what_numpy_selects(data: st.DataObject) -> None:
     shape = data.draw(nst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6))
@@ -45,7 +46,7 @@ def test_any_index_selects_what_numpy_selects(data: st.DataObject) -> None:
     assert np.array_equal(array[selection.array_index], expected)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=samples(300), deadline=None)
 @given(st.data())
 def test_a_file_is_sliced_as_numpy_slices_an_array(data: st.DataObject) -> None:
     sides = data.draw(nst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))

@@ -19,6 +19,7 @@ from blobstore.safetensors import table as tables
 from blobstore.safetensors.header import encode_file_header, in_file_order, parse_header
 from blobstore.safetensors.numpy import save
 from blobstore.safetensors.table import _parse_columns, parse_table
+from tests.support.samples import samples
 
 TENSOR = '"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
 OTHER = '"b":{"dtype":"U8","shape":[2,2],"data_offsets":[4,8]}'
@@ -52,7 +53,7 @@ def agree_on(text: str, data: int = 8) -> bool:
     return agree(text, 8 + len(text.encode()) + data)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=samples(1000), deadline=None)
 @given(
     st.dictionaries(
         NAMES.filter(lambda name: name != "__metadata__"),
@@ -74,7 +75,7 @@ def test_headers_of_the_writer_are_parsed_alike(found: Any, metadata: Any) -> No
     assert is_quick == (bool(specs) and not has_escapes)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=samples(2000), deadline=None)
 @given(st.data())
 def test_altered_headers_are_parsed_alike(data: st.DataObject) -> None:
     text = bytearray(f'{{"__metadata__":{{"x":"y"}},{TENSOR},{OTHER}}}  '.encode())

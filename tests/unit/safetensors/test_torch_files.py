@@ -27,6 +27,7 @@ from blobstore.safetensors.torch import (
     storage_ptr,
     storage_size,
 )
+from tests.support.samples import samples
 
 BACKENDS = ["mmap", "pread"]
 DTYPES = [*ours._NAMES]
@@ -47,7 +48,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=samples(500), deadline=None)
 @given(
     st.dictionaries(
         NAMES,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.interrupts import Stopped
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -54,6 +55,15 @@ def write(store: LocalStore, data: bytes) -> Path:
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     return path
+
+
+# A request to stop
+
+
+@pytest.mark.usefixtures("requested")
+def test_a_request_to_end_the_program_stops_whatever_reads_manifests(store: LocalStore) -> None:
+    with pytest.raises(Stopped):
+        store.resolve(NAME)
 
 
 # The root

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from blobstore.compression.delta.gaps import counts_of, decode, encode, nonzero
 from blobstore.compression.entropy import Coder
 from blobstore.errors import ColdDamaged
+from tests.support.samples import samples
 
 Array = np.ndarray[Any, Any]
 _CODERS = (Coder.HUFFMAN,)
@@ -28,7 +29,7 @@ def scattered(count: int, share: float, seed: int = 0) -> Array:
 @given(
     st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([0, 0.001, 0.02, 0.4, 1])), min_size=1)
 )
-@hypothesis_settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=samples(100), deadline=None)
 def test_gives_back_the_places_in_classes_of_any_size(classes: list[tuple[int, float]]) -> None:
     sizes = [size for size, _ in classes]
     begins = np.cumsum([0, *sizes])

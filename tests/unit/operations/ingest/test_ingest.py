@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -159,6 +160,96 @@ def test_a_worker_that_is_killed_changes_nothing(
     assert killed
     assert not any(model.error for model in found)
     assert_equal(store, expected)
+
+
+_DIES = """
+import os, pathlib, signal
+import blobstore.store.locks as locks
+
+create_file = locks.Lease.create_file
+
+def create_and_die(lease):
+    created = create_file(lease)
+    left = pathlib.Path(__file__).with_name("deaths")
+    count = int(left.read_text())
+    if count:
+        left.write_text(str(count - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return created
+
+locks.Lease.create_file = create_and_die
+"""
+
+
+_POISON = """
+import os, signal
+import blobstore.operations.ingest.task as task
+
+create = task.create
+
+def create_or_die(source, *arguments, **options):
+    if source.endswith("model-0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return create(source, *arguments, **options)
+
+task.create = create_or_die
+"""
+
+
+@pytest.fixture
+def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file with the number of new processes that are killed when they begin to write a blob."""
+    folder = tmp_path / "hook"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(_DIES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+    return folder / "deaths"
+
+
+def test_models_whose_workers_always_die_are_reported_and_leave_nothing_that_gc_does_not_remove(
+    items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
+) -> None:
+    deaths.write_text("1000")
+    found = ingest(items[:2], store, executor="processes:1", retries=1)
+    assert [(model.attempts, model.kind, model.exit_code) for model in found] == [
+        (2, "BlobstoreError", 1)
+    ] * 2
+    assert all(re.fullmatch(r"its worker died: [ -~]+", model.error) for model in found)
+    assert list(store.references()) == []
+    assert list(store.folder("blobs").iterdir()) == []
+    assert list(store.folder("temporary").iterdir()) != []
+    blobstore.gc(store=store, older_than=0)
+    for name in ("temporary", "leases"):
+        assert list(store.folder(name).iterdir()) == []  # type: ignore[arg-type]
+    deaths.write_text("0")
+    assert not any(model.error for model in ingest(items, store, executor="processes:1"))
+    assert_equal(store, expected)
+
+
+def test_a_model_that_always_kills_its_worker_does_not_keep_others_from_being_imported(
+    items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
+) -> None:
+    hook = deaths.with_name("sitecustomize.py")
+    hook.write_text(_POISON)
+    found = ingest(items, store, executor="processes:2")
+    assert [(model.attempts, bool(model.error)) for model in found] == [
+        (4, True),
+        *[(1, False)] * (COUNT - 1),
+    ]
+    blobstore.remove("model-0", store=expected)
+    assert_equal(store, expected)
+
+
+def test_models_whose_workers_die_once_are_imported_by_others(
+    items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
+) -> None:
+    deaths.write_text("2")
+    found = ingest(items, store, executor="processes:1")
+    assert not any(model.error for model in found)
+    assert max(model.attempts for model in found) == 2
+    assert_equal(store, expected)
+    blobstore.gc(store=store, older_than=0)
+    assert list(store.folder("temporary").iterdir()) == []
 
 
 def _workers() -> list[int]:

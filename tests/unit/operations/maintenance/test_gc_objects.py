@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy
 from blobstore.manifests.reference import Reference
+from blobstore.objects.client import ObjectClient
 from blobstore.objects.locks import Collection, leased
 from blobstore.objects.store import ObjectStore
+from blobstore.operations.maintenance import gc_objects
 from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.transfer.push_objects import push_objects
 from blobstore.store.local import LocalStore
@@ -87,3 +94,42 @@ def test_nothing_is_deleted_if_a_manifest_is_damaged(
     objects.place(Reference.parse("two"), b"{}", None)
     with pytest.raises(InvalidManifest, match="two:latest"):
         collect_objects(objects.address, older_than=0)
+
+
+@pytest.mark.parametrize("call", ["read_manifest", "delete"])
+def test_a_request_to_stop_ends_a_collection_which_can_be_repeated(
+    local: LocalStore, objects: ObjectStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    names = [f"model-{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        frozen.put(local, name, {"x": number})
+        push_objects(name, objects.address, store=local)
+    objects.remove(map(Reference.parse, names[:4]))
+    owner: type = ObjectStore if call == "read_manifest" else ObjectClient
+    original, calls = getattr(owner, call), list[object]()
+    noticed = threading.Event()
+
+    def asked(self: Any, what: Any, *arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            calls.append(what)
+            patch.setattr(interrupts._State, "number", signal.SIGTERM)
+            noticed.wait(60)
+        return original(self, what, *arguments)
+
+    class Pool(WorkerPool):
+        def run(self, items: Any, job: Any, on_stop: Any = None) -> Any:
+            del on_stop
+            return super().run(items, job, noticed.set)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts, "_thread", interrupts._Thread())
+        patch.setattr(owner, call, asked)
+        patch.setattr(gc_objects, "_STREAMS", 2)
+        patch.setattr(gc_objects, "WorkerPool", Pool)
+        with pytest.raises(interrupts.Stopped):
+            collect_objects(objects.address, older_than=0)
+    assert 1 <= len(calls) <= 2
+    collect_objects(objects.address, older_than=0)
+    assert objects.references() == sorted(map(Reference.parse, names[4:]))
+    for name in names[4:]:
+        assert push_objects(name, objects.address, store=local, verify=True).is_unchanged

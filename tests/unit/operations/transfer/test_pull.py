@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
+from blobstore.core.files import copy_bytes
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -29,6 +33,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.transfer.download import Download
 from blobstore.operations.transfer.pull import Pulled
+from blobstore.registry.client import RegistryClient
 from blobstore.registry.shapes.oci import plan_oci
 from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.registry.shapes.plan import ModelFacts
@@ -421,6 +426,36 @@ def test_a_pull_that_failed_continues_where_it_stopped(
     assert planned.bytes_resumed == pulled.bytes_resumed > 0
     assert planned.bytes_fetched == pulled.bytes_fetched == (registry.sent - before).total()
     assert registry.sent.total() == total(origin)
+
+
+def test_a_request_to_stop_ends_the_copy_of_an_earlier_partial_file(
+    remote: str, store: LocalStore, origin: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = frozen.layers(origin, "a")["z"]
+    with store.ingest() as ingest:
+        file = ingest.open_partial(layer.id)
+        assert file is not None
+        with file:
+            file.write(0, Path(origin.blob_path(layer.digest)).read_bytes()[:1000])
+    stopped, copies = threading.Event(), list[int]()
+    abort = RegistryClient.abort
+
+    def copied(source: int, begin: int, _: int, target: int, offset: int) -> int:
+        copies.append(offset)
+        monkeypatch.setattr(interrupts._State, "number", signal.SIGTERM)
+        stopped.wait(60)
+        return copy_bytes(source, begin, 100, target, offset)
+
+    def aborted(client: RegistryClient) -> None:
+        abort(client)
+        stopped.set()
+
+    monkeypatch.setattr(interrupts, "_thread", interrupts._Thread())
+    monkeypatch.setattr(partial, "copy_bytes", copied)
+    monkeypatch.setattr(RegistryClient, "abort", aborted)
+    with pytest.raises(interrupts.Stopped):
+        pull(remote, store, streams=1)
+    assert copies == [0]
 
 
 def test_a_lack_of_space_is_found_before_anything_is_fetched(

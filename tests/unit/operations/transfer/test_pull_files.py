@@ -121,6 +121,24 @@ def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
     assert not blobstore.verify(store=store).faults
 
 
+def test_a_request_to_end_the_program_after_the_import_of_files_reports_success(
+    remote: str,
+    source: Path,
+    store: LocalStore,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def publish(*arguments: Any) -> bytes | None:
+        former = original(*arguments)
+        request.getfixturevalue("requested")
+        return former
+
+    original = LocalStore.publish
+    offer_as_modctl(remote, source)
+    monkeypatch.setattr(LocalStore, "publish", publish)
+    assert blobstore.pull(remote, "model", store=store).shape == "files"
+
+
 def test_files_of_another_tool_can_be_read_back(remote: str, source: Path) -> None:
     offer_as_modctl(remote, source)
     found = verify_remote(remote)

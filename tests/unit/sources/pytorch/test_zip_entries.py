@@ -25,6 +25,7 @@ from blobstore.sources.pytorch.zip_entries import (
     read_entry,
     read_small_entry,
 )
+from tests.support.samples import samples
 from tests.support.zip_files import Member, deflated, extra_field, make_zip, opened
 
 FULL32 = 0xFFFFFFFF
@@ -516,7 +517,7 @@ WHOLE = [contents(archive) for archive in ARCHIVES]
 
 
 @given(st.integers(0, len(ARCHIVES) - 1), st.integers(0), st.integers(1, 255))
-@settings(max_examples=1000)
+@settings(max_examples=samples(1000))
 @example(0, 0, 1)
 def test_reports_every_changed_byte_that_alters_content(which: int, at: int, change: int) -> None:
     data = bytearray(ARCHIVES[which])

@@ -17,6 +17,7 @@ from blobstore.sources.unpickler.opcodes import NAMES, REFUSED
 from blobstore.sources.unpickler.state import CutShort
 from blobstore.sources.unpickler.values import Items, Key, Number, Persistent, Record, Reduced
 from tests.support.pickle_values import EXAMPLES, canonical
+from tests.support.samples import samples
 
 PROTOCOLS = range(6)
 protocols = pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -133,7 +134,7 @@ VALUES = st.recursive(
 
 @given(VALUES, st.sampled_from(PROTOCOLS))
 @example(struct.unpack("d", struct.pack("Q", 0x7FF8000000000001))[0], 0)
-@settings(max_examples=250, derandomize=True)
+@settings(max_examples=samples(250), derandomize=True)
 def test_reads_random_values_of_python(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     result = run(b"before" + data + b"after", start=6)
@@ -316,13 +317,13 @@ PARTS += [b"ccopyreg\n_reconstructor\n", b"cbuiltins\nobject\n", b"cargparse\nNa
 
 
 @given(st.lists(st.sampled_from(PARTS) | st.binary(max_size=3), max_size=30))
-@settings(max_examples=700, derandomize=True)
+@settings(max_examples=samples(700), derandomize=True)
 def test_any_row_of_opcodes_is_refused_or_read_as_python_reads_it(parts: list[bytes]) -> None:
     check(b"(" + b"".join(parts) + b"t.")
 
 
 @given(st.binary())
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=samples(300), derandomize=True)
 def test_any_bytes_are_refused_or_read_as_python_reads_them(data: bytes) -> None:
     check(data)
 
