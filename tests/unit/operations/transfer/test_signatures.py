@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.core import limits
 from blobstore.core.digest import Digest
+from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, UsageError
 from blobstore.operations.sign.cosign import parse_signature, write_signature
 from blobstore.operations.sign.trust import signed_by
@@ -238,6 +240,36 @@ def test_signatures_that_are_hostile_or_broken_count_as_missing(
             assert list(signed_by(fetched, [public_key(key)])) == []
         with pytest.raises(NotTrusted):
             blobstore.pull(remote, "copy", store=other)
+
+
+@pytest.mark.parametrize(
+    ("limit", "count"), [(Limit(10, 35, 100), 3), (Limit(10, 100, 4), 4), (Limit(9, 100, 100), 0)]
+)
+def test_signatures_of_a_registry_are_fetched_up_to_the_limits(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, limit: Limit, count: int
+) -> None:
+    monkeypatch.setattr(limits, "SIGNATURES", limit)
+    plan = plan_ollama(store.read_manifest("model"))
+    with StubRegistry() as registry:
+        registry.put(store, plan, "team/m", "v1")
+        listed = []
+        for number in range(6):
+            bundle = b"%010d" % number
+            registry.blobs[str(Digest.of(bundle))] = bundle
+            layer = {"mediaType": BUNDLE, "digest": str(Digest.of(bundle)), "size": len(bundle)}
+            value = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "layers": [layer]}
+            data = json.dumps(value | {"config": layer, "artifactType": BUNDLE}).encode()
+            registry.put_manifest("team/m", str(Digest.of(data)), OCI_MANIFEST, data)
+            item = {"mediaType": OCI_MANIFEST, "digest": str(Digest.of(data)), "size": len(data)}
+            listed.append(item | {"artifactType": BUNDLE})
+        index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
+        tag = f"sha256-{plan.root.digest.hex}"
+        registry.put_manifest("team/m", tag, OCI_INDEX, json.dumps(index).encode())
+        with RegistryClient(registry.host) as client:
+            found = fetch_referrers(client, "team/m", plan.root)
+            assert len(found) == 6
+            fetched = fetch_signatures(client, "team/m", plan.root, manifest_of(store), found)
+            assert len(list(fetched)) == count
 
 
 def test_a_signature_counts_for_the_model_that_the_signed_manifest_names_alone(
