@@ -235,13 +235,16 @@ class ModelMemory:
 
     def _load(self, wanted: set[int], *, is_in_order: bool) -> MappedRegion:
         region = self._reserve()
-        if elsewhere := set(filter(self._is_elsewhere, wanted & self._absent)):
+        absent = wanted & self._absent
+        is_local, blobs = self._store.is_local, self._blobs
+        if elsewhere := {slot for slot in absent if not is_local(blobs[slot][0])}:
+            absent -= elsewhere
             if is_in_order:
                 elsewhere |= self._following(elsewhere)
             self._copy(elsewhere, region, self._progress)
         if self._is_read:
-            self._read(wanted & self._absent, region)
-        elif cold := self._map_hot(wanted & self._absent, region):
+            self._read(absent, region)
+        elif cold := self._map_hot(absent, region):
             self._decompress(cold, region)
         if unfetched := wanted & self._unfetched:
             self._fetch(unfetched, region)
