@@ -274,8 +274,13 @@ class RemoteReader:
             return digest not in self._owners
 
     def check_listed(self, digest: Digest, size: int) -> None:
-        """Check that a model elsewhere lists a blob with this size. Raises BlobMissing or BlobDamaged."""
-        self._owner(digest, size)
+        """Check that the local store has a blob, or a model elsewhere lists it, with this size; nobody is asked.
+
+        Raises:
+            BlobMissing, BlobDamaged: neither has it, or with another size.
+        """
+        if not self._has_local(digest, size):
+            self._owner(digest, size)
 
     def _owner(self, digest: Digest, size: int) -> RemoteModelSource:
         source, found = self._owners.get(digest, (None, size))

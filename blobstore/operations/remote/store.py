@@ -64,6 +64,7 @@ class RemoteStore:
         self.manifest_data = source.data
         """The bytes of that."""
         self._reader = RemoteReader({self.reference: source}, local)
+        self.check_size = self._reader.check_listed
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         needed = sum(blob.size for blob in missing)
         layers: dict[Digest, ColdLayer] = {}
@@ -117,13 +118,6 @@ class RemoteStore:
         """Wait until the blobs that are kept are in the store."""
         if self._cache is not None:
             self._cache.close()
-
-    def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is local, or that the remote manifest lists it, with this size."""
-        if self.is_local(digest):
-            self.local.check_size(digest, size)
-        else:
-            self._reader.check_listed(digest, size)
 
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
