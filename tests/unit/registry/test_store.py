@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from collections import Counter
 from collections.abc import Iterator
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -18,6 +21,7 @@ from blobstore.registry.store import RemoteSource, list_tags
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.raw_server import RawServer, Received, reply
 from tests.support.store_suite import NAMES, ModelReaderSuite
 from tests.support.stub_registry import StubRegistry
 
@@ -144,3 +148,19 @@ def test_tags_are_listed_with_digests(registry: StubRegistry, origin: LocalStore
     ]
     with pytest.raises(ModelNotFound):
         list_tags(f"oci://{registry.host}/team/none")
+
+
+def test_many_tags_are_listed_by_one_request_for_a_page_and_one_for_a_tag() -> None:
+    def answer(request: Received) -> bytes:
+        if request.method == "HEAD":
+            return reply(200, docker_content_digest=f"sha256:{'0' * 64}")
+        first = int(parse_qs(urlsplit(request.path).query).get("last", ["0"])[0])
+        tags = json.dumps({"tags": [f"v{number:04}" for number in range(first, first + 100)]})
+        link = f'</v2/a/tags/list?last={first + 100}>; rel="next"' if first < 300 else ""
+        return reply(200, tags.encode(), link=link)
+
+    with RawServer(answer) as server:
+        found = list_tags(f"oci://{server.host}/a")
+        methods = Counter(request.method for request in server.requests)
+    assert [item.tag for item, _ in found] == [f"v{number:04}" for number in range(400)]
+    assert methods == {"GET": 4, "HEAD": 400}
