@@ -250,7 +250,7 @@ def test_thawing_a_model_elsewhere_is_refused(
         blobstore.open(f"{objects.address}/one", store=other, thaw=True)
 
 
-def test_a_manifest_that_was_changed_elsewhere_is_refused_each_time(
+def test_a_manifest_that_was_changed_elsewhere_is_refused(
     tmp_path: Path, objects: ObjectStore, other: LocalStore
 ) -> None:
     local = LocalStore(tmp_path / "store")
@@ -259,9 +259,8 @@ def test_a_manifest_that_was_changed_elsewhere_is_refused_each_time(
     name = Reference.parse("moe")
     data, tag = objects.read_version(name)
     objects.place(name, data.replace(b"layers.0", b"layers.1"), tag)
-    for _ in range(2):
-        with pytest.raises(InvalidManifest, match="moe"):
-            blobstore.open(f"{objects.address}/moe", store=other)
+    with pytest.raises(InvalidManifest, match="moe"):
+        blobstore.open(f"{objects.address}/moe", store=other, cache="none")
 
 
 def test_a_file_elsewhere_can_be_read_and_has_no_path(
