@@ -36,6 +36,8 @@ _LARGE_PAGE = 2 << 20
 _SAMPLES = 5
 _ALIGNMENT = 64
 """Alignment of files in an arena; tensors are aligned to 8 bytes in their files."""
+_OWN_MAP = 1 << 20
+"""Buffers of at least so many bytes are maps of their own, in large pages."""
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
 _NEAR_LIMIT = 1000
@@ -211,6 +213,17 @@ def mapped(descriptor: int, size: int) -> memoryview:
     region.map(0, descriptor, size)
     begin = region.offsets[0]
     return memoryview(region.memory)[begin : begin + size]
+
+
+def new_buffer(size: int) -> memoryview:
+    """Return zeros; if there are many, in large pages."""
+    if size < _OWN_MAP:
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # In small pages, allocating the memory takes as long as reading the bytes.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def is_cached(descriptor: int, size: int) -> bool:

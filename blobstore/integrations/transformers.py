@@ -358,8 +358,9 @@ def _config_files(
     place = f"{subfolder}/" if subfolder else ""
     name, generation = f"{place}config.json", f"{place}generation_config.json"
     plain = exported_config(stated, {}) if is_plain else None
-    is_here = model.store.remote is None
-    if is_here and plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
+    needed = [model.files[one] for one in (name, generation) if one in model.files]
+    are_local = all(model.store.is_local(file.digest) for file in needed)
+    if are_local and plain is None and not trust_remote_code and _OTHER_CONFIGS not in stated:
         found = model.file_path(generation) if generation in model.files else None
         yield _ConfigFiles(
             model.file_path(name), (found.parent, found.name) if found else None, None

@@ -14,7 +14,6 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.models.index import load_cached_index, load_index
 from blobstore.models.tensors import CONSTANT_KEY, at_layer
-from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.models.index import TensorIndex
-    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobAccess
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]
 
@@ -47,7 +46,7 @@ def reads_headers(verify: str) -> bool:
 
 
 def check_blobs(
-    store: LocalStore,
+    store: BlobAccess,
     manifest: bytes,
     index: TensorIndex,
     verify: str,
@@ -84,7 +83,7 @@ def check_blobs(
             raise at_layer(error, layers[slot]) from None
     if verify != "header":
         blobs: Sequence[Descriptor] = parsed.blobs
-        verified = VerifiedBlobs(store)
+        verified = store.verified_blobs()
         if verify == "digest":
             blobs = [blob for blob in blobs if not verified.has(blob.digest, blob.size)]
         for blob, damage in damaged_blobs(store, blobs, progress=progress, verified=verified):
@@ -122,7 +121,7 @@ def tensor_name(layer: Descriptor, names: Collection[str]) -> str:
     return name if name.startswith(f"{layer.name}.") else layer.name
 
 
-def indexed_names(store: LocalStore, manifest: bytes) -> Mapping[tuple[Digest, int], list[str]]:
+def indexed_names(store: BlobAccess, manifest: bytes) -> Mapping[tuple[Digest, int], list[str]]:
     """Return which tensors each blob holds according to the header index.
 
     This names the tensors of blobs whose own headers cannot be read. ``manifest`` is the content of

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.store.cold import ColdBlob
     from blobstore.store.cold_file import ColdFile
-    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobAccess
 
 _REQUEST = 4 << 20
 """Maximum bytes per request."""
@@ -74,7 +74,7 @@ class ParallelDecoder:
 
     def __init__(
         self,
-        store: LocalStore,
+        store: BlobAccess,
         region: MappedRegion,
         *,
         past_cache: bool,

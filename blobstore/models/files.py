@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import did_you_mean, quote
-from blobstore.errors import BlobDamaged, Damaged, FileNotFound, InvalidManifest, StoreError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    Damaged,
+    FileNotFound,
+    InvalidManifest,
+    StoreError,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
@@ -22,6 +29,7 @@ if TYPE_CHECKING:
 
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.protocols import BlobAccess
 
 
 CONFIG_FILES = ("config.json", "model_index.json")
@@ -55,7 +63,7 @@ class ModelFiles:
             raise error.at(str(reference)) from None
         return files
 
-    def __init__(self, reference: Reference, manifest: bytes, store: LocalStore) -> None:
+    def __init__(self, reference: Reference, manifest: bytes, store: BlobAccess) -> None:
         self.reference = reference
         """The model's name."""
         self.store = store
@@ -149,9 +157,14 @@ class ModelFiles:
     def file_path(self, name: str) -> Path:
         """Return the path of a small file's blob, for libraries that can only read from paths.
 
-        Raises as :meth:`read_file`.
+        Raises as :meth:`read_file`; BlobMissing also if the file is elsewhere and has no path here.
         """
         layer = self._layer(name)
+        if not self.store.is_local(layer.digest):
+            raise BlobMissing(
+                f"file {quote(name)} of model {self.reference} is elsewhere and has no path here",
+                advice="read it with read_file, or pull the model first",
+            )
         with file_faults_located(self.reference, name):
             self.store.check_digest(layer.digest, layer.size)
         return Path(self.store.blob_path(layer.digest))

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from blobstore.quantization.metadata import Stated
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobAccess
 
 _VERSION = 2
 """Incremented when the index's format changes, so that older files are ignored."""
@@ -134,7 +135,7 @@ class TensorIndex:
         return share if order == "file" else sorted(share)
 
 
-def load_index(store: LocalStore, manifest: bytes, *, use_index: bool = True) -> TensorIndex:
+def load_index(store: BlobAccess, manifest: bytes, *, use_index: bool = True) -> TensorIndex:
     """Return the tensors of the model whose manifest file contains ``manifest``.
 
     They come from the header index if there is one and ``use_index`` is true, otherwise from the
@@ -148,7 +149,7 @@ def load_index(store: LocalStore, manifest: bytes, *, use_index: bool = True) ->
     return index or read_index(store, manifest)[0]
 
 
-def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
+def load_cached_index(store: BlobAccess, manifest: bytes) -> TensorIndex | None:
     """Return what the header index says, or None if the model has none.
 
     Only a manifest that was proven to be the one that was written ever gets an index.
@@ -169,7 +170,7 @@ def load_cached_index(store: LocalStore, manifest: bytes) -> TensorIndex | None:
 
 
 def read_index(
-    store: LocalStore, manifest: bytes, reserve: Callable[[list[int]], MappedRegion] | None = None
+    store: BlobAccess, manifest: bytes, reserve: Callable[[list[int]], MappedRegion] | None = None
 ) -> tuple[TensorIndex, MappedRegion | None]:
     """Read the headers of all blobs.
 
@@ -215,7 +216,7 @@ def read_index(
     return TensorIndex(entries, blobs, quantized, is_cached=False, is_proven=is_proven), region
 
 
-def write_index(store: LocalStore, manifest: bytes, index: TensorIndex) -> None:
+def write_index(store: BlobAccess, manifest: bytes, index: TensorIndex) -> None:
     """Write the header index, if the manifest is proven and the store is writable."""
     if not index.is_proven:
         return

@@ -152,6 +152,10 @@ class ModelMemory:
         """Return whether a part of a blob should be read by itself, without loading the blob."""
         return slot in self._absent and (self._is_read or self._is_elsewhere(slot))
 
+    def needs_remote(self, slot: int) -> bool:
+        """Return whether a blob is neither in memory nor local."""
+        return slot in self._absent and self._is_elsewhere(slot)
+
     def load(self, slots: Iterable[int] = (), *, is_in_order: bool = False) -> MappedRegion:
         """Return the memory, after loading the blobs at ``slots`` into it.
 
@@ -231,54 +235,53 @@ class ModelMemory:
 
     def _load(self, wanted: set[int], *, is_in_order: bool) -> MappedRegion:
         region = self._reserve()
-        if self._store.remote is not None:
+        absent = wanted & self._absent
+        is_local, blobs = self._store.is_local, self._blobs
+        if elsewhere := {slot for slot in absent if not is_local(blobs[slot][0])}:
+            absent -= elsewhere
             if is_in_order:
-                wanted = self._with_following(wanted)
-            self._read_elsewhere(wanted & self._absent, region)
+                elsewhere |= self._following(elsewhere)
+            self._copy(elsewhere, region, self._progress)
         if self._is_read:
-            self._read(wanted & self._absent, region)
-        elif cold := self._map_hot(wanted & self._absent, region):
+            self._read(absent, region)
+        elif cold := self._map_hot(absent, region):
             self._decompress(cold, region)
         if unfetched := wanted & self._unfetched:
             self._fetch(unfetched, region)
         self._is_used |= bool(wanted)
         return region
 
-    def _read_elsewhere(self, slots: set[int], region: MappedRegion) -> None:
-        """Read the blobs that the store lacks."""
-        wanted = [slot for slot in sorted(slots) if self._is_elsewhere(slot)]
-        remote = self._store.remote
-        if remote is None or not wanted:
-            return
+    def _is_elsewhere(self, slot: int) -> bool:
+        return not self._store.is_local(self._blobs[slot][0])
+
+    def _copy(
+        self, slots: Iterable[int], region: MappedRegion, progress: Progress | None = None
+    ) -> None:
+        """Read blobs into memory of this process, from wherever they are."""
+        slots = sorted(slots)
         with contextlib.ExitStack() as writable:
             blobs = [
                 (digest, size, writable.enter_context(region.writable_slot(slot, size)))
-                for slot in wanted
+                for slot in slots
                 for digest, size in [self._blobs[slot]]
             ]
-            remote.load(blobs, self._progress)
-        self._absent.difference_update(wanted)
-        self._unfetched.difference_update(wanted)
+            self._store.load(blobs, progress)
+        self._absent.difference_update(slots)
+        self._unfetched.difference_update(slots)
 
-    def _is_elsewhere(self, slot: int) -> bool:
-        remote = self._store.remote
-        return remote is not None and remote.is_elsewhere(self._blobs[slot][0])
-
-    def _with_following(self, wanted: set[int]) -> set[int]:
-        """Add the blobs that come next, if blobs are loaded one after the other: ever more of them."""
-        missing = wanted & self._absent
-        if not missing:
-            return wanted
-        is_next = min(missing) == self._next_slot
+    def _following(self, elsewhere: set[int]) -> set[int]:
+        """Return the blobs elsewhere that come next, if those are read one after the other: ever more of them."""
+        first, last = min(elsewhere), max(elsewhere)
+        between = range(self._next_slot, first)
+        is_next = 0 <= self._next_slot <= first and not any(map(self.needs_remote, between))
         self._window = min(max(2 * self._window, _FIRST_WINDOW), _MAX_WINDOW) if is_next else 0
-        found, size = set(wanted), 0
-        for slot in range(max(missing) + 1, len(self._blobs)):
+        self._next_slot, size = last + 1, 0
+        for slot in range(last + 1, len(self._blobs)):
             size += self._blobs[slot][1]
             if size > self._window:
                 break
-            found.add(slot)
-        self._next_slot = max(found) + 1
-        return found
+            self._next_slot = slot + 1
+        return set(filter(self.needs_remote, range(last + 1, self._next_slot)))
 
     def _read_instead(self) -> None:
         """Release all maps, and read blobs from now on, as the process may not map all of them."""
@@ -319,8 +322,8 @@ class ModelMemory:
             report=lambda count: meter.add(count, "decoding"),
         )
         wanted = [ColdSlot(slot, *self._blobs[slot]) for slot in sorted(cold)]
-        for slot in decoder.run(wanted):  # has been thawed since
-            self._store.bring_blob(*self._blobs[slot], slot, region)
+        if thawed := decoder.run(wanted):  # since they were looked for
+            self._copy(thawed, region)
         self._absent -= cold
         self._unfetched -= cold
 

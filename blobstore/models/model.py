@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from blobstore.models.frameworks import DeviceStream
     from blobstore.models.index import Entry
     from blobstore.models.slices import Plan, TensorSlice
-    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobAccess
 
 
 class Model(ModelFiles, Mapping[str, Array]):
@@ -53,7 +53,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         self,
         reference: Reference,
         manifest: bytes,
-        store: LocalStore,
+        store: BlobAccess,
         *,
         framework: Framework = "numpy",
         device: str = "cpu",
@@ -356,8 +356,8 @@ class Model(ModelFiles, Mapping[str, Array]):
         if parts is None and (stream := self._target.stream()) is not None:
             yield from self._upload(mine, stream)
             return
-        if parts is None and self.store.remote is not None:
-            parts = {}  # reads many blobs at once, and none that is not asked for
+        if parts is None and not self.is_resident:
+            parts = {}  # reads many blobs elsewhere at once, and none that is not asked for
         if parts is None:
             for name in mine:
                 yield name, self[name]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from blobstore.manifests.model import Manifest
-    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobDescriber
 
 _MAX_CARD = 1 << 20
 """Bytes; larger files are not read for a license or a base."""
@@ -22,7 +22,7 @@ _CARD_FIELD = r"^{}:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)"
 _LICENSE_FILES = ("license", "licence", "use_policy")
 
 
-def small_texts(store: LocalStore, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def small_texts(store: BlobDescriber, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and contents of the files that may name a license or a base."""
     for layer in manifest.layers:
         if layer.media_type == media_types.TENSOR:  # most are

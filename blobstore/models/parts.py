@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
+from blobstore.core.mmap import new_buffer
 from blobstore.core.slicing import byte_runs
 from blobstore.core.tensor import TensorSpec
 from blobstore.core.workers import WorkerPool
@@ -14,14 +15,15 @@ from blobstore.errors import BlobDamaged, BlobMissing, StoreError
 from blobstore.store.remote_blobs import BlobRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    import mmap
+    from collections.abc import Iterator
 
     from blobstore.core.digest import Digest
     from blobstore.core.slicing import Runs, Selection
     from blobstore.models.frameworks import Convert
     from blobstore.models.index import TensorLocation
-    from blobstore.store.local import LocalStore
-    from blobstore.store.remote_blobs import Ranges
+    from blobstore.store.protocols import BlobAccess
+    from blobstore.store.remote_blobs import LoadedRanges
 
 _REQUEST = 4 << 20
 """Bytes per request, gaps included."""
@@ -31,8 +33,6 @@ _GAP = 16 << 10
 """Gaps of at most so many bytes are read too, which costs less than another request."""
 _BUFFERS = 1000
 """Buffers per request; systems accept 1,024."""
-_OWN_MAP = 1 << 20
-"""Buffers of at least so many bytes are maps of their own, in large pages."""
 _BYTE = 8
 
 
@@ -78,15 +78,15 @@ def part_ranges(
 
 
 def read_part(
-    store: LocalStore,
+    store: BlobAccess,
     blob: tuple[Digest, int],
     location: TensorLocation,
     part: Selection,
-    loaded: Ranges | None = None,
+    loaded: LoadedRanges | None = None,
 ) -> tuple[memoryview, TensorSpec]:
     """Read a part of a tensor from its blob, with few requests and little else.
 
-    ``loaded`` has the ranges of :func:`part_ranges` already, if the blob is not here.
+    ``loaded`` has the ranges of :func:`part_ranges` already, if the blob was not local.
 
     Returns:
         Memory that nothing else uses, which may be read-only, and the spec of the part.
@@ -97,25 +97,30 @@ def read_part(
         UsageError: as :func:`~blobstore.core.slicing.byte_runs`.
     """
     spec = TensorSpec(location.spec.name, location.spec.dtype, part.shape)
-    if (remote := store.remote) is not None and remote.is_elsewhere(blob[0]):
-        loaded = loaded or remote.read_ranges(part_ranges(blob, location, part))
-        runs = byte_runs(location.spec, part)
-        return _joined(loaded, blob[0], location.begin, runs, spec.nbytes), spec
-    buffer = new_buffer(spec.nbytes)
-    requests = list(_requests(byte_runs(location.spec, part), buffer))
-    digest, size = blob
-    try:
-        descriptor = store.open_hot(digest, size)
-    except BlobMissing:
-        _read_cold(store, blob, location.begin, requests)
-        return buffer, spec
+    runs = byte_runs(location.spec, part)
+    digest, _ = blob
+    if loaded is None or not loaded.parts(digest):
+        if store.is_local(digest):
+            with contextlib.suppress(BlobMissing):  # it is cold
+                return _read_hot(store, blob, location.begin, runs, spec.nbytes), spec
+        loaded = store.read_ranges(part_ranges(blob, location, part))
+    return _joined(loaded, digest, location.begin, runs, spec.nbytes), spec
 
+
+def _read_hot(
+    store: BlobAccess, blob: tuple[Digest, int], start: int, runs: Runs, nbytes: int
+) -> memoryview:
+    """Read the runs of a tensor that begins at ``start`` of its blob's file. Raises BlobMissing if it has none."""
+    digest, size = blob
+    descriptor = store.open_hot(digest, size)
+    buffer = new_buffer(nbytes)
+    requests = list(_requests(runs, buffer))
     try:
         if len(requests) == 1:
-            requests[0].read(descriptor, location.begin)
+            requests[0].read(descriptor, start)
         elif requests:
             pool = WorkerPool(_REQUESTS, None, 0)
-            pool.run(requests, lambda request: request.read(descriptor, location.begin))
+            pool.run(requests, lambda request: request.read(descriptor, start))
     except EOFError:
         raise BlobDamaged(
             f"blob {quote(store.blob_path(digest))} ended before its last byte of {size}"
@@ -126,7 +131,7 @@ def read_part(
         ) from None
     finally:
         os.close(descriptor)
-    return buffer, spec
+    return buffer
 
 
 class _Request(NamedTuple):
@@ -176,7 +181,9 @@ def _requests(runs: Runs, buffer: memoryview) -> Iterator[_Request]:
         yield request
 
 
-def _joined(loaded: Ranges, digest: Digest, start: int, runs: Runs, nbytes: int) -> memoryview:
+def _joined(
+    loaded: LoadedRanges, digest: Digest, start: int, runs: Runs, nbytes: int
+) -> memoryview:
     """Return the runs of a tensor that begins at ``start`` of its blob, in memory of their own."""
     begin = start + runs.begin
     if not runs.repeats and (found := loaded.take(digest, begin, begin + runs.length)):
@@ -186,31 +193,3 @@ def _joined(loaded: Ranges, digest: Digest, start: int, runs: Runs, nbytes: int)
         begin, at = start + offset, number * runs.length
         buffer[at : at + runs.length] = loaded.find(digest, begin, begin + runs.length)
     return buffer
-
-
-def _read_cold(
-    store: LocalStore, blob: tuple[Digest, int], start: int, requests: Sequence[_Request]
-) -> None:
-    """Fill the buffers from a blob that is cold, or was: decode all bytes from first to last."""
-    if not requests:
-        return
-    first, last = requests[0], requests[-1]
-    end = last.begin + sum(map(len, last.buffers))
-    memory = new_buffer(end - first.begin)
-    store.read_into(*blob, start + first.begin, memory)
-    for begin, buffers in requests:
-        at = begin - first.begin
-        for buffer in buffers:
-            buffer[:] = memory[at : at + len(buffer)]
-            at += len(buffer)
-
-
-def new_buffer(size: int) -> memoryview:
-    """Return zeros; if there are many, in large pages."""
-    if size < _OWN_MAP:
-        return memoryview(bytearray(size))
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # In small pages, allocating the memory takes as long as reading the bytes.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from blobstore.models.index import TensorIndex
     from blobstore.models.memory import ModelMemory
     from blobstore.models.quantized import QuantizedWeights
-    from blobstore.store.remote_blobs import BlobRange, Ranges
+    from blobstore.store.remote_blobs import BlobRange, LoadedRanges
 
     Array = TypeVar("Array", default=Any)
 else:
@@ -100,7 +100,7 @@ class SliceReader:
         self._weights = weights
         self._target = target
 
-    def slice(self, name: str, loaded: Ranges | None = None) -> TensorSlice:
+    def slice(self, name: str, loaded: LoadedRanges | None = None) -> TensorSlice:
         """Return a tensor of the index, to be read in parts; see :meth:`Model.get_slice`.
 
         ``loaded`` has the bytes that are needed already, if their blobs are elsewhere.
@@ -208,13 +208,14 @@ class SliceReader:
         self,
         items: Sequence[tuple[str, Index | None]],
         selections: Callable[[str, Index | None], Mapping[str, Selection] | None],
-    ) -> Iterator[tuple[Sequence[tuple[str, Index | None]], Ranges | None]]:
+    ) -> Iterator[tuple[Sequence[tuple[str, Index | None]], LoadedRanges | None]]:
         """Yield tensors in batches, after reading the bytes of each that are elsewhere.
 
         A request for each tensor in turn would wait for the network each time.
         """
-        remote = self._memory.files.store.remote
-        if remote is None:
+        memory, slot = self._memory, self._index.slot
+        elsewhere = set(filter(memory.needs_remote, {slot(name) for name, _ in items}))
+        if not elsewhere:
             yield items, None
             return
         batch: list[tuple[str, Index | None]] = []
@@ -226,22 +227,26 @@ class SliceReader:
             for stored in (name,) if parts is None else parts:
                 location = self._index.location(stored)
                 blob = self._index.blobs[location.slot]
+                if location.slot not in elsewhere:
+                    continue
                 if parts is None:
                     size += blob[1] if location.slot not in slots else 0
                     slots.add(location.slot)
-                elif self._memory.reads_parts(location.slot) and remote.is_elsewhere(blob[0]):
+                else:
                     found = list(part_ranges(blob, location, parts[stored]))
                     size += sum(one.end - one.begin for one in found)
                     ranges += found
             batch.append((name, index))
             if size >= _BATCH:
-                self._memory.load(slots)
-                yield batch, remote.read_ranges(ranges)
+                yield batch, self._loaded(slots, ranges)
                 batch, ranges, slots, size = [], [], set(), 0
-        self._memory.load(slots)
-        yield batch, remote.read_ranges(ranges)
+        yield batch, self._loaded(slots, ranges)
 
-    def _read(self, name: str, part: Selection, loaded: Ranges | None = None) -> Any:
+    def _loaded(self, slots: set[int], ranges: list[BlobRange]) -> LoadedRanges:
+        self._memory.load(slots)
+        return self._memory.files.store.read_ranges(ranges)
+
+    def _read(self, name: str, part: Selection, loaded: LoadedRanges | None = None) -> Any:
         """Return a part of a tensor as stored, from memory, from ``loaded`` or from its file."""
         location = self._index.location(name)
         slot, target = location.slot, self._target

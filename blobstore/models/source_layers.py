@@ -15,10 +15,10 @@ from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
-    from blobstore.store.protocols import ModelInspector
+    from blobstore.store.protocols import BlobDescriber
 
 
-def read_stacks(store: ModelInspector, manifest: Manifest) -> dict[str, list[str]]:
+def read_stacks(store: BlobDescriber, manifest: Manifest) -> dict[str, list[str]]:
     """Return the names of the source tensors of each stacked tensor.
 
     Raises:
@@ -44,7 +44,7 @@ def read_stacks(store: ModelInspector, manifest: Manifest) -> dict[str, list[str
     return stacks
 
 
-def read_source_record(store: ModelInspector, manifest: Manifest) -> SourceRecord | None:
+def read_source_record(store: BlobDescriber, manifest: Manifest) -> SourceRecord | None:
     """Return what a model was imported from; None if its manifest does not say.
 
     Raises:
@@ -66,7 +66,7 @@ def read_source_record(store: ModelInspector, manifest: Manifest) -> SourceRecor
 
 
 def left_out_tensors(
-    store: ModelInspector, manifest: Manifest
+    store: BlobDescriber, manifest: Manifest
 ) -> dict[str, tuple[TensorSpec, bytes]]:
     """Return the tensors of the source that no blob holds unchanged.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import TensorEntry
-    from blobstore.store.protocols import ModelInspector
+    from blobstore.store.protocols import BlobDescriber
 
 COMPANIONS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
 """Suffixes of companions in a blob, and the suffixes of their runtime names. Scales of fp8 weights keep
@@ -86,14 +86,14 @@ class ModelTensors:
     """Errors of tensor layers, by digest and size. The tensors of these layers are not listed."""
 
 
-def read_headers(store: ModelInspector, manifest: Manifest) -> Headers:
+def read_headers(store: BlobDescriber, manifest: Manifest) -> Headers:
     """Read the headers of a model's tensor blobs, each once."""
     blobs = list(dict.fromkeys(layer.id for layer in manifest.layers_of(media_types.TENSOR)))
     return dict(zip(blobs, store.read_headers(blobs), strict=True))
 
 
 def read_tensors(
-    store: ModelInspector,
+    store: BlobDescriber,
     manifest: Manifest,
     *,
     headers: Headers | None = None,

@@ -17,12 +17,11 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     Conflict,
-    InvalidManifest,
     InvalidReference,
     ModelNotFound,
     RemoteError,
 )
-from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient, ObjectInfo
 from blobstore.objects.requests import (
@@ -111,13 +110,6 @@ class ObjectStore:
             raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
         return found.data, found.tag
 
-    def resolve(self, reference: str | Reference) -> Manifest:
-        """Return the manifest of a model. Raises InvalidManifest, ModelNotFound and RemoteError."""
-        try:
-            return Manifest.from_bytes(self.read_manifest(reference))
-        except InvalidManifest as error:
-            raise error.at(f"{self.address}: {quote(Reference.of(reference))}") from None
-
     def place(self, reference: Reference, manifest: bytes, tag: str | None) -> None:
         """Give a manifest a name, whose manifest must still have the ETag ``tag`` (None: must not exist).
 
@@ -180,15 +172,6 @@ class ObjectStore:
         for piece in self.read(digest, size, offset, offset + len(buffer)):
             buffer[: len(piece)] = piece
             buffer = buffer[len(piece) :]
-
-    def read_blob(self, digest: Digest, size: int) -> bytes:
-        """Return the bytes of a small blob after checking its digest. Raises as :meth:`read`."""
-        if size > limits.SMALL_FILES.one:
-            raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
-        data = limits.gather(self.read_pieces(digest, size))
-        if (found := Digest.of(data)) != digest:
-            raise BlobDamaged(f"{self._blob(digest)} has other bytes, with the digest {found}")
-        return data
 
     def put_blob(self, digest: Digest, size: int, pieces: Iterable[Buffer]) -> None:
         """Write a blob whose bytes have this digest.

@@ -150,7 +150,7 @@ def open_model(
     if is_in_objects(reference):
         remote = _remote_store(store, reference, cache, cache_limit)
         return (
-            ReadPlan.of(remote, remote.manifest)
+            ReadPlan.of(remote, remote.manifest, remote.stored_size)
             if plan
             else _open_remote(remote, verify, thaw=thaw, read=read, **options)
         )
@@ -174,12 +174,13 @@ def open_files(
         NotTrusted, InvalidPolicy: as :func:`open_model`.
         RemoteError: the address is that of a model elsewhere, which cannot be reached.
     """
+    store = LocalStore.of(store)
     if not is_in_objects(reference):
         files = ModelFiles.of(reference, store)
-        require_trust(files.store, files.reference, files.data)
+        require_trust(store, files.reference, files.data)
         yield files
         return
-    remote = _remote_store(LocalStore.of(store), reference, "none", None)
+    remote = _remote_store(store, reference, "none", None)
     remote.begin()
     yield ModelFiles(remote.reference, remote.manifest_data, remote)
 
@@ -250,12 +251,12 @@ def _open_remote(
         ending.callback(remote.close)
         # What the local store has must stay until it is read.
         digests = (blob.digest for blob in remote.manifest.blobs)
-        ending.enter_context(remote.lease_if_writable(digests))
+        ending.enter_context(remote.local.lease_if_writable(digests))
         remote.begin()
         model = Model(remote.reference, remote.manifest_data, remote, **options)
         is_hashed = verify in {"digest", "rehash"}
         for blob in remote.manifest.blobs if is_hashed else ():
-            if not remote.remote.is_elsewhere(blob.digest):
+            if remote.is_local(blob.digest):
                 remote.check_digest(*blob.id)
         if is_hashed or prefetch == "read":
             model.check("size")  # reads what is elsewhere, and hashes it

@@ -16,21 +16,25 @@ from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
+from blobstore.core.mmap import new_buffer
+from blobstore.core.progress import Meter
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
 from blobstore.store.cold import LOOKS, ColdShelf
 from blobstore.store.cold_index import ColdIndex
 from blobstore.store.hot import ADVICE, HotShelf
+from blobstore.store.remote_blobs import LoadedRanges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.mmap import MappedRegion
+    from blobstore.core.progress import Progress
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.layout import Folder, Layout
-    from blobstore.store.remote_blobs import RemoteBlobs
+    from blobstore.store.remote_blobs import BlobRange
 
 __all__ = ["ADVICE", "BlobReader"]
 
@@ -39,9 +43,6 @@ _Result = TypeVar("_Result")
 
 class BlobReader:
     """The blobs of a store, for reading."""
-
-    remote: RemoteBlobs | None = None
-    """Reads blobs from elsewhere that the store lacks; a store of this machine has none."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -122,6 +123,10 @@ class BlobReader:
     def has_base_link(self, digest: Digest) -> bool:
         """Return whether the blob has a second hard link that keeps it as a base."""
         return self._pinned.has(digest)
+
+    def is_local(self, digest: Digest) -> bool:  # noqa: ARG002
+        """Return True: all blobs are files; see :class:`~blobstore.store.protocols.BlobAccess`."""
+        return True
 
     def is_cold(self, digest: Digest) -> bool:
         """Return whether the blob is here in its cold form only."""
@@ -280,19 +285,11 @@ class BlobReader:
         """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
         return self._hot.is_cached(digest, size)
 
-    def map_blobs(
-        self, blobs: Sequence[tuple[Digest, int]], slots: Iterable[int], region: MappedRegion
-    ) -> Iterator[int]:
-        """Map the blobs at ``slots`` of ``blobs`` into the same slots of ``region``, yielding each.
+    def map_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
+        """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`.
 
-        Cold ones are decoded into them. No descriptor stays open. Raises as :meth:`open_blob`.
+        No descriptor stays open.
         """
-        for slot in slots:
-            self.bring_blob(*blobs[slot], slot, region)
-            yield slot
-
-    def bring_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        """Map a blob into a slot of ``region``, or decode it there. Raises as :meth:`open_blob`."""
 
         def decode() -> None:
             blob = self._cold.open(digest, size)
@@ -335,6 +332,37 @@ class BlobReader:
                 offset, buffer[: max(size - offset, 0)] if past_cache else buffer
             ),
         )
+
+    def load(
+        self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
+    ) -> None:
+        """Fill memory with blobs, given by digest, size and memory, and check their digests.
+
+        Raises as :meth:`check_digest`.
+        """
+        wanted = list(blobs)
+        meter = Meter(progress, sum(size for _, size, _ in wanted))
+        for digest, size, memory in wanted:
+            self.read_into(digest, size, 0, memory[:size])
+            _check_found(self._layout.blob(digest), digest, Digest.of(memory[:size]))
+            meter.add(size, digest.short)
+
+    def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
+        """Read parts of blobs into new memory; nothing is verified. Raises as :meth:`read_into`.
+
+        Each blob is read once, from the first byte that is wanted to the last: of a cold one, every range
+        would decode its neighbours again.
+        """
+        spans: dict[tuple[Digest, int], tuple[int, int]] = {}
+        for digest, size, begin, end in wanted:
+            first, last = spans.get((digest, size), (begin, end))
+            spans[digest, size] = min(first, begin), max(last, end)
+        loaded: dict[Digest, list[tuple[int, memoryview]]] = {}
+        for blob, (begin, end) in spans.items():
+            memory = new_buffer(end - begin)
+            self.read_into(*blob, begin, memory)
+            loaded[blob[0]] = [(begin, memory)]
+        return LoadedRanges(loaded)
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob, such as a config, after checking its digest.

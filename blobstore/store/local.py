@@ -40,6 +40,7 @@ from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_lease
 from blobstore.store.partial import bytes_done, remove_partial
 from blobstore.store.scan import is_folder, list_names, scan_folder
 from blobstore.store.signatures import Signatures
+from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -516,7 +517,11 @@ class LocalStore(BlobReader):
         """The file that says whose signatures the models of the store need, if it exists."""
         return self._layout.policy
 
-    # The header index, a cache that may vanish at any time
+    # The header index and the verified blobs, caches that may vanish at any time
+
+    def verified_blobs(self) -> VerifiedBlobs:
+        """Return the cache of the blobs that this user has found intact."""
+        return VerifiedBlobs(self)
 
     def read_index(self, key: Digest) -> bytes | None:
         """Return the data that :meth:`write_index` stored under ``key``, or None."""

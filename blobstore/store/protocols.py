@@ -16,15 +16,21 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
+    from blobstore.core.mmap import MappedRegion
+    from blobstore.core.progress import Progress
     from blobstore.errors import Damaged, StoreError
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.safetensors.header import Header
+    from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.ingest import Ingested
+    from blobstore.store.remote_blobs import BlobRange, LoadedRanges
+    from blobstore.store.verified_cache import VerifiedBlobs
 
 
 class BlobFetcher(Protocol):
@@ -140,7 +146,25 @@ class ModelReader(BlobFetcher, ManifestResolver, Protocol):
     """A place to read models from."""
 
 
-class ModelInspector(ModelReader, Protocol):
+class BlobDescriber(Protocol):
+    """Describes blobs by their sizes, their headers and, if they are small, their contents."""
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        ...
+
+    def read_blob(self, digest: Digest, size: int) -> bytes:
+        """Return the bytes of a small blob after checking its digest. Raises BlobMissing or BlobDamaged."""
+        ...
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]]
+    ) -> Iterable[Header | Damaged | StoreError]:
+        """Return for each tensor blob its checked header, or the error that reading it raised."""
+        ...
+
+
+class ModelInspector(ModelReader, BlobDescriber, Protocol):
     """A place whose models can be described: by their manifests, headers and small files."""
 
     def resolve(self, reference: str | Reference) -> Manifest:
@@ -152,22 +176,118 @@ class ModelInspector(ModelReader, Protocol):
         """
         ...
 
-    def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
-        ...
-
     def is_cold(self, digest: Digest) -> bool:
         """Return whether the blob is here in its cold form only."""
         ...
 
-    def read_blob(self, digest: Digest, size: int) -> bytes:
-        """Return the bytes of a small blob after checking its digest. Raises BlobMissing or BlobDamaged."""
+
+class BlobChecker(Protocol):
+    """Compares the digests of blobs."""
+
+    def check_digest(
+        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
+
+        Raises:
+            BlobMissing, BlobDamaged: it is not here with these bytes.
+        """
+        ...
+
+
+class BlobAccess(BlobDescriber, BlobChecker, Protocol):
+    """What an open model needs of a store: its blobs in memory, from files or from elsewhere.
+
+    A *local* blob is read from the files of a local store: by its hot form if there is one, which can be
+    mapped, or its cold form. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
+    as well, but share no memory with other processes. A blob may become local at any time.
+    """
+
+    @property
+    def root(self) -> Path:
+        """The folder of the local store."""
+        ...
+
+    def blob_path(self, digest: Digest) -> str:
+        """Return the path that the hot form of a local blob has."""
+        ...
+
+    def cold_path(self, digest: Digest) -> str:
+        """Return the path that the cold form of a local blob has."""
+        ...
+
+    def is_local(self, digest: Digest) -> bool:
+        """Return whether the blob is read from files, if it can be read at all."""
+        ...
+
+    def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
+        """Check against the config that a manifest has not changed; see :meth:`LocalStore.check_manifest`."""
+        ...
+
+    def verified_blobs(self) -> VerifiedBlobs:
+        """Return the cache of the local blobs that were found intact."""
+        ...
+
+    def read_index(self, key: Digest) -> bytes | None:
+        """Return the data that :meth:`write_index` stored under ``key``, or None."""
+        ...
+
+    def write_index(self, key: Digest, data: bytes) -> None:
+        """Store ``data`` under ``key``, or do nothing if that is impossible or of no use."""
         ...
 
     def read_headers(
-        self, blobs: Iterable[tuple[Digest, int]]
+        self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None
     ) -> Iterable[Header | Damaged | StoreError]:
-        """Return for each tensor blob its checked header, or the error that reading it raised."""
+        """Return headers as :class:`BlobDescriber` does; local blobs may be mapped into ``region``."""
+        ...
+
+    def open_hot(self, digest: Digest, size: int) -> int:
+        """Open the hot form of a local blob. Raises BlobMissing if there is none."""
+        ...
+
+    def open_cold(
+        self, digest: Digest, size: int | None = None, read: Read | None = None
+    ) -> ColdBlob:
+        """Open the cold form of a local blob. Raises BlobMissing if there is none."""
+        ...
+
+    def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
+        """Map the hot form of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
+        ...
+
+    def is_cached(self, digest: Digest, size: int) -> bool:
+        """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
+        ...
+
+    def read_into(
+        self,
+        digest: Digest,
+        size: int,
+        offset: int,
+        buffer: memoryview,
+        *,
+        past_cache: bool = False,
+    ) -> None:
+        """Fill ``buffer`` with the bytes of a blob from ``offset`` on; see :meth:`LocalStore.read_into`."""
+        ...
+
+    def load(
+        self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
+    ) -> None:
+        """Fill memory with blobs, given by digest, size and memory, and check their digests.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is missing, or has other bytes.
+            RemoteError: the remote cannot be reached, refuses access or misbehaves.
+        """
+        ...
+
+    def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
+        """Read parts of blobs into memory that may be read-only; nothing is verified.
+
+        Raises as :meth:`load`.
+        """
         ...
 
 

@@ -1,14 +1,14 @@
-"""What a store asks of a place elsewhere that has blobs which the store lacks."""
+"""Parts of blobs that are read into memory together, so that nobody waits for each of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping, Sequence
 
-    from blobstore.core.digest import BlobId, Digest
-    from blobstore.core.progress import Progress
+    from blobstore.core.digest import Digest
 
 
 class BlobRange(NamedTuple):
@@ -21,40 +21,30 @@ class BlobRange(NamedTuple):
     end: int
 
 
-class Ranges(Protocol):
-    """Ranges of blobs in memory."""
+class LoadedRanges:
+    """Parts of blobs in memory."""
+
+    def __init__(self, loaded: Mapping[Digest, Sequence[tuple[int, memoryview]]]) -> None:
+        """Take parts of blobs: where each begins, in order, and its bytes."""
+        self._loaded = loaded
+        self._taken: set[tuple[Digest, int]] = set()
+
+    def parts(self, digest: Digest) -> Sequence[tuple[int, memoryview]]:
+        """Return where each part of a blob begins, in order, and its bytes."""
+        return self._loaded.get(digest, ())
 
     def take(self, digest: Digest, begin: int, end: int) -> memoryview | None:
         """Return memory that has just these bytes and is not returned again; None if none does."""
-        ...
+        for start, memory in self.parts(digest):
+            if start == begin and len(memory) == end - begin and (digest, begin) not in self._taken:
+                self._taken.add((digest, begin))
+                return memory
+        return None
 
     def find(self, digest: Digest, begin: int, end: int) -> memoryview:
         """Return bytes of a blob. Raises KeyError if not all of them were read."""
-        ...
-
-
-class RemoteBlobs(Protocol):
-    """Reads blobs from elsewhere that a local store lacks."""
-
-    def is_elsewhere(self, digest: Digest) -> bool:
-        """Return whether the local store lacks a blob."""
-        ...
-
-    def stored_size(self, blob: BlobId) -> int:
-        """Return how many bytes are read for a blob; fewer than its own if they are compressed."""
-        ...
-
-    def load(
-        self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
-    ) -> None:
-        """Fill memory with blobs, given by digest, size and memory, and check their digests.
-
-        Raises:
-            BlobMissing, BlobDamaged: a blob is missing, or has other bytes.
-            RemoteError: the remote cannot be reached, refuses access or misbehaves.
-        """
-        ...
-
-    def read_ranges(self, wanted: Iterable[BlobRange]) -> Ranges:
-        """Read parts of blobs into memory that may be read-only. Raises as :meth:`load`."""
-        ...
+        parts = self._loaded[digest]
+        start, memory = parts[bisect_right(parts, begin, key=lambda part: part[0]) - 1]
+        if not start <= begin <= end <= start + len(memory):
+            raise KeyError(digest)
+        return memory[begin - start : end - start]

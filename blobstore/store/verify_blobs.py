@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from blobstore.core.workers import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobChecker
     from blobstore.store.verified_cache import VerifiedBlobs
 
 
@@ -40,14 +41,14 @@ def bases_of(store: LocalStore, blobs: Iterable[Descriptor]) -> dict[Digest, Des
 
 
 def damaged_blobs(
-    store: LocalStore,
+    store: BlobChecker,
     blobs: Sequence[Descriptor],
     *,
     jobs: int | None = None,
     progress: Progress | None = None,
     verified: VerifiedBlobs | None = None,
     pace: RateLimiter | None = None,
-    both_forms: bool = False,
+    forms_of: LocalStore | None = None,
     as_bases: bool = False,
 ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
     """Read every blob completely, in parallel; yield those that are missing or damaged, with the error.
@@ -61,9 +62,9 @@ def damaged_blobs(
         progress: called with the bytes that were read.
         verified: records the results, also if the work is interrupted.
         pace: limits the bytes per second.
-        both_forms: also read the cold form of a blob that is hot and cold. It is read after the hot form
-            and does not count as progress.
-        as_bases: a blob may be here by its second hard link alone.
+        forms_of: a store whose cold forms of hot blobs are read too. They are read after the hot form and do
+            not count as progress.
+        as_bases: a blob may be in ``forms_of`` by its second hard link alone.
     """
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in blobs))
 
@@ -82,12 +83,16 @@ def damaged_blobs(
             try:
                 store.check_digest(blob.digest, blob.size, count)
             except BlobMissing:
-                if not as_bases:
+                if forms_of is None or not as_bases:
                     raise
-                store.check_base_link(blob.digest, blob.size, count)
-        if both_forms and store.has_cold(blob.digest) and store.has_hot(blob.digest):
+                forms_of.check_base_link(blob.digest, blob.size, count)
+        if (
+            forms_of is not None
+            and forms_of.has_cold(blob.digest)
+            and forms_of.has_hot(blob.digest)
+        ):
             with contextlib.suppress(BlobMissing):
-                store.check_cold(blob.digest, blob.size, pause)
+                forms_of.check_cold(blob.digest, blob.size, pause)
 
     # The largest first, so that no thread is left with a large blob when the others are done.
     in_order = sorted(blobs, key=lambda blob: blob.size, reverse=True)

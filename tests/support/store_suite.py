@@ -8,6 +8,12 @@ A new store binds the suite in its own test module, by a class that has one fixt
             return a_reader_of_the_models_in(origin)
 
 
+    class TestOpenModelsOfMyStore(BlobAccessSuite):
+        @pytest.fixture
+        def access(self, origin: LocalStore) -> BlobAccess:
+            return what_an_open_model_reads()
+
+
     class TestWritingMyStore(ModelStoreSuite):
         @pytest.fixture
         def store(self) -> ModelStore:
@@ -16,20 +22,36 @@ A new store binds the suite in its own test module, by a class that has one fixt
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
+import blobstore
 from blobstore.core.digest import BlobId, Digest
-from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, ModelNotFound, NameConflict
+from blobstore.core.mmap import MappedRegion
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    DamagedSource,
+    InvalidManifest,
+    ModelNotFound,
+    NameConflict,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
+from blobstore.models.model import Model
+from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
-from blobstore.store.protocols import ModelReader, ModelStore
+from blobstore.store.protocols import BlobAccess, ModelReader, ModelStore
+from blobstore.store.remote_blobs import BlobRange
 from tests.support import frozen
+from tests.support.models import write_folder
 
 NAMES = ("one", "team/two:v1")
 ABSENT = Digest.of(b"in no store")
@@ -131,6 +153,162 @@ class ModelReaderSuite:
         with ThreadPoolExecutor(8) as pool:
             read = list(pool.map(lambda blob: content(reader, blob), blobs))
         assert [Digest.of(data) for data in read] == [blob.digest for blob in blobs]
+
+
+class BlobAccessSuite:
+    """What every store must do for the models that are opened from it. Bind ``access``."""
+
+    @pytest.fixture
+    def origin(self, tmp_path: Path) -> LocalStore:
+        """A store with the model ``model``, whose tensors are worth compressing."""
+        store = LocalStore(tmp_path / "origin")
+        tensors = {
+            f"{name}.weight": np.frombuffer(frozen.weights(seed), bfloat16).reshape(200, 200)
+            for seed, name in enumerate("ab")
+        }
+        blobstore.create(write_folder(tmp_path / "source", tensors), "model", store=store)
+        return store
+
+    @pytest.fixture
+    def manifest(self, origin: LocalStore) -> Manifest:
+        return origin.resolve("model")
+
+    @pytest.fixture
+    def blobs(self, manifest: Manifest) -> list[BlobId]:
+        return [blob.id for blob in manifest.blobs]
+
+    @pytest.fixture
+    def tensors(self, manifest: Manifest) -> list[BlobId]:
+        return [layer.id for layer in manifest.layers_of(media_types.TENSOR)]
+
+    @pytest.fixture
+    def bytes_of(self, origin: LocalStore, blobs: list[BlobId]) -> dict[BlobId, bytes]:
+        return {blob: origin.read_blob(*blob) for blob in blobs}
+
+    @pytest.fixture
+    def access(self, origin: LocalStore) -> BlobAccess:
+        raise NotImplementedError
+
+    def test_a_blob_has_its_size_only(self, access: BlobAccess, blobs: list[BlobId]) -> None:
+        for digest, size in blobs:
+            access.check_size(digest, size)
+            with pytest.raises(BlobDamaged):
+                access.check_size(digest, size + 1)
+        with pytest.raises(BlobMissing):
+            access.check_size(ABSENT, 11)
+
+    def test_digests_are_compared_and_every_byte_is_reported(
+        self, access: BlobAccess, blobs: list[BlobId]
+    ) -> None:
+        for blob in blobs:
+            counts: list[int] = []
+            access.check_digest(*blob, counts.append)
+            assert sum(counts) == blob.size
+        with pytest.raises(BlobMissing):
+            access.check_digest(ABSENT, 11)
+
+    def test_small_blobs_are_read(self, access: BlobAccess, bytes_of: dict[BlobId, bytes]) -> None:
+        for blob, data in bytes_of.items():
+            assert access.read_blob(*blob) == data
+        with pytest.raises(BlobMissing):
+            access.read_blob(ABSENT, 11)
+
+    def test_parts_of_a_blob_fill_memory(
+        self, access: BlobAccess, bytes_of: dict[BlobId, bytes]
+    ) -> None:
+        for blob, data in bytes_of.items():
+            for begin, end in ((0, blob.size), (blob.size // 3, blob.size // 2)):
+                buffer = bytearray(end - begin)
+                access.read_into(*blob, begin, memoryview(buffer))
+                assert buffer == data[begin:end]
+
+    def test_nothing_is_read_past_the_end_or_of_an_unknown_blob(
+        self, access: BlobAccess, blobs: list[BlobId]
+    ) -> None:
+        for blob in blobs:
+            with pytest.raises(BlobDamaged):
+                access.read_into(*blob, blob.size - 1, memoryview(bytearray(2)))
+        with pytest.raises(BlobMissing):
+            access.read_into(ABSENT, 11, 0, memoryview(bytearray(11)))
+
+    def test_headers_are_those_of_the_blobs(
+        self, access: BlobAccess, tensors: list[BlobId], origin: LocalStore
+    ) -> None:
+        found = list(access.read_headers(tensors))
+        assert all(isinstance(header, Header) for header in found)
+        assert found == list(origin.read_headers(tensors))
+
+    def test_whole_blobs_are_loaded_and_hashed(
+        self, access: BlobAccess, tensors: list[BlobId], bytes_of: dict[BlobId, bytes]
+    ) -> None:
+        memory = {blob: bytearray(blob.size) for blob in tensors}
+        done: list[tuple[int, int]] = []
+        access.load(
+            [(*blob, memoryview(buffer)) for blob, buffer in memory.items()],
+            lambda _, count, total: done.append((count, total)),
+        )
+        assert memory == {blob: bytes_of[blob] for blob in tensors}
+        total = sum(blob.size for blob in tensors)
+        assert done[-1] == (total, total)
+
+    def test_ranges_are_read_together(
+        self, access: BlobAccess, tensors: list[BlobId], bytes_of: dict[BlobId, bytes]
+    ) -> None:
+        ranges = [
+            BlobRange(*blob, begin, begin + 10) for blob in tensors for begin in (8, blob.size - 10)
+        ]
+        loaded = access.read_ranges(ranges)
+        for digest, size, begin, end in ranges:
+            assert loaded.find(digest, begin, end) == bytes_of[BlobId(digest, size)][begin:end]
+        assert not access.read_ranges([]).parts(ABSENT)
+
+    def test_a_local_blob_has_a_file_and_others_have_none(
+        self, access: BlobAccess, tensors: list[BlobId], bytes_of: dict[BlobId, bytes]
+    ) -> None:
+        for digest, size in tensors:
+            region = MappedRegion([size])
+            try:
+                access.map_hot(digest, size, 0, region)
+            except BlobMissing:
+                pass
+            else:
+                assert access.is_local(digest)
+                mapped = memoryview(region.memory)[region.offsets[0] :][:size]
+                assert mapped == bytes_of[BlobId(digest, size)]
+                assert Path(access.blob_path(digest)).stat().st_size == size
+                os.close(access.open_hot(digest, size))
+                continue
+            if access.is_local(digest):
+                assert access.open_cold(digest, size).size == size
+                assert Path(access.cold_path(digest)).exists()
+            else:
+                with pytest.raises(BlobMissing):
+                    access.open_hot(digest, size)
+                with pytest.raises(BlobMissing):
+                    access.open_cold(digest, size)
+
+    def test_a_manifest_is_compared_with_its_config(
+        self, access: BlobAccess, origin: LocalStore, manifest: Manifest
+    ) -> None:
+        data = origin.read_manifest("model")
+        assert access.check_manifest(data, manifest)
+        changed = data.replace(b".weight", b".weighs", 1)
+        with pytest.raises(InvalidManifest):
+            access.check_manifest(changed, Manifest.from_bytes(changed))
+
+    def test_an_open_model_has_the_tensors_and_files_of_the_model(
+        self, access: BlobAccess, origin: LocalStore
+    ) -> None:
+        data = origin.read_manifest("model")
+        with (
+            blobstore.open("model", store=origin) as expected,
+            Model(Reference.parse("model"), data, access) as model,
+        ):
+            model.check("digest")
+            assert model.config == expected.config
+            for name, array in expected.items():
+                assert np.array_equal(model.get_slice(name)[:1], array[:1])
+                assert np.array_equal(model[name], array)
 
 
 class ModelStoreSuite:

@@ -37,6 +37,7 @@ from blobstore.integrations.source_names import (
 from blobstore.integrations.vllm.parts import DeferredCopies, part_tensors
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
+from blobstore.manifests import media_types
 from blobstore.models.frameworks import ArrayTarget
 from blobstore.safetensors.torch import as_tensor, with_type
 
@@ -133,8 +134,10 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
     def _takes_parts(self, stored: Model) -> bool:
         """Return whether this process reads only what it copies, of a model elsewhere."""
         is_one_of_many = get_current_vllm_config().parallel_config.world_size > 1
-        is_elsewhere = stored.store.remote is not None
-        return is_one_of_many and is_elsewhere and self._device == "cpu" and not self._is_published
+        if not is_one_of_many or self._device != "cpu" or self._is_published:
+            return False
+        blobs = (layer.digest for layer in stored.manifest.layers_of(media_types.TENSOR))
+        return not all(map(stored.store.is_local, blobs))
 
     @contextlib.contextmanager
     def _stored(self, model_config: Any) -> Iterator[Model]:

@@ -260,8 +260,7 @@ def tensor_blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int
     stored = tensor.stored
     # One mapping per tensor, so that memory is mapped only while it is read.
     region = MappedRegion([stored.layer.size])
-    for _ in store.map_blobs([(stored.layer.digest, stored.layer.size)], [0], region):
-        pass
+    store.map_blob(stored.layer.digest, stored.layer.size, 0, region)
     pieces: Iterable[Array]
     if tensor.is_quantized:
         pieces = plain_pieces(stored, region.memory, "float32", tensor.place)

@@ -198,8 +198,7 @@ def _tensor_bytes(
         # A weight and its companions lie apart, so the blob is mapped, and hashed before.
         store.check_digest(layer.digest, layer.size)
         region = MappedRegion([layer.size])
-        for _ in store.map_blobs([(layer.digest, layer.size)], [0], region):
-            pass
+        store.map_blob(layer.digest, layer.size, 0, region)
         for tensor in tensors:
             yield tensor, _dequantized(tensor, region)
         return

@@ -74,14 +74,15 @@ def open_file(
         FileNotFound: the model has no such file.
         InvalidManifest: the manifest is damaged.
     """
-    files = ModelFiles.of(reference, LocalStore.of(store))
+    store = LocalStore.of(store)
+    files = ModelFiles.of(reference, store)
     layer = files.files.get(name)
     if layer is None:
         listed = join_some([quote(known) for known in files.files], _MAX_LISTED) or "none"
         raise FileNotFound(
             f"model {files.reference} has no file {quote(name)}; its files are {listed}"
         )
-    return ModelFile(files.reference, layer, files.store)
+    return ModelFile(files.reference, layer, store)
 
 
 def read_file(

@@ -7,7 +7,6 @@ remote has a compressed form of it whose base is here, that is read and decoded 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest, Digester
-from blobstore.core.limits import gather
+from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
-from blobstore.models.parts import new_buffer
+from blobstore.operations.remote.reader import check_sent, read_small
+from blobstore.store.remote_blobs import LoadedRanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,14 +67,14 @@ class RemoteLoader:
         self._cache = cache
         self._sizes = {blob.digest: blob.size for blob in source.blobs}
 
-    def is_elsewhere(self, digest: Digest) -> bool:
-        """Return whether the local store lacks a blob, or has it with another size."""
+    def is_local(self, digest: Digest) -> bool:
+        """Return whether the local store has a blob with its size, or no model elsewhere lists it."""
         try:
-            return not self._local.exists(digest, self._sizes[digest])
+            return self._local.exists(digest, self._sizes[digest])
         except Damaged:
-            return True
-        except KeyError:
             return False
+        except KeyError:
+            return True
 
     def stored_size(self, blob: BlobId) -> int:
         """Return how many bytes are read for a blob: those of its compressed form, if that is of use."""
@@ -120,7 +120,7 @@ class RemoteLoader:
 
         def claim(blob: BlobId) -> bool:
             # It may have been read since the caller looked.
-            return batch is None or (batch.claim(blob) and self.is_elsewhere(blob.digest))
+            return batch is None or (batch.claim(blob) and not self.is_local(blob.digest))
 
         def read(part: tuple[_Load, int]) -> None:
             load, begin = part
@@ -157,18 +157,11 @@ class RemoteLoader:
         pool.report(size, digest.short)
 
     def load_small(self, blobs: Iterable[BlobId]) -> dict[Digest, bytes]:
-        """Return the bytes of small blobs after checking their digests. Memory grows as they arrive.
-
-        Raises as :meth:`load`.
-        """
+        """Return the bytes of small blobs after checking their digests. Raises as :meth:`load`."""
         batch = self._cache.batch() if self._cache is not None else None
 
         def read(blob: BlobId) -> tuple[Digest, bytes]:
-            data = gather(self._source.read(*blob, 0, blob.size))
-            if (found := Digest.of(data)) != blob.digest:
-                raise BlobDamaged(
-                    f"the remote sent bytes with digest {found} for blob {blob.digest}"
-                )
+            data = read_small(self._source, *blob)
             if batch is not None:
                 batch.keep(blob.digest, memoryview(data))
             return blob.digest, data
@@ -195,6 +188,9 @@ class RemoteLoader:
             merged = list(_merged(ranges))
             blob = BlobId(digest, merged[0].size)
             found = loaded.setdefault(digest, [])
+            if self.is_local(digest):  # it may be cold
+                found += self._local.read_ranges(merged).parts(digest)
+                continue
             if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(blob):
                 memory = new_buffer(blob.size)
                 whole.append((*blob, memory))
@@ -354,35 +350,8 @@ class _Load:
 
     def check(self) -> None:
         """Compare the digest of all bytes. Raises BlobDamaged."""
-        if self.layer is None and self._digester.digest() != self.blob.digest:
-            raise BlobDamaged(
-                f"the remote sent bytes with digest {self._digester.digest()} for blob {self.blob.digest}"
-            )
-
-
-class LoadedRanges:
-    """Parts of blobs in memory."""
-
-    def __init__(self, loaded: Mapping[Digest, Sequence[tuple[int, memoryview]]]) -> None:
-        """Take parts of blobs: where each begins, in order, and its bytes."""
-        self._loaded = loaded
-        self._taken: set[tuple[Digest, int]] = set()
-
-    def take(self, digest: Digest, begin: int, end: int) -> memoryview | None:
-        """Return memory that has these bytes at its beginning and is not returned again; None if none does."""
-        for start, memory in self._loaded.get(digest, ()):
-            if start == begin and len(memory) == end - begin and (digest, begin) not in self._taken:
-                self._taken.add((digest, begin))
-                return memory
-        return None
-
-    def find(self, digest: Digest, begin: int, end: int) -> memoryview:
-        """Return bytes of a blob. Raises KeyError if not all of them were read."""
-        parts = self._loaded[digest]
-        start, memory = parts[bisect_right(parts, begin, key=lambda part: part[0]) - 1]
-        if not start <= begin <= end <= start + len(memory):
-            raise KeyError(digest)
-        return memory[begin - start : end - start]
+        if self.layer is None:
+            check_sent(self.blob.digest, self._digester.digest())
 
 
 def _merged(ranges: Iterable[BlobRange]) -> Iterator[BlobRange]:

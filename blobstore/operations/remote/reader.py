@@ -183,12 +183,11 @@ class RemoteReader:
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob after checking its digest. Raises as :meth:`read_pieces`."""
+        if self._local is not None and self._has_local(digest, size):
+            return self._local.read_blob(digest, size, limit)
         if size > limit:
             raise BlobDamaged(f"blob {digest} of {size} bytes is too large for a small file")
-        data = limits.gather(self.read_pieces(digest, size))
-        if (found := Digest.of(data)) != digest:
-            raise BlobDamaged(f"the remote sent bytes with digest {found} for blob {digest}")
-        return data
+        return read_small(self._owner(digest, size), digest, size)
 
     def is_cold(self, digest: Digest) -> bool:
         """Return whether the blob is here in its cold form only."""
@@ -274,6 +273,15 @@ class RemoteReader:
         except Damaged:
             return digest not in self._owners
 
+    def check_listed(self, digest: Digest, size: int) -> None:
+        """Check that the local store has a blob, or a model elsewhere lists it, with this size; nobody is asked.
+
+        Raises:
+            BlobMissing, BlobDamaged: neither has it, or with another size.
+        """
+        if not self._has_local(digest, size):
+            self._owner(digest, size)
+
     def _owner(self, digest: Digest, size: int) -> RemoteModelSource:
         source, found = self._owners.get(digest, (None, size))
         if source is None:
@@ -281,6 +289,22 @@ class RemoteReader:
         if found != size:
             raise BlobDamaged(f"blob {digest} has {found} bytes, expected {size}")
         return source
+
+
+def read_small(source: RemoteModelSource, digest: Digest, size: int) -> bytes:
+    """Return the bytes of a small blob after checking its digest. Memory grows as they arrive.
+
+    Raises as :meth:`RemoteModelSource.read`; BlobDamaged also if the digest differs.
+    """
+    data = limits.gather(source.read(digest, size, 0, size))
+    check_sent(digest, Digest.of(data))
+    return data
+
+
+def check_sent(digest: Digest, found: Digest) -> None:
+    """Check that bytes have the digest of the blob as which they were sent. Raises BlobDamaged."""
+    if found != digest:
+        raise BlobDamaged(f"the remote sent bytes with digest {found} for blob {digest}")
 
 
 def pack_headers(starts: Mapping[Digest, bytes]) -> bytes:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeGuard
 
 from blobstore.manifests.reference import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
+    from blobstore.core.digest import BlobId
     from blobstore.core.workers import RateLimiter
     from blobstore.manifests.model import Manifest
     from blobstore.objects.source import ObjectSource
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
     from blobstore.store.local import LocalStore
-    from blobstore.store.protocols import ModelInspector
+    from blobstore.store.protocols import BlobAccess, ModelInspector
 
 Cache = Literal["keep", "none"]
 """Whether blobs of a model elsewhere that were read completely are kept in the local store."""
@@ -42,27 +44,32 @@ class ReadPlan:
     """Bytes to read from elsewhere for the others, compressed where that is of use."""
 
     @classmethod
-    def of(cls, store: LocalStore, manifest: Manifest) -> ReadPlan:
+    def of(
+        cls,
+        store: BlobAccess,
+        manifest: Manifest,
+        stored_size: Callable[[BlobId], int] = attrgetter("size"),
+    ) -> ReadPlan:
         """Return what reading all blobs of a model takes.
+
+        ``stored_size`` returns how many bytes are read for a blob that is not local.
 
         Raises:
             BlobMissing, BlobDamaged: a blob is nowhere, or damaged.
         """
         missing = []
         for blob in manifest.blobs:
-            if store.remote is not None and store.remote.is_elsewhere(blob.digest):
-                missing.append(blob)
-            else:
+            if store.is_local(blob.digest):
                 store.check_size(*blob.id)
+            else:
+                missing.append(blob)
         size = sum(blob.size for blob in manifest.blobs)
         return cls(
             blobs=len(manifest.blobs),
             size=size,
             blobs_present=len(manifest.blobs) - len(missing),
             bytes_present=size - sum(blob.size for blob in missing),
-            bytes_to_read=sum(store.remote.stored_size(blob.id) for blob in missing)
-            if store.remote is not None
-            else 0,
+            bytes_to_read=sum(stored_size(blob.id) for blob in missing),
         )
 
 

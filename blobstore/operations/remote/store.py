@@ -1,4 +1,4 @@
-"""A local store that reads the blobs of one model from elsewhere if it lacks them.
+"""The blobs of one model elsewhere, of which those that a local store has are read there.
 
 An open model reads blobs, or ranges of them, straight into its memory. A blob that was read completely is
 kept in the local store as in a cache: the second model that needs it finds it there.
@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import limits
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, Damaged
+from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.operations.remote.cache import BlobCache
 from blobstore.operations.remote.cold_layer import ColdLayer, parse_cold_index
 from blobstore.operations.remote.loading import RemoteLoader
-from blobstore.operations.remote.reader import RemoteReader
-from blobstore.store.local import LocalStore
+from blobstore.operations.remote.reader import RemoteReader, check_sent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.mmap import MappedRegion
-    from blobstore.errors import StoreError
+    from blobstore.errors import Damaged, StoreError
+    from blobstore.manifests.model import Manifest
     from blobstore.objects.source import ObjectSource
     from blobstore.operations.remote.reading import Cache
     from blobstore.safetensors.header import Header
+    from blobstore.store.local import LocalStore
 
 
-class RemoteStore(LocalStore):
-    """The blobs of a local store, and those that it lacks of one model elsewhere."""
-
-    remote: RemoteLoader
+class RemoteStore:
+    """The blobs of one model elsewhere, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class RemoteStore(LocalStore):
         """Read nothing but the list of compressed forms.
 
         Args:
-            local: the store.
+            local: the store that has some of the blobs, and keeps others.
             source: the model.
             cache: whether to keep blobs that were read completely in the store.
             cache_limit: bytes of blobs to keep for models elsewhere, at most; others are removed first.
@@ -54,8 +54,8 @@ class RemoteStore(LocalStore):
         Raises:
             RemoteError: the remote cannot be reached, or fails.
         """
-        super().__init__(local.root, lock_timeout=local.lock_timeout)
-        self._local = local
+        self.local = local
+        """The store that has some of the blobs."""
         self._source = source
         self.reference = source.address.reference
         """The name of the model."""
@@ -64,7 +64,7 @@ class RemoteStore(LocalStore):
         self.manifest_data = source.data
         """The bytes of that."""
         self._reader = RemoteReader({self.reference: source}, local)
-        self._sizes = {blob.digest: blob.size for blob in source.blobs}
+        self.check_size = self._reader.check_listed
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         needed = sum(blob.size for blob in missing)
         layers: dict[Digest, ColdLayer] = {}
@@ -73,7 +73,15 @@ class RemoteStore(LocalStore):
         self._cache = None
         if cache == "keep":
             self._cache = BlobCache(local, source.data, needed, cache_limit)
-        self.remote = RemoteLoader(source, local, layers, self._reader.starts, self._cache)
+        loader = RemoteLoader(source, local, layers, self._reader.starts, self._cache)
+        self.load, self.read_ranges = loader.load, loader.read_ranges
+        self.is_local, self.stored_size = loader.is_local, loader.stored_size
+        self._load_small = loader.load_small
+        # What is a file is one of the local store.
+        self.root, self.verified_blobs = local.root, local.verified_blobs
+        self.blob_path, self.cold_path = local.blob_path, local.cold_path
+        self.open_hot, self.open_cold = local.open_hot, local.open_cold
+        self.map_hot, self.is_cached = local.map_hot, local.is_cached
         self._small: dict[Digest, bytes] = {}
 
     def __reduce__(self) -> str:
@@ -98,40 +106,37 @@ class RemoteStore(LocalStore):
             for blob in self._source.blobs
             if blob.digest not in tensors
             and blob.size <= limits.SMALL_FILES.one
-            and self.remote.is_elsewhere(blob.digest)
+            and not self.is_local(blob.digest)
         ]
         # Those beyond the limit are read when they are asked for.
         small.sort(key=attrgetter("size"))
         sizes = accumulate(blob.size for blob in small)
         count = sum(size <= limits.SMALL_FILES.all for size in sizes)
-        self._small = self.remote.load_small(small[: min(count, limits.SMALL_FILES.count)])
+        self._small = self._load_small(small[: min(count, limits.SMALL_FILES.count)])
 
     def close(self) -> None:
         """Wait until the blobs that are kept are in the store."""
         if self._cache is not None:
             self._cache.close()
 
-    # What BlobReader reads from files
-
-    def check_size(self, digest: Digest, size: int, *, as_base: bool = False) -> None:
-        """Check that the blob is here, or that the remote manifest lists it with this size."""
-        try:
-            super().check_size(digest, size, as_base=as_base)
-        except Damaged:
-            self._check_listed(digest, size)
-
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
         """Read the whole blob and compare its digest. Raises BlobDamaged and RemoteError."""
+        if self.is_local(digest):
+            self.local.check_digest(digest, size, progress)
+            return
+        pieces = self._reader.read_pieces(digest, size)
+        check_sent(digest, Digest.of_pieces(pieces, progress))
+
+    def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
+        """Check against the config that the manifest has not changed; return whether it could be read."""
         try:
-            super().check_digest(digest, size, progress)
-        except BlobMissing:
-            found = Digest.of_pieces(self._reader.read_pieces(digest, size), progress)
-            if found != digest:
-                raise BlobDamaged(
-                    f"the remote sent bytes with digest {found} for blob {digest}"
-                ) from None
+            config = self.read_blob(*manifest.config.id, MAX_CONFIG_SIZE)
+        except BlobstoreError:
+            return False
+        check_layers(data, config)
+        return True
 
     def read_into(
         self,
@@ -143,21 +148,16 @@ class RemoteStore(LocalStore):
         past_cache: bool = False,
     ) -> None:
         """Read bytes of a blob from ``offset`` on, from the local store or elsewhere."""
-        try:
-            super().read_into(digest, size, offset, buffer, past_cache=past_cache)
-        except BlobMissing:
-            self._check_listed(digest, size)
-            self._reader.read_into(digest, size, offset, buffer[: size - offset])
+        if self.is_local(digest):
+            self.local.read_into(digest, size, offset, buffer, past_cache=past_cache)
+        else:
+            self._reader.read_into(digest, size, offset, buffer)
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
         """Return the bytes of a small blob after checking its digest."""
         if digest in self._small:
             return self._small[digest]
-        try:
-            return super().read_blob(digest, size, limit)
-        except BlobMissing:
-            self._check_listed(digest, size)
-            return self._reader.read_blob(digest, size, limit)
+        return self._reader.read_blob(digest, size, limit)
 
     def read_headers(
         self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None
@@ -166,16 +166,8 @@ class RemoteStore(LocalStore):
         del region
         return self._reader.read_headers(blobs)
 
-    def read_index(self, key: Digest) -> bytes | None:  # noqa: ARG002
+    def read_index(self, key: Digest) -> None:
         """Return None: what the local store knows of blobs that it lacks was never checked."""
-        return None
 
     def write_index(self, key: Digest, data: bytes) -> None:
         """Do nothing: the headers of blobs that were not read completely were not checked."""
-
-    def _check_listed(self, digest: Digest, size: int) -> None:
-        listed = self._sizes.get(digest)
-        if listed is None:
-            raise BlobMissing(f"no model here has the blob {digest}")
-        if listed != size:
-            raise BlobDamaged(f"blob {digest} has {listed} bytes, expected {size}")

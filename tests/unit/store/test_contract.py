@@ -8,8 +8,14 @@ import pytest
 
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from blobstore.store.protocols import ModelReader, ModelStore
-from tests.support.store_suite import NAMES, ModelReaderSuite, ModelStoreSuite, blobs_of
+from blobstore.store.protocols import BlobAccess, ModelReader, ModelStore
+from tests.support.store_suite import (
+    NAMES,
+    BlobAccessSuite,
+    ModelReaderSuite,
+    ModelStoreSuite,
+    blobs_of,
+)
 
 
 class TestHotBlobs(ModelReaderSuite):
@@ -23,6 +29,20 @@ class TestColdBlobs(ModelReaderSuite):
     def reader(self, origin: LocalStore) -> ModelReader:
         freeze_models(NAMES, store=origin)
         assert any(origin.is_cold(digest) for digest, _ in blobs_of(origin))
+        return origin
+
+
+class TestOpenModels(BlobAccessSuite):
+    @pytest.fixture
+    def access(self, origin: LocalStore) -> BlobAccess:
+        return origin
+
+
+class TestOpenFrozenModels(BlobAccessSuite):
+    @pytest.fixture
+    def access(self, origin: LocalStore) -> BlobAccess:
+        freeze_models(["model"], store=origin)
+        assert len(origin.frozen()) == 2
         return origin
 
 

@@ -12,9 +12,18 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, StoreError, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    InvalidManifest,
+    StoreError,
+    UsageError,
+)
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import HEADERS, ObjectStore, blob_key
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.remote.cache import evict_models
 from blobstore.operations.remote.reader import pack_headers, unpack_headers
@@ -23,8 +32,10 @@ from blobstore.operations.remote.store import RemoteStore
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
+from blobstore.store.protocols import BlobAccess
 from tests.support import frozen
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+from tests.support.store_suite import BlobAccessSuite
 
 
 @pytest.fixture
@@ -239,6 +250,69 @@ def test_thawing_a_model_elsewhere_is_refused(
         blobstore.open(f"{objects.address}/one", store=other, thaw=True)
 
 
+def test_a_manifest_that_was_changed_elsewhere_is_refused(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", moe_tensors(3)), "moe", store=local)
+    push_model("moe", objects.address, store=local)
+    name = Reference.parse("moe")
+    data, tag = objects.read_version(name)
+    objects.place(name, data.replace(b"layers.0", b"layers.1"), tag)
+    with pytest.raises(InvalidManifest, match="moe"):
+        blobstore.open(f"{objects.address}/moe", store=other, cache="none")
+
+
+def test_a_file_elsewhere_can_be_read_and_has_no_path(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    blobstore.create(write_folder(tmp_path / "model", moe_tensors(3)), "moe", store=local)
+    push_model("moe", objects.address, store=local)
+    with blobstore.open(f"{objects.address}/moe", store=other, cache="none") as model:
+        assert model.read_file("config.json")
+        with pytest.raises(BlobMissing, match=r"'config\.json' of model .* has no path here"):
+            model.file_path("config.json")
+    blobstore.pull(f"{objects.address}/moe", store=other)
+    with blobstore.open(f"{objects.address}/moe", store=other) as model:
+        assert model.file_path("config.json").read_bytes() == model.read_file("config.json")
+
+
+def test_blobs_are_read_ahead_if_tensors_are_read_in_order_and_local_ones_end_nothing(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    frozen.put(local, "m", {name: seed for seed, name in enumerate("abcdef")})
+    push_model("m", objects.address, store=local)
+    layers = frozen.layers(local, "m")
+    digests = {name: str(layer.digest) for name, layer in layers.items()}
+    add_blobs(other, "has", {"b": local.read_blob(*layers["b"].id)})
+    with blobstore.open(f"{objects.address}/m", store=other, cache="none") as model:
+        read.clear()
+        model["a"]
+        assert read.blobs() == {digests["a"]}
+        model["b"]
+        assert read.blobs() == {digests["a"]}
+        model["c"]
+        assert read.blobs() == {digests[name] for name in "acdef"}
+
+
+def test_a_blob_that_is_compressed_here_is_read_in_parts(
+    local: LocalStore, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    push_model("one", objects.address, store=local)
+    blobstore.pull(f"{objects.address}/one", store=other)
+    freeze_models(["one"], store=other)
+    assert other.is_cold(frozen.layers(other, "one")["own"].digest)
+    with (
+        blobstore.open("one", store=local) as expected,
+        blobstore.open(f"{objects.address}/one", store=other, read="pread", verify="none") as model,
+    ):
+        read.clear()
+        assert np.array_equal(model.get_slice("own")[800:1600], expected["own"][800:1600])
+        assert not read
+
+
 # Parts
 
 
@@ -326,14 +400,36 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
         assert dict(parts(model)) == dict(parts(expected))
 
 
-@pytest.mark.parametrize("seconds", [0.25, 7.0])
-def test_a_model_elsewhere_waits_for_locks_as_long_as_the_store_that_it_is_opened_with(
-    local: LocalStore, objects: ObjectStore, tmp_path: Path, seconds: float
+def test_a_model_elsewhere_uses_the_store_that_it_is_opened_with_and_its_settings(
+    local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     push_model("one", objects.address, store=local)
-    other = LocalStore(tmp_path / "other", lock_timeout=seconds)
     with blobstore.open(f"{objects.address}/one", store=other) as model:
-        assert model.store.lock_timeout == seconds
+        assert isinstance(model.store, RemoteStore)
+        assert model.store.local is other
+
+
+class TestOpenModelsElsewhere(BlobAccessSuite):
+    """Models of which the local store has nothing, one blob, or all blobs, compressed or not."""
+
+    @pytest.fixture(params=["nothing", "one blob", "all blobs", "all blobs, compressed"])
+    def access(
+        self, request: pytest.FixtureRequest, origin: LocalStore, tmp_path: Path
+    ) -> BlobAccess:
+        address = f"file://{tmp_path}/bucket"
+        push_model("model", address, store=origin)
+        here = LocalStore(tmp_path / "here")
+        if request.param == "one blob":
+            blob = origin.resolve("model").layers_of(media_types.TENSOR)[0]
+            with here.ingest() as ingest:
+                ingest.add(blob.size, lambda: [origin.read_blob(*blob.id)])
+                ingest.publish()
+        elif request.param != "nothing":
+            blobstore.pull(f"{address}/model", store=here)
+        if request.param == "all blobs, compressed":
+            freeze_models(["model"], store=here)
+            assert len(here.frozen()) == 2
+        return RemoteStore(here, ObjectSource.find(f"{address}/model"), cache="none")
 
 
 # The cache
