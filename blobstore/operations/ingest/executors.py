@@ -66,8 +66,6 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
 class _Processes(ProcessPoolExecutor):
     """Worker processes that stop as a program does: see :mod:`blobstore.core.interrupts`."""
 
-    _is_ending = False
-
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Start a task. A new worker has its handler late: Ctrl-C waits until then, and SIGTERM kills it."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_TERMINALS)
@@ -78,9 +76,7 @@ class _Processes(ProcessPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks, or stop them: a signal to this process alone does not reach the workers."""
-        # Once only, because a worker that is asked too often ends without its clean-up. A broken pool asks too.
-        if cancel_futures and not self._is_ending:
-            self._is_ending = True
+        if cancel_futures:
             for process in list((self._processes or {}).values()):
                 process.terminate()
         super().shutdown(wait, cancel_futures=cancel_futures)
