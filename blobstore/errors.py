@@ -7,7 +7,6 @@ codes of the command line, so that scripts and library users can tell the same c
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -35,9 +34,19 @@ class BlobstoreError(Exception):
         advice = self.advice
         return f"{self.message}; {advice}" if advice else self.message
 
+    def copy(self) -> Self:
+        """Return the same error, to be raised once more or changed.
+
+        The module ``copy`` asks what libraries register for exceptions. The copies of tblib, which Dask imports,
+        share their attributes.
+        """
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__.update(self.__dict__)
+        return error
+
     def at(self, where: str) -> Self:
         """Return the same error with the place where it was found before its message."""
-        error = copy.copy(self)
+        error = self.copy()
         error.message = f"{where}: {self.message}"
         error.args = (error.message,)
         return error

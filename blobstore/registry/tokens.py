@@ -11,7 +11,6 @@ accepted a password, one request at a time sends it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import time
 from http import HTTPStatus
@@ -111,13 +110,13 @@ class Authorizer:
                 return None
             login = self._login(scopes)
             if login is not None and login.basic in self._rejected:
-                raise copy.copy(self._rejected[login.basic])
+                raise self._rejected[login.basic].copy()
             if challenge.scheme == "basic":
                 return login.basic if login else None
             scopes = self._wider.get(scopes, scopes)
             key = challenge, scopes
             if key in self._refusals:
-                raise copy.copy(self._refusals[key])
+                raise self._refusals[key].copy()
             header, renewed = self._tokens.get(key, ("", 0.0))
             if not header or self._clock() >= renewed:
                 request = protocol.token_request(challenge, scopes, login, self._base)

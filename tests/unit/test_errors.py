@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
 import pickle
 from collections.abc import Callable
@@ -86,3 +87,21 @@ def test_errors_with_a_builtin_counterpart_can_be_caught_as_it() -> None:
     assert issubclass(errors.MissingLibrary, ImportError)
     assert issubclass(errors.UnsupportedDType, TypeError)
     assert not issubclass(InvalidHeader, ValueError)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_errors_with_a_place_share_nothing_whatever_libraries_register(
+    kind: type[BlobstoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduce = pytest.importorskip("tblib.pickling_support").pickle_exception
+    monkeypatch.setitem(copyreg.dispatch_table, kind, reduce)
+    error = kind("is missing", advice="pull it")
+    first, second = error.at("model a"), error.at("model b")
+    assert [str(one).partition("is")[0] for one in (error, first, second)] == [
+        "",
+        "model a: ",
+        "model b: ",
+    ]
+    assert [one.args for one in (error, first)] == [("is missing",), ("model a: is missing",)]
+    assert type(first) is kind
+    assert first.advice == "pull it"
