@@ -51,7 +51,7 @@ def loads(data: bytes | memoryview, max_memory: int = MAX_MEMORY) -> Any:
         raise ValueError("nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON at character {error.pos}: {error.msg}") from None
-    if "\\u" in text and _PAIRED.match(text).end() < len(text):  # type: ignore[union-attr]
+    if "\\u" in text and _PAIRED.fullmatch(text) is None:
         raise ValueError("a string holds a lone surrogate")
     return value
 

@@ -243,13 +243,13 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         ...
 
     def open_hot(self, digest: Digest, size: int) -> int:
-        """Open the hot form of a local blob. Raises BlobMissing if there is none."""
+        """Open the hot form of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def open_cold(
         self, digest: Digest, size: int | None = None, read: Read | None = None
     ) -> ColdBlob:
-        """Open the cold form of a local blob. Raises BlobMissing if there is none."""
+        """Open the cold form of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:

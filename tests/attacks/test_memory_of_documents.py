@@ -52,6 +52,9 @@ from tests.support.raw_server import RawServer, Received, reply
 from tests.support.signing import key_files, policy
 
 MIB = 2**20
+reads_proc = pytest.mark.skipif(
+    sys.platform != "linux", reason="peaks of memory are read from /proc"
+)
 CHILD = """
 import sys
 def peak():
@@ -192,7 +195,7 @@ def change_manifest(bucket: Path, change: Callable[[dict[str, Any]], object]) ->
     return Digest.of(path.read_bytes())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 def test_small_files_that_a_manifest_claims_take_no_memory(bucket: Path, tmp_path: Path) -> None:
     def claim(value: dict[str, Any]) -> None:
         sample = next(one for one in value["layers"] if one["mediaType"].endswith("json"))
@@ -294,7 +297,7 @@ class Pages(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 @pytest.mark.parametrize(
     ("action", "allowed"),
     [
@@ -467,7 +470,7 @@ def test_large_signatures_of_strangers_are_held_one_at_a_time(tmp_path: Path) ->
     assert traced(check, NotTrusted, r"none of its signatures \(20\)") < 8 * size
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 def test_a_list_of_objects_keeps_one_page_and_ends_at_its_limit() -> None:
     """Each page has keys of 1 MB. The server ends after 200 pages, so that the test would."""
     keys = {f"p/manifests/{n:04}{'k' * 900}": 1 for n in range(1000)}
@@ -505,7 +508,7 @@ get_session()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 @pytest.mark.parametrize(
     ("kind", "message", "allowed"),
     [
@@ -539,7 +542,7 @@ def test_lists_of_the_hub_end_at_their_limits(kind: str, message: str, allowed: 
     assert grown < allowed
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@reads_proc
 def test_a_header_that_a_web_server_claims_takes_no_memory() -> None:
     """The file is said to have 200 MB, and a header of 99 MB, of which 1 KiB arrive."""
     start = (99_000_000).to_bytes(8, "little") + b"{"

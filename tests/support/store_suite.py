@@ -185,10 +185,6 @@ class BlobAccessSuite:
     def bytes_of(self, origin: LocalStore, blobs: list[BlobId]) -> dict[BlobId, bytes]:
         return {blob: origin.read_blob(*blob) for blob in blobs}
 
-    @pytest.fixture
-    def access(self, origin: LocalStore) -> BlobAccess:
-        raise NotImplementedError
-
     def test_a_blob_has_its_size_only(self, access: BlobAccess, blobs: list[BlobId]) -> None:
         for digest, size in blobs:
             access.check_size(digest, size)
