@@ -8,13 +8,14 @@ that block for an unknown time are made by :func:`call`, on a thread that can be
 The request is raised once: the clean-up after it runs to its end. A command checks for it before its last
 rename and not afterwards, so that a command that is complete reports success.
 
-Only a program calls :func:`listen`. In a program that does not, nothing here has an effect, and Ctrl-C is
+Only a program calls :func:`listen`, and a worker process :func:`recorded`. In a process that does not, nothing here has an effect, and Ctrl-C is
 Python's KeyboardInterrupt.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -31,8 +32,6 @@ POLL = 0.1
 """Seconds between two looks for a request, where something else is waited for."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a program to end."""
-_PATIENCE = 2
-"""Requests that are recorded; the next one ends the process at once."""
 
 Result = TypeVar("Result")
 
@@ -54,6 +53,8 @@ class _State:
     number = 0
     """The first signal; 0 if there was none."""
     count = 0
+    patience: float = 2
+    """Requests that are recorded; the next one ends the process at once."""
     error: BaseException | None = None
     """What the main thread was cleaning up after when the signal came."""
     is_listening = False
@@ -84,6 +85,20 @@ def listen() -> None:
             signal.signal(number, _record)
 
 
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Record SIGTERM in a block, however often it comes; outside of it, SIGTERM kills the process.
+
+    That is for the main thread of a worker process, whose parent may send it several times.
+    """
+    _State.is_listening, _State.patience = True, math.inf
+    signal.signal(signal.SIGTERM, _record)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _record(number: int, frame: FrameType | None) -> None:
     # The second request is ignored, so that an impatient user does not interrupt the clean-up. The third
     # ends the process as SIGKILL does.
@@ -91,7 +106,7 @@ def _record(number: int, frame: FrameType | None) -> None:
     if not _State.number:
         _State.number, _State.error = number, sys.exception()
     _State.count += 1
-    if _State.count > _PATIENCE:
+    if _State.count > _State.patience:
         os._exit(128 + number)
 
 

@@ -14,12 +14,13 @@ from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import RemoteError, UsageError
-from blobstore.operations.ingest.task import SIGNALS_OF_TERMINALS, begin_worker
+from blobstore.operations.ingest.task import run_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 CONNECT_TIMEOUT = "10s"
+_SIGNALS_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 _LOCAL = re.compile(r"(threads|processes)(?::(\d{1,4}))?")
 
 
@@ -47,7 +48,7 @@ def open_executor(name: str) -> Iterator[Callable[[], Executor]]:
             lambda: (
                 ThreadPoolExecutor(count, initializer=interrupts.obey)
                 if is_threads
-                else _Processes(count, mp_context=context, initializer=begin_worker)
+                else _Processes(count, mp_context=context)
             )
         )
     elif name.startswith("dask://"):
@@ -67,10 +68,10 @@ class _Processes(ProcessPoolExecutor):
     """Worker processes that stop as a program does: see :mod:`blobstore.core.interrupts`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start a task. A new worker has its handler late: Ctrl-C waits until then, and SIGTERM kills it."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_TERMINALS)
+        """Start a task. Signals of the terminal do not reach the workers: this process asks them to end."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_TERMINALS)
         try:
-            return super().submit(fn, *args, **kwargs)
+            return super().submit(run_task, fn, *args, **kwargs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import escape, quote
-from blobstore.core.interrupts import Stopped
 from blobstore.errors import InvalidReference, SourceError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.ingest.executors import open_executor
@@ -231,8 +230,6 @@ def _outcome(future: Future[Outcome]) -> tuple[Outcome, bool]:
     """Return the outcome of a task, and whether the executor has lost its workers."""
     try:
         return Outcome(*future.result()), False
-    except Stopped:
-        return _lost("its worker was asked to end"), True
     except (BrokenExecutor, CancelledError) as error:
         return _lost(f"its worker died: {escape(str(error), 200)}"), isinstance(
             error, BrokenExecutor

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
@@ -13,13 +14,12 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from blobstore.store.local import LocalStore
 
 
-SIGNALS_OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
-"""What also reaches worker processes. It waits there until :func:`begin_worker`."""
+_ASKED_TO_END: Final = 128 + signal.SIGTERM
 
 
 class Outcome(NamedTuple):
@@ -40,10 +40,16 @@ class Outcome(NamedTuple):
     """Whether another attempt would fail in the same way."""
 
 
-def begin_worker() -> None:
-    """Record signals, in a new worker process that has imported this module: earlier, SIGTERM kills it."""
-    interrupts.listen()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS_OF_TERMINALS)
+def run_task(task: Callable[..., Outcome], *args: Any) -> Outcome:
+    """Run a task in a worker process, which SIGTERM ends: at once, or after the clean-up of the task."""
+    with interrupts.recorded():
+        if interrupts.is_requested():  # just before the task before this one ended
+            os._exit(_ASKED_TO_END)
+        try:
+            return task(*args)
+        except interrupts.Stopped:
+            # The process must not take another task, which nothing would stop.
+            os._exit(_ASKED_TO_END)
 
 
 def import_model(
