@@ -87,7 +87,7 @@ def listen() -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """Record SIGTERM in a block, however often it comes; outside of it, SIGTERM kills the process.
+    """Record SIGTERM in a block, however often it comes. It kills the process after the block, or outside of one.
 
     That is for the main thread of a worker process, whose parent may send it several times.
     """
@@ -97,6 +97,8 @@ def recorded() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if _State.number:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _record(number: int, frame: FrameType | None) -> None:

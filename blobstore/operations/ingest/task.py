@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from blobstore.store.local import LocalStore
-
-
-_ASKED_TO_END: Final = 128 + signal.SIGTERM
 
 
 class Outcome(NamedTuple):
@@ -43,13 +38,7 @@ class Outcome(NamedTuple):
 def run_task(task: Callable[..., Outcome], *args: Any) -> Outcome:
     """Run a task in a worker process, which SIGTERM ends: at once, or after the clean-up of the task."""
     with interrupts.recorded():
-        if interrupts.is_requested():  # just before the task before this one ended
-            os._exit(_ASKED_TO_END)
-        try:
-            return task(*args)
-        except interrupts.Stopped:
-            # The process must not take another task, which nothing would stop.
-            os._exit(_ASKED_TO_END)
+        return task(*args)
 
 
 def import_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -234,3 +235,23 @@ except Stopped as stopped:
     print(stopped.exit_code)
 """
     assert _output(program) == "130\n"
+
+
+def test_a_worker_process_ends_after_the_block_in_which_it_is_asked_to_however_often() -> None:
+    program = """
+import os, signal
+from blobstore.core import interrupts
+with interrupts.recorded():
+    print("begins", flush=True)
+with interrupts.recorded():
+    try:
+        for _ in range(5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        interrupts.check()
+    finally:
+        print("cleans up", flush=True)
+print("goes on", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGTERM
+    assert ended.stdout == b"begins\ncleans up\n"
