@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 from blobstore.errors import BlobstoreError, MissingLibrary, RemoteError, RemoteRefused
 from blobstore.objects import aws, client
 from blobstore.objects.store import ObjectStore
-from tests.support.hostile_s3 import HostileS3, hostile_s3
+from tests.support.hostile_s3 import HostileS3, failure, hostile_s3
 from tests.support.raw_server import Answer, RawServer, Received, reply
 
 SECRET = "sEcReT+of/the+tests"
@@ -289,6 +289,22 @@ def test_keys_of_a_profile_are_used(
     monkeypatch.delenv("AWS_REGION")
     assert sent(server) == ("K", None)
     assert "/eu-west-1/s3/" in server.server.requests[-1].headers["authorization"]
+
+
+def test_keys_that_were_renewed_in_the_file_are_used(server: HostileS3, home: Path) -> None:
+    keys = f"[default]\naws_access_key_id = %s\naws_secret_access_key = {SECRET}\n"
+    configure(home, keys % "OLD")
+    store = ObjectStore(server.address)
+
+    def check(request: Received) -> Answer | None:
+        is_new = "Credential=NEW/" in request.headers["authorization"]
+        return None if is_new else failure(403, "ExpiredToken")
+
+    server.disturb = check
+    with pytest.raises(RemoteRefused):
+        store.client.get("k", 100)
+    configure(home, keys % "NEW")
+    assert store.client.get("k", 100) is not None
 
 
 def test_botocore_takes_no_time_if_there_are_keys(home: Path) -> None:

@@ -67,6 +67,13 @@ def test_packs_experts_by_name_and_stacks_them_by_number() -> None:
     }
 
 
+@pytest.mark.parametrize("experts", ["packed", "stacked"])
+def test_a_thousand_experts_of_a_layer_are_one_blob(experts: ExpertForm) -> None:
+    names = [f"{EXPERTS}.{number}.{part}.weight" for number in range(1000) for part in "ab"]
+    (plan,) = plan_blobs(specs(*names), experts=experts)
+    assert len(plan.tensors) == (2000 if experts == "packed" else 2)
+
+
 def test_stacks_a_single_expert() -> None:
     plans = plan_blobs(specs(f"{EXPERTS}.0.up.weight"), experts="stacked")
     assert plans[0].tensors[0].spec.shape == (1, 2, 3)
