@@ -32,6 +32,18 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
+    from blobstore.operations.describe.cat import read_file
+    from blobstore.operations.describe.disk_usage import StoreUsage
+    from blobstore.operations.describe.disk_usage import measure_usage as du
+    from blobstore.operations.describe.find import FoundPlaces
+    from blobstore.operations.describe.find import find_content as find
+    from blobstore.operations.describe.info import ModelInfo
+    from blobstore.operations.describe.info import model_info as info
+    from blobstore.operations.describe.list import ListedModel
+    from blobstore.operations.describe.list import list_models as list  # noqa: A004
+    from blobstore.operations.describe.show import ModelDescription
+    from blobstore.operations.describe.show import describe_model as show
+    from blobstore.operations.describe.show import model_source as show_source
     from blobstore.operations.export.convert import Copied
     from blobstore.operations.export.convert import convert_checkpoint as convert
     from blobstore.operations.export.export import Exported
@@ -43,12 +55,7 @@ if TYPE_CHECKING:
     from blobstore.operations.freeze.thaw import Thawed
     from blobstore.operations.freeze.thaw import thaw_models as thaw
     from blobstore.operations.ingest.ingest import IngestedModel, ingest
-    from blobstore.operations.maintenance.cat import read_file
     from blobstore.operations.maintenance.copy_to_store import CopiedModel, copy_to_store
-    from blobstore.operations.maintenance.disk_usage import StoreUsage
-    from blobstore.operations.maintenance.disk_usage import measure_usage as du
-    from blobstore.operations.maintenance.find import FoundPlaces
-    from blobstore.operations.maintenance.find import find_content as find
     from blobstore.operations.maintenance.gc import Collected
     from blobstore.operations.maintenance.gc import collect_garbage as gc
     from blobstore.operations.maintenance.gc_objects import CollectedObjects
@@ -56,31 +63,24 @@ if TYPE_CHECKING:
     from blobstore.operations.maintenance.history import FormerModel
     from blobstore.operations.maintenance.history import model_history as history
     from blobstore.operations.maintenance.history import restore_model as restore
-    from blobstore.operations.maintenance.info import ModelInfo
-    from blobstore.operations.maintenance.info import model_info as info
-    from blobstore.operations.maintenance.list import ListedModel
-    from blobstore.operations.maintenance.list import list_models as list  # noqa: A004
     from blobstore.operations.maintenance.names import Named, RemovedModels
     from blobstore.operations.maintenance.names import copy_model as copy
     from blobstore.operations.maintenance.names import remove_models as remove
     from blobstore.operations.maintenance.names import rename_model as rename
     from blobstore.operations.maintenance.repair import Repaired
     from blobstore.operations.maintenance.repair import repair_models as repair
-    from blobstore.operations.maintenance.show import ModelDescription
-    from blobstore.operations.maintenance.show import describe_model as show
-    from blobstore.operations.maintenance.show import model_source as show_source
     from blobstore.operations.maintenance.verify import Verified
     from blobstore.operations.maintenance.verify import verify_models as verify
     from blobstore.operations.open import open_model as open  # noqa: A004
-    from blobstore.operations.page.write import Page
-    from blobstore.operations.page.write import write_page as page
-    from blobstore.operations.remote.reading import ReadPlan
     from blobstore.operations.sign.sign import Signed
     from blobstore.operations.sign.sign import sign_model as sign
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.operations.transfer.pull import pull_model as pull
     from blobstore.operations.transfer.push import Pushed
     from blobstore.operations.transfer.push import push_model as push
+    from blobstore.pages.write import Page
+    from blobstore.pages.write import write_page as page
+    from blobstore.remotes.addresses import ReadPlan
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
@@ -104,28 +104,28 @@ _HOMES = {
     "Difference": ("blobstore.operations.compare.diff", "Difference"),
     "Exported": ("blobstore.operations.export.export", "Exported"),
     "FormerModel": ("blobstore.operations.maintenance.history", "FormerModel"),
-    "FoundPlaces": ("blobstore.operations.maintenance.find", "FoundPlaces"),
+    "FoundPlaces": ("blobstore.operations.describe.find", "FoundPlaces"),
     "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
     "IngestedModel": ("blobstore.operations.ingest.ingest", "IngestedModel"),
     "Inspection": ("blobstore.sources.pytorch.inspect", "Inspection"),
     "Linked": ("blobstore.operations.export.link", "Linked"),
-    "ListedModel": ("blobstore.operations.maintenance.list", "ListedModel"),
+    "ListedModel": ("blobstore.operations.describe.list", "ListedModel"),
     "LocalStore": ("blobstore.store.local", "LocalStore"),
     "Model": ("blobstore.models.model", "Model"),
-    "ModelDescription": ("blobstore.operations.maintenance.show", "ModelDescription"),
-    "ModelInfo": ("blobstore.operations.maintenance.info", "ModelInfo"),
+    "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
+    "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
-    "Page": ("blobstore.operations.page.write", "Page"),
+    "Page": ("blobstore.pages.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
-    "ReadPlan": ("blobstore.operations.remote.reading", "ReadPlan"),
+    "ReadPlan": ("blobstore.remotes.addresses", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
-    "StoreUsage": ("blobstore.operations.maintenance.disk_usage", "StoreUsage"),
+    "StoreUsage": ("blobstore.operations.describe.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
     "Verified": ("blobstore.operations.maintenance.verify", "Verified"),
@@ -137,32 +137,32 @@ _HOMES = {
     "create": ("blobstore.operations.create.create", "create"),
     "create_all": ("blobstore.operations.create.create_all", "create_all"),
     "diff": ("blobstore.operations.compare.diff", "diff_models"),
-    "du": ("blobstore.operations.maintenance.disk_usage", "measure_usage"),
+    "du": ("blobstore.operations.describe.disk_usage", "measure_usage"),
     "export": ("blobstore.operations.export.export", "export_model"),
-    "find": ("blobstore.operations.maintenance.find", "find_content"),
+    "find": ("blobstore.operations.describe.find", "find_content"),
     "freeze": ("blobstore.operations.freeze.freeze", "freeze_models"),
     "gc": ("blobstore.operations.maintenance.gc", "collect_garbage"),
     "gc_remote": ("blobstore.operations.maintenance.gc_objects", "collect_objects"),
     "history": ("blobstore.operations.maintenance.history", "model_history"),
-    "info": ("blobstore.operations.maintenance.info", "model_info"),
+    "info": ("blobstore.operations.describe.info", "model_info"),
     "ingest": ("blobstore.operations.ingest.ingest", "ingest"),
     "inspect": ("blobstore.sources.pytorch.inspect", "inspect_checkpoint"),
     "link": ("blobstore.operations.export.link", "link_model"),
-    "list": ("blobstore.operations.maintenance.list", "list_models"),
+    "list": ("blobstore.operations.describe.list", "list_models"),
     "open": ("blobstore.operations.open", "open_model"),
     "open_archive": ("blobstore.operations.archive.reader", "open_archive"),
     "open_checkpoint": ("blobstore.sources.pytorch.checkpoint", "open_checkpoint"),
     "pack": ("blobstore.operations.archive.pack", "pack_models"),
-    "page": ("blobstore.operations.page.write", "write_page"),
+    "page": ("blobstore.pages.write", "write_page"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "push": ("blobstore.operations.transfer.push", "push_model"),
-    "read_file": ("blobstore.operations.maintenance.cat", "read_file"),
+    "read_file": ("blobstore.operations.describe.cat", "read_file"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "restore": ("blobstore.operations.maintenance.history", "restore_model"),
-    "show": ("blobstore.operations.maintenance.show", "describe_model"),
-    "show_source": ("blobstore.operations.maintenance.show", "model_source"),
+    "show": ("blobstore.operations.describe.show", "describe_model"),
+    "show_source": ("blobstore.operations.describe.show", "model_source"),
     "sign": ("blobstore.operations.sign.sign", "sign_model"),
     "thaw": ("blobstore.operations.freeze.thaw", "thaw_models"),
     "unpack": ("blobstore.operations.archive.unpack", "unpack_archive"),
@@ -250,8 +250,8 @@ __all__ = [
 ]
 
 # What notebooks show of a store and of a model; the packages of both know nothing of the page.
-pictures.register("store", "blobstore.operations.page.notebook", "store_picture")
-pictures.register("model", "blobstore.operations.page.notebook", "model_picture")
+pictures.register("store", "blobstore.pages.notebook", "store_picture")
+pictures.register("model", "blobstore.pages.notebook", "model_picture")
 
 if not TYPE_CHECKING:  # a type checker reports a name that does not exist
 

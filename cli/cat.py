@@ -23,7 +23,7 @@ def command(name: str, file: str, store: LocalStore, as_json: bool) -> None:
     The bytes are hashed while they are printed; a damaged file ends with an error. On a terminal,
     characters that are not printable are escaped. "blobstore show NAME --files" lists the files.
     """
-    from blobstore.operations.maintenance.cat import open_file
+    from blobstore.operations.describe.cat import open_file
 
     with options.model(store, name) as model:
         found = open_file(model, file, store=store)

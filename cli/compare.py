@@ -117,8 +117,8 @@ def command(
     relative error of a group or tensor is infinite if the base has only zeros there.
     """
     from blobstore.operations.compare.compare import compare_models
-    from blobstore.operations.page.comparison import comparison_page
-    from blobstore.operations.page.write import free_target, write_page_file
+    from blobstore.pages.comparison import comparison_page
+    from blobstore.pages.write import free_target, write_page_file
 
     target = None if html is None else free_target(html)
     begin = time.monotonic()

@@ -14,7 +14,7 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from blobstore.operations.maintenance.disk_usage import ModelUsage, Space, StoreUsage
+    from blobstore.operations.describe.disk_usage import ModelUsage, Space, StoreUsage
     from blobstore.store.local import LocalStore
 
 Order = Literal["name", "size", "unique"]
@@ -63,8 +63,8 @@ def command(
     If NAME begins with oci://, it is the address of a model in a registry, and how much of it the
     store has is shown.
     """
-    from blobstore.operations.maintenance.disk_usage import measure_usage
-    from blobstore.operations.remote.reading import is_address
+    from blobstore.operations.describe.disk_usage import measure_usage
+    from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, names)):
         if not all(map(is_address, names)):
@@ -96,7 +96,7 @@ def command(
 def _show_remote(
     store: LocalStore, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
 ) -> None:
-    from blobstore.operations.maintenance.disk_usage import measure_remote
+    from blobstore.operations.describe.disk_usage import measure_remote
 
     models = [measure_remote(address, store=store, plain_http=plain_http) for address in addresses]
     if as_json:

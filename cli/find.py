@@ -25,7 +25,7 @@ def command(ctx: click.Context, what: str, store: LocalStore, as_json: bool) -> 
     DIGEST is four or more hexadecimal digits; it may be that of a manifest too. NAME may be a glob
     such as '*.embed_tokens.*'. Only manifests and headers are read.
     """
-    from blobstore.operations.maintenance.find import find_content
+    from blobstore.operations.describe.find import find_content
 
     found = find_content(what, store=store)
     if not (found.places or found.errors):

@@ -13,7 +13,7 @@ from blobstore.errors import Damaged
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.operations.maintenance.info import ModelInfo
+    from blobstore.operations.describe.info import ModelInfo
     from blobstore.store.local import LocalStore
 
 
@@ -27,7 +27,7 @@ def command(ctx: click.Context, name: str, store: LocalStore, as_json: bool) -> 
 
     License and base are what the model card and the configs say.
     """
-    from blobstore.operations.maintenance.info import model_info
+    from blobstore.operations.describe.info import model_info
 
     with options.model(store, name) as model:
         info = model_info(model, store=store)

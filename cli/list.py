@@ -14,7 +14,7 @@ from blobstore.errors import Damaged, ModelNotFound, StoreError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from blobstore.operations.maintenance.list import ListedModel
+    from blobstore.operations.describe.list import ListedModel
     from blobstore.store.local import LocalStore
 
 Order = Literal["name", "size", "shared", "frozen", "modified"]
@@ -60,8 +60,8 @@ def command(
     the exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code
     is then 1.
     """
-    from blobstore.operations.maintenance.list import list_models
-    from blobstore.operations.remote.reading import is_address
+    from blobstore.operations.describe.list import list_models
+    from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
         _show_tags(ctx, patterns, plain_http, as_json=as_json)
@@ -89,8 +89,8 @@ def command(
 def _show_tags(
     ctx: click.Context, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
 ) -> None:
-    from blobstore.operations.remote.reading import is_in_objects
     from blobstore.registry.store import list_tags
+    from blobstore.remotes.addresses import is_in_objects
 
     if len(addresses) > 1:
         raise click.UsageError("a repository cannot be combined with other patterns", ctx)
@@ -156,7 +156,8 @@ def _selected(
 
 
 def _matches(model: ListedModel, pattern: str) -> bool:
-    from blobstore.store.name_patterns import id_start, is_pattern, name_matches
+    from blobstore.manifests.reference import name_matches
+    from blobstore.store.name_patterns import id_start, is_pattern
 
     start = id_start(pattern)
     if model.digest is not None and start and model.digest.hex.startswith(start):

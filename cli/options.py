@@ -73,7 +73,7 @@ class _ModelName(_ParamType):
         """Return the text unchanged, after checking its grammar."""
         del param, ctx
         from blobstore.manifests.reference import Reference
-        from blobstore.operations.remote.reading import check_address, is_address
+        from blobstore.remotes.addresses import check_address, is_address
         from blobstore.store.name_patterns import is_pattern
 
         if is_address(value) and self._or_address:
@@ -423,7 +423,7 @@ def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Iterator
 @contextlib.contextmanager
 def model_or_address(store: LocalStore, text: str) -> Iterator[Reference | str]:
     """Yield the address of a model in a registry unchanged, and otherwise do as :func:`model`."""
-    from blobstore.operations.remote.reading import is_address
+    from blobstore.remotes.addresses import is_address
 
     if is_address(text):
         yield text

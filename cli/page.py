@@ -64,7 +64,7 @@ def command(
     if not words:
         raise click.UsageError("missing argument 'OUT.html'", ctx)
     *names, file = words
-    from blobstore.operations.page.write import write_page
+    from blobstore.pages.write import write_page
 
     begin = time.monotonic()
     with options.models(store, names) as chosen, render.progress_bar() as progress:
@@ -78,7 +78,7 @@ def command(
 
 
 def _serve(store: LocalStore, names: Sequence[str], port: int) -> None:
-    from blobstore.operations.page.serve import serve_page
+    from blobstore.pages.serve import serve_page
 
     with options.models(store, names) as chosen:
         serve_page(

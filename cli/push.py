@@ -11,7 +11,7 @@ from blobstore.cli import options, render
 if TYPE_CHECKING:
     from blobstore.compression.level import Level
     from blobstore.operations.transfer.push import Pushed
-    from blobstore.registry.shapes.plan import RemoteLayout
+    from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.store.local import LocalStore
 
 _LAYOUTS = click.Choice(["oci", "ollama", "image"])

@@ -29,7 +29,7 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: b
 
     No blob is removed. A name is removed even if its manifest cannot be read.
     """
-    from blobstore.operations.remote.reading import is_in_objects
+    from blobstore.remotes.addresses import is_in_objects
 
     if any(map(is_in_objects, names)):
         if not all(map(is_in_objects, names)):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
-    from blobstore.operations.maintenance.show import (
+    from blobstore.operations.describe.show import (
         BlobDescription,
         ModelDescription,
         TensorDescription,
@@ -103,8 +103,8 @@ def command(
     a blob is missing or damaged, its row says so and the exit code is 4. Only "blobstore verify"
     reads the data itself. Long names are shortened, except in JSON.
     """
-    from blobstore.operations.maintenance.show import describe_model, model_source
-    from blobstore.operations.remote.reading import is_address, reading_models
+    from blobstore.operations.describe.show import describe_model, model_source
+    from blobstore.remotes.addresses import is_address, reading_models
 
     view: View | None = ctx.meta.get(_VIEW_KEY)
     if not is_address(name) and _is_path(name, store):
@@ -230,7 +230,7 @@ def _cells(view: View, row: Row) -> tuple[str, ...]:
 
 
 def _totals(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterator[str]:
-    from blobstore.operations.maintenance.show import CONFIG_NAME
+    from blobstore.operations.describe.show import CONFIG_NAME
 
     size = sum(row.size for row in rows)
     blobs = {row.digest for row in rows}

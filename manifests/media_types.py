@@ -26,3 +26,6 @@ STACKS: Final = "application/vnd.blobstore.stacks.v1+json"
 """Which source tensors each stacked expert tensor was made of. Ollama ignores it."""
 SOURCE: Final = "application/vnd.blobstore.source.v1+json"
 """What the model was imported from. Ollama ignores it."""
+
+LOCAL_MANIFEST: Final = "vnd.blobstore.manifest"
+"""The annotation of a remote manifest that names the digest of the local one."""

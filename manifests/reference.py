@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from blobstore.core.escape import did_you_mean, quote
+from blobstore.core.globs import glob_matches
 from blobstore.errors import InvalidReference
 
 DEFAULT_HOST = "registry.ollama.ai"
@@ -121,3 +122,14 @@ def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
     # The default tag would make all names alike.
     name, *names = (str(one).removesuffix(":latest") for one in (reference, *others))
     return did_you_mean(name, names, cutoff=0.6)
+
+
+def name_matches(reference: Reference, pattern: str) -> bool:
+    """Return whether a glob matches a name, with or without the parts that may be left out.
+
+    Raises:
+        UsageError: the glob is too long.
+    """
+    name = str(reference)
+    forms = (name, name.removesuffix(":latest"), reference.full)
+    return any(glob_matches(form, pattern) for form in forms)

@@ -50,7 +50,7 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/mlx_lm/server.py": "a program of its own, started with python -m",
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
-    "blobstore/operations/page/family_view.py": "a view of the page, and each has its module",
+    "blobstore/pages/family_view.py": "a view of the page, and each has its module",
     "blobstore/sources/pytorch/gather.py": "imports numpy, which opening a checkpoint does without",
     "blobstore/store/permissions.py": "knows nothing of stores but their folders",
 }
@@ -75,7 +75,7 @@ WRITES_ELSEWHERE = {
     "blobstore/operations/maintenance/repair_manifests.py": "manifests of the store",
     "blobstore/operations/archive/unpack.py": "manifests of the store",
     "blobstore/operations/transfer/import_files.py": "a new temporary folder",
-    "blobstore/operations/transfer/notes.py": "a folder of the store for notes",
+    "blobstore/operations/transfer/transfer_cache.py": "a folder of the store for notes",
     "blobstore/registry/credentials.py": "the configuration of Docker or Podman",
     "blobstore/safetensors/numpy.py": "serialization writes the file",
     "blobstore/safetensors/torch.py": "serialization writes the file",
@@ -257,6 +257,23 @@ def test_short_modules_are_shared_or_have_a_reason() -> None:
     }
 
     assert short == set(SHORT)
+
+
+def test_the_wheel_has_every_package() -> None:
+    packages = {dotted(path) for path in MODULES if Path(path).name == "__init__.py"}
+
+    assert packages == set(project()["tool"]["setuptools"]["packages"])
+    assert {Path(path).parent for path in MODULES} == {
+        Path(path).parent for path in MODULES if Path(path).name == "__init__.py"
+    }
+
+
+def test_no_package_hides_a_public_name() -> None:
+    folders = {
+        Path(path).parent.name for path in MODULES if Path(path).parent.parent.name == "blobstore"
+    }
+
+    assert folders.isdisjoint(blobstore.__all__)
 
 
 def test_test_folders_mirror_the_packages() -> None:

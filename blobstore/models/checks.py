@@ -12,7 +12,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.models.index import load_cached_index, load_index
+from blobstore.models.header_index import load_cached_index, load_index
 from blobstore.models.tensors import CONSTANT_KEY, at_layer
 from blobstore.store.verify_blobs import damaged_blobs
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.models.index import TensorIndex
+    from blobstore.models.header_index import TensorIndex
     from blobstore.store.protocols import BlobAccess
 
 Verify = Literal["none", "size", "header", "digest", "rehash"]

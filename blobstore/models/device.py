@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.models.frameworks import DeviceStream, Move, StagingBuffer
-    from blobstore.models.index import TensorIndex, TensorLocation
+    from blobstore.models.header_index import TensorIndex, TensorLocation
     from blobstore.models.quantized import QuantizedWeights
 
     Read = Callable[[int, int, memoryview], None]

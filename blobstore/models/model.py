@@ -22,7 +22,7 @@ from blobstore.models.checks import check_blobs, check_level
 from blobstore.models.device import upload_tensors
 from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
-from blobstore.models.index import load_cached_index, read_index, write_index
+from blobstore.models.header_index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.prefetch import groups
 from blobstore.models.quantized import QuantizedWeights
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from blobstore.core.slicing import Index
     from blobstore.manifests.reference import Reference
     from blobstore.models.frameworks import DeviceStream
-    from blobstore.models.index import Entry
+    from blobstore.models.header_index import Entry
     from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.protocols import BlobAccess
 

@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.slicing import select
-from blobstore.models.parts import part_ranges
+from blobstore.models.slice_bytes import slice_ranges
 from blobstore.safetensors.prefetch_loader import attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from blobstore.core.slicing import Index
-    from blobstore.models.index import TensorIndex
+    from blobstore.models.header_index import TensorIndex
     from blobstore.models.memory import ModelMemory
     from blobstore.models.slices import SliceReader
 
@@ -65,7 +65,9 @@ class BlobGroup:
             elif self._slices.slice(name).spec != location.spec:
                 continue  # its parts are dequantized from those of several tensors
             elif not self._memory.reads_parts(slot):
-                found = part_ranges(self._index.blobs[slot], location, select(location.spec, index))
+                found = slice_ranges(
+                    self._index.blobs[slot], location, select(location.spec, index)
+                )
                 ranges += ((slot, one.begin, one.end) for one in found)
         slots = frozenset(slot for slot, _, _ in ranges)
         return [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.slicing import Index
     from blobstore.models.frameworks import FloatName
-    from blobstore.models.index import TensorIndex
+    from blobstore.models.header_index import TensorIndex
     from blobstore.quantization.formats import Float8Layout, QuantFormat
 
 

@@ -12,7 +12,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.models.files import faults_located
-from blobstore.models.parts import part_ranges, read_part, view_part
+from blobstore.models.slice_bytes import read_slice, slice_ranges, view_slice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from blobstore.core.slicing import Index, Selection
     from blobstore.core.tensor import TensorSpec
     from blobstore.models.frameworks import ArrayTarget
-    from blobstore.models.index import TensorIndex
+    from blobstore.models.header_index import TensorIndex
     from blobstore.models.memory import ModelMemory
     from blobstore.models.quantized import QuantizedWeights
-    from blobstore.store.remote_blobs import BlobRange, LoadedRanges
+    from blobstore.store.blob_ranges import BlobRange, LoadedRanges
 
     Array = TypeVar("Array", default=Any)
 else:
@@ -233,7 +233,7 @@ class SliceReader:
                     size += blob[1] if location.slot not in slots else 0
                     slots.add(location.slot)
                 else:
-                    found = list(part_ranges(blob, location, parts[stored]))
+                    found = list(slice_ranges(blob, location, parts[stored]))
                     size += sum(one.end - one.begin for one in found)
                     ranges += found
             batch.append((name, index))
@@ -254,13 +254,13 @@ class SliceReader:
             region = self._memory.load((slot,))
             offset = region.offsets[slot] + location.begin
             has_views = target.has_views
-            return view_part(
+            return view_slice(
                 target.convert, region.memory, offset, location.spec, part, has_views=has_views
             )
         self._memory.load()  # raises an error if the model is closed
         files = self._memory.files
         with faults_located(files):
-            buffer, spec = read_part(files.store, self._index.blobs[slot], location, part, loaded)
+            buffer, spec = read_slice(files.store, self._index.blobs[slot], location, part, loaded)
         if not target.is_writable:
             buffer = buffer.toreadonly()
         elif buffer.readonly:

@@ -18,7 +18,7 @@ from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from blobstore.core.workers import RateLimiter
+    from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
 

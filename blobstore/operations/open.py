@@ -15,8 +15,8 @@ from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.operations.remote.reading import Cache, ReadPlan, is_in_objects
-from blobstore.operations.sign.trust import require_trust
+from blobstore.operations.sign.require_trust import require_trust
+from blobstore.remotes.addresses import Cache, ReadPlan, is_in_objects
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.models.memory import Prefetch, Read
-    from blobstore.operations.remote.store import RemoteStore
+    from blobstore.remotes.remote_store import RemoteStore
 
 __all__ = ["Framework", "Model", "Verify", "open_model"]
 
@@ -229,7 +229,7 @@ def _remote_store(
 ) -> RemoteStore:
     """Find a model in object storage, and check that it is trusted."""
     from blobstore.objects.source import ObjectSource
-    from blobstore.operations.remote.store import RemoteStore
+    from blobstore.remotes.remote_store import RemoteStore
 
     if cache not in get_args(Cache):
         raise UsageError(f"cache must be keep or none, got {quote(cache)}")

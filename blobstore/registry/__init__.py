@@ -1,6 +1,6 @@
 """OCI registries as remotes of a store: addresses, requests, credentials, and what registries return.
 
-The layouts of models there are in ``shapes``.
+The layouts of models there are in ``layouts``.
 
 Everything that a server sends is hostile input: it is bounded before it is read, parsed strictly, compared
 with the digest that names it, and escaped before it enters a message. What a response means is decided by

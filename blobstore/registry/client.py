@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
     from typing import Self
 
-    from blobstore.core.workers import RateLimiter
+    from blobstore.core.rate_limit import RateLimiter
     from blobstore.registry.requests import Rule
 
 _ADVANCE: Final = 2**20

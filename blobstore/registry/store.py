@@ -18,9 +18,9 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.media_types import FILE
 from blobstore.manifests.model import Manifest
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.layouts.files import RemoteFile, folder_of
+from blobstore.registry.layouts.read import Place, RemoteModel, read_model
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.files import RemoteFile, folder_of
-from blobstore.registry.shapes.read import Place, RemoteModel, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Generator

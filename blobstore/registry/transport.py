@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
-    from blobstore.core.workers import RateLimiter
+    from blobstore.core.rate_limit import RateLimiter
 
 _MAX_REDIRECTS: Final = 5
 _MAX_CHALLENGES: Final = 3

@@ -20,10 +20,10 @@ from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
+from blobstore.store.blob_ranges import LoadedRanges
 from blobstore.store.cold import LOOKS, ColdShelf
 from blobstore.store.cold_index import ColdIndex
 from blobstore.store.hot import ADVICE, HotShelf
-from blobstore.store.remote_blobs import LoadedRanges
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from blobstore.compression.base import BaseBlob
     from blobstore.core.mmap import MappedRegion
     from blobstore.core.progress import Progress
+    from blobstore.store.blob_ranges import BlobRange
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.layout import Folder, Layout
-    from blobstore.store.remote_blobs import BlobRange
 
 __all__ = ["ADVICE", "BlobReader"]
 

@@ -68,7 +68,7 @@ class Layout:
         self.signatures = root / ".blobstore" / "signatures"
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
         self.cache = root / ".blobstore" / "cache"
-        """Manifests of models elsewhere whose blobs are kept; see :mod:`blobstore.store.cached_models`."""
+        """Manifests of models elsewhere whose blobs are kept; see :mod:`blobstore.store.remote_cache`."""
         self.claims = root / ".blobstore" / "claims"
         """Locks of blobs that are being read from elsewhere; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"

@@ -31,13 +31,13 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
 from blobstore.store.blobs import BlobReader
-from blobstore.store.cached_models import CachedModels
 from blobstore.store.claims import BlobClaims
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.ingest import Ingest, WorkerIngest
 from blobstore.store.layout import Layout
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
 from blobstore.store.partial import bytes_done, remove_partial
+from blobstore.store.remote_cache import RemoteCache
 from blobstore.store.scan import is_folder, list_names, scan_folder
 from blobstore.store.signatures import Signatures
 from blobstore.store.verified_cache import VerifiedBlobs
@@ -81,7 +81,7 @@ class LocalStore(BlobReader):
         self._locks = Locks(self._layout, lock_timeout)
         self._history = History(self._layout)
         self._signatures = Signatures(self._layout)
-        self.cached_models = CachedModels(self._layout)
+        self.remote_cache = RemoteCache(self._layout)
         """Models elsewhere whose blobs are kept here as a cache."""
 
     @classmethod

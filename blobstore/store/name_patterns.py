@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
-from blobstore.core.globs import glob_matches
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, name_matches
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,17 +23,6 @@ _MAX_LISTED = 5
 def is_pattern(text: str) -> bool:
     """Return whether a text is a glob: names of models contain none of its characters."""
     return not {"*", "?", "["}.isdisjoint(text)
-
-
-def name_matches(reference: Reference, pattern: str) -> bool:
-    """Return whether a glob matches a name, with or without the parts that may be left out.
-
-    Raises:
-        UsageError: the glob is too long.
-    """
-    name = str(reference)
-    forms = (name, name.removesuffix(":latest"), reference.full)
-    return any(glob_matches(form, pattern) for form in forms)
 
 
 def id_start(text: str) -> str | None:

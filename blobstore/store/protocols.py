@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.safetensors.header import Header
+    from blobstore.store.blob_ranges import BlobRange, LoadedRanges
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.ingest import Ingested
-    from blobstore.store.remote_blobs import BlobRange, LoadedRanges
     from blobstore.store.verified_cache import VerifiedBlobs
 
 

@@ -44,7 +44,7 @@ class ReachableBlobs:
     """The blobs that all manifests of a store reference."""
 
     def __init__(self, store: LocalStore, *, cached_within: float | None = None) -> None:
-        """Read nothing yet. ``cached_within`` is that of :meth:`CachedModels.all`."""
+        """Read nothing yet. ``cached_within`` is that of :meth:`RemoteCache.all`."""
         self._store = store
         self._cached_within = cached_within
         self._cached: dict[str, tuple[str, ...]] = {}
@@ -85,7 +85,7 @@ class ReachableBlobs:
         self._check_folder()
         cached = {
             model.path.name: model.blobs
-            for model in self._store.cached_models.all(self._cached_within)
+            for model in self._store.remote_cache.all(self._cached_within)
         }
         if found != self._manifests or not found or cached.keys() != self._cached.keys():
             blobs = (item.blobs for item in found.values())

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.core.workers import RateLimiter
+    from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.local import LocalStore
     from blobstore.store.protocols import BlobChecker

@@ -12,7 +12,7 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import RemoteError
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from blobstore.registry.reference import RemoteReference

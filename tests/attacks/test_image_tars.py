@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blobstore.errors import InvalidManifest
-from blobstore.registry.shapes.image import read_catalog
+from blobstore.registry.layouts.image import read_catalog
 
 MANIFEST, PLACES = "models/blobstore/manifest.json", "models/blobstore/places.json"
 END = bytes(1024)

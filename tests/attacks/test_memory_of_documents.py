@@ -27,23 +27,23 @@ from blobstore.errors import BlobMissing, BlobstoreError, InvalidManifest, NotTr
 from blobstore.manifests import media_types
 from blobstore.manifests.check import say_the_same
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.media_types import LOCAL_MANIFEST
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_stacks
 from blobstore.objects.address import StoreAddress
-from blobstore.objects.locks import Collection
+from blobstore.objects.leases import Collection
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore, manifest_key
-from blobstore.operations.maintenance.show import describe_model
-from blobstore.operations.remote.cold_layer import parse_cold_index
-from blobstore.operations.remote.reader import RemoteReader, pack_headers, unpack_headers
-from blobstore.operations.sign.bundle import parse_statement, statement, write_bundle
-from blobstore.operations.sign.cosign import read_envelope
-from blobstore.operations.sign.signature import Envelope
-from blobstore.operations.sign.trust import check_trust
+from blobstore.operations.describe.show import describe_model
+from blobstore.operations.sign.require_trust import check_trust
+from blobstore.registry.layouts import image, tar
+from blobstore.registry.layouts.read import read_model
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
-from blobstore.registry.shapes import image
-from blobstore.registry.shapes.plan import LOCAL_MANIFEST
-from blobstore.registry.shapes.read import read_model
+from blobstore.remotes.cold_layers import parse_cold_layers
+from blobstore.remotes.model_reader import RemoteReader, pack_headers, unpack_headers
+from blobstore.signatures.bundle import parse_statement, statement, write_bundle
+from blobstore.signatures.cosign import read_envelope
+from blobstore.signatures.signature import Envelope
 from blobstore.sources.sharded import read_weight_map
 from blobstore.store.local import LocalStore
 from tests.support.hostile_s3 import hostile_s3, listing
@@ -152,7 +152,7 @@ OF_MANY_VALUES: dict[str, Callable[[bytes, Path], object]] = {
     "config in a store": read_config,
     "config of a checkpoint": import_config,
     "list of stacked tensors": read_stacked,
-    "list of compressed forms": lambda data, _: parse_cold_index(data),
+    "list of compressed forms": lambda data, _: parse_cold_layers(data),
     "index of a checkpoint": read_weights,
     "lease": read_lease,
     "manifest of a registry": lambda data, _: RemoteManifest.of(OCI_MANIFEST, data).parse(),
@@ -367,8 +367,8 @@ def test_parts_of_an_index_are_held_one_at_a_time(monkeypatch: pytest.MonkeyPatc
 
 
 def test_entries_of_a_tar_are_not_kept() -> None:
-    headers = [image._header(f"{number:06}", 0) for number in range(3000)]
-    catalog = b"".join([*headers, image._TAR_END])
+    headers = [tar.tar_header(f"{number:06}", 0) for number in range(3000)]
+    catalog = b"".join([*headers, tar.TAR_END])
     assert traced(lambda: image.read_catalog(catalog), InvalidManifest, "no file") < MIB
 
 
@@ -435,7 +435,7 @@ def test_leases_in_a_bucket_have_a_limit_of_all(
 
 
 def test_a_list_of_compressed_forms_keeps_what_it_describes_alone() -> None:
-    assert parse_cold_index(b"[" + b"[]," * 1000 + b"{}]") == {}
+    assert parse_cold_layers(b"[" + b"[]," * 1000 + b"{}]") == {}
 
 
 def test_headers_of_other_blobs_that_a_bucket_packs_take_no_memory() -> None:

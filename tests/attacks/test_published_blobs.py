@@ -164,7 +164,7 @@ def _edit_links(store: LocalStore, folder: Path) -> None:
 def _pull(origin: LocalStore, folder: Path) -> None:
     """Pull, continue a pull, and be slower than another pull where locks do nothing."""
     from blobstore.core.digest import BlobId
-    from blobstore.registry.shapes.ollama import plan_ollama
+    from blobstore.registry.layouts.ollama import plan_ollama
     from blobstore.store.local import LocalStore
     from tests.support.stub_registry import StubRegistry
 

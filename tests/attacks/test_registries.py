@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import RateLimiter
+from blobstore.core.rate_limit import RateLimiter
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,

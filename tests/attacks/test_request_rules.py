@@ -14,7 +14,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
-from blobstore.operations.maintenance.show import describe_model
+from blobstore.operations.describe.show import describe_model
 from blobstore.operations.transfer.push import Pushed
 from blobstore.registry import client as client_module
 from blobstore.registry import requests

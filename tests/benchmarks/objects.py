@@ -31,8 +31,8 @@ import obstore
 from obstore.store import S3Store
 
 import blobstore
+from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.tensor import DTYPES, TensorSpec
-from blobstore.core.workers import RateLimiter
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
@@ -90,7 +90,7 @@ def load():
 """
 
 _OURS = """
-import blobstore, blobstore.operations.open, blobstore.operations.remote.store
+import blobstore, blobstore.operations.open, blobstore.remotes.remote_store
 import blobstore.objects.source, numpy, obstore.store
 from blobstore.objects.client import ObjectClient
 received = 0

@@ -12,10 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from blobstore.operations.maintenance.disk_usage import measure_usage
-from blobstore.operations.page.model_view import GridTensor, grid
-from blobstore.operations.page.shell import render_page
-from blobstore.operations.page.write import page_data, write_page
+from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.pages.model_view import GridTensor, grid
+from blobstore.pages.shell import render_page
+from blobstore.pages.write import page_data, write_page
 from blobstore.store.local import LocalStore
 from tests.benchmarks.common import arguments, workspace
 from tests.support.browser import running_browser

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.faults.invariants import Expected, Findings, check_store, forget, layers
 from tests.faults.known import Known, command, has_command, write_models

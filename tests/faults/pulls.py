@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 
 from blobstore.core.digest import Digest
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from blobstore.store.partial import RUN_AGAIN
 from tests.faults import disks

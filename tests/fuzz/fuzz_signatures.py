@@ -29,9 +29,9 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import InvalidPolicy, InvalidSignature, UsageError
     from blobstore.manifests.file_names import is_safe_name
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.sign import bundle, cosign
-    from blobstore.operations.sign.keys import PublicKey
-    from blobstore.operations.sign.policy import Policy, Rule, decide, parse_policy
+    from blobstore.signatures import bundle, cosign
+    from blobstore.signatures.keys import PublicKey
+    from blobstore.signatures.policy import Policy, Rule, decide, parse_policy
 
 from tests.support.signing import private_key
 

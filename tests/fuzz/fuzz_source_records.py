@@ -36,8 +36,8 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.source_layers import read_source_record
     from blobstore.operations.create.create import create
+    from blobstore.operations.describe.show import check_options
     from blobstore.operations.export import original
-    from blobstore.operations.maintenance.show import check_options
     from blobstore.store.local import LocalStore
 
 DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]

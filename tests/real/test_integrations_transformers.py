@@ -39,7 +39,7 @@ from blobstore.integrations.transformers import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.frameworks import ArrayTarget
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.safetensors import cuda

@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore

@@ -13,7 +13,7 @@ import transformers
 import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import blobstore
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.store.local import LocalStore

@@ -13,9 +13,9 @@ import blobstore
 from blobstore.errors import BlobDamaged, RemoteError
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
-from blobstore.registry.shapes.oci import plan_oci
-from blobstore.registry.shapes.ollama import plan_ollama
-from blobstore.registry.shapes.plan import ModelFacts, RemotePlan
+from blobstore.registry.layouts.oci import plan_oci
+from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.layouts.plan import ModelMetadata, RemotePlan
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -57,8 +57,8 @@ def plans(origin: LocalStore) -> dict[str, RemotePlan]:
     data = origin.read_manifest("a")
     return {
         "ollama": plan_ollama(data),
-        "oci": plan_oci(data, ModelFacts()),
-        "parts": plan_oci(data, ModelFacts(), max_layers=2),
+        "oci": plan_oci(data, ModelMetadata()),
+        "parts": plan_oci(data, ModelMetadata(), max_layers=2),
     }
 
 

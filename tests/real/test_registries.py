@@ -15,8 +15,8 @@ import transformers
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.layouts.plan import RemoteLayout
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.plan import RemoteLayout
 from blobstore.store.local import LocalStore
 from tests.real.tiny import make
 from tests.support.registry import Server, running_registry

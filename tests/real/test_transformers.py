@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import blobstore
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore

@@ -14,8 +14,8 @@ from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.transfer.pull import Pulled
+from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
-from blobstore.registry.shapes.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blobstore.core.digest import Digest
-from blobstore.operations.maintenance.disk_usage import StoreDisk, StoreUsage, read_disk, usage_of
+from blobstore.operations.describe.disk_usage import StoreDisk, StoreUsage, read_disk, usage_of
 from blobstore.store.local import LocalStore
 
 

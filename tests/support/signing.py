@@ -12,7 +12,7 @@ pytest.importorskip("cryptography", reason="it is in the test group, and in the 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from blobstore.operations.sign.keys import PrivateKey, PublicKey
+from blobstore.signatures.keys import PrivateKey, PublicKey
 from blobstore.store.local import LocalStore
 
 CURVES = {"P-256": ec.SECP256R1(), "P-384": ec.SECP384R1(), "P-521": ec.SECP521R1()}

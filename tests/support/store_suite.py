@@ -47,9 +47,9 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.models.model import Model
 from blobstore.safetensors.header import Header
+from blobstore.store.blob_ranges import BlobRange
 from blobstore.store.local import LocalStore
 from blobstore.store.protocols import BlobAccess, ModelReader, ModelStore
-from blobstore.store.remote_blobs import BlobRange
 from tests.support import frozen
 from tests.support.models import write_folder
 

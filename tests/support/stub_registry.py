@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from blobstore.core.digest import Digest
+from blobstore.registry.layouts.plan import RemotePlan
 from blobstore.registry.manifest import OCI_INDEX, RemoteManifest
-from blobstore.registry.shapes.plan import RemotePlan
 from blobstore.store.local import LocalStore
 
 _PATH = re.compile(

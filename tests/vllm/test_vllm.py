@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 

@@ -18,7 +18,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
 from blobstore.manifests.reference import Reference
-from blobstore.operations.remote.reading import is_in_objects
+from blobstore.remotes.addresses import is_in_objects
 
 with optional_libraries():
     from mlx_lm import server

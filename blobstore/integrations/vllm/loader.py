@@ -34,7 +34,7 @@ from blobstore.integrations.source_names import (
     stacked_names,
     why_decoded,
 )
-from blobstore.integrations.vllm.parts import DeferredCopies, part_tensors
+from blobstore.integrations.vllm.rank_reads import DeferredCopies, part_tensors
 from blobstore.integrations.vllm.settings import Settings, check_types
 from blobstore.integrations.vllm.writes import Offered, Watch
 from blobstore.manifests import media_types

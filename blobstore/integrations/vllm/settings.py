@@ -19,9 +19,9 @@ from blobstore.models.checks import Verify
 from blobstore.models.frameworks import NAMES
 from blobstore.models.memory import Prefetch, Read
 from blobstore.operations.open import open_model
-from blobstore.operations.remote.reading import is_in_objects
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import MODELOPT_FILE
+from blobstore.remotes.addresses import is_in_objects
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blobstore.integrations.vllm.parts import PartTensor
+from blobstore.integrations.vllm.rank_reads import PartTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -26,7 +26,7 @@ from blobstore.errors import (
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
-from blobstore.operations.sign.trust import check_trust, read_policy, read_signature
+from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
     from blobstore.operations.archive.format import ArchivedModel
     from blobstore.operations.archive.reader import ArchiveReader
-    from blobstore.operations.sign.signature import Signature
+    from blobstore.signatures.signature import Signature
     from blobstore.store.ingest import Ingest, Ingested
 
 

@@ -18,7 +18,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pair, source_tensors
-from blobstore.operations.remote.reading import is_address, reading_models
+from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, rewrite_indexes, write_index
+from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
 from blobstore.operations.create.jobs import (
@@ -33,7 +33,7 @@ from blobstore.operations.create.jobs import (
     reporting,
 )
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
-from blobstore.operations.create.record import ImportOptions, source_record
+from blobstore.operations.create.source_record import ImportOptions, source_record
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.history import replacement_notices
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
-    from blobstore.operations.create.blobs import BlobPlan, ExpertForm
+    from blobstore.operations.create.grouping import BlobPlan, ExpertForm
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource

@@ -13,7 +13,7 @@ from blobstore.core.files import open_regular
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.model import ModelConfig
-from blobstore.operations.create.blobs import stacked_sources
+from blobstore.operations.create.grouping import stacked_sources
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
-    from blobstore.operations.create.blobs import BlobPlan
+    from blobstore.operations.create.grouping import BlobPlan
     from blobstore.sources.base import TensorSource
 
 _CHUNK = 1 << 20

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.operations.create.blobs import BlobPlan
+    from blobstore.operations.create.grouping import BlobPlan
     from blobstore.sources.base import TensorSource
     from blobstore.sources.versions import SourceVersions
     from blobstore.store.ingest import Buffers, Ingest, Ingested

@@ -10,7 +10,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
-from blobstore.operations.create.blobs import BlobPlan, plan_blobs
+from blobstore.operations.create.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization
 from blobstore.quantization.formats import parse_format
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.operations.create.blobs import ExpertForm
+    from blobstore.operations.create.grouping import ExpertForm
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
 

@@ -26,7 +26,12 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import NO_SPACE, TemporaryFiles, run_in_batches
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.compress import BLOCK, ColdBlobBuilder, EncodedBlob, count_blocks
+from blobstore.operations.freeze.freeze_blob import (
+    BLOCK,
+    ColdBlobBuilder,
+    EncodedBlob,
+    count_blocks,
+)
 from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin
 from blobstore.store.local import LocalStore

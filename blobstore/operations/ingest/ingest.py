@@ -20,7 +20,7 @@ from blobstore.errors import InvalidReference, SourceError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.ingest.executors import open_executor
 from blobstore.operations.ingest.task import Outcome, import_model
-from blobstore.operations.remote.reading import is_in_objects
+from blobstore.remotes.addresses import is_in_objects
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The operations on a store itself: list, show, verify, repair, gc, cp, mv, rm and du.
+"""The operations that keep a store in order: verify, repair, gc, cp, mv, rm and history.
 
 They may import every package below ``operations`` and the operation ``create``. They never print.
 """

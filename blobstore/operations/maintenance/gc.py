@@ -28,7 +28,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, allocated, read_regular, sync_folder
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
-from blobstore.operations.sign.trust import unusable_signatures
+from blobstore.operations.sign.require_trust import unusable_signatures
 from blobstore.store.local import LocalStore
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK

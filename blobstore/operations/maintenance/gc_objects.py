@@ -1,6 +1,6 @@
 """The operation ``gc --remote``: deletes blobs of a store in object storage that no manifest references.
 
-Imports wait until it ends, and what they rely on is kept (:mod:`blobstore.objects.locks`). The blobs are listed
+Imports wait until it ends, and what they rely on is kept (:mod:`blobstore.objects.leases`). The blobs are listed
 first, then leases and manifests are read. Every former manifest is a blob that nothing references.
 """
 
@@ -16,9 +16,9 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import ImplausibleGarbage, InvalidDigest, InvalidManifest, ModelNotFound
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import StoreAddress
-from blobstore.objects.locks import Collection
+from blobstore.objects.leases import Collection
 from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
-from blobstore.operations.remote.cold_layer import parse_cold_index
+from blobstore.remotes.cold_layers import parse_cold_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,7 +140,7 @@ def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
         except InvalidManifest as error:
             raise error.at(f"{quote(store.address)}: {quote(reference)}") from None
         digest = Digest.of(data)
-        layers = parse_cold_index(store.read_for_manifest(COLD_INDEXES, digest) or b"")
+        layers = parse_cold_layers(store.read_for_manifest(COLD_INDEXES, digest) or b"")
         return {
             digest,
             *(blob.digest for blob in manifest.blobs),

@@ -26,9 +26,9 @@ from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import rewrite_indexes
+from blobstore.models.header_index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.record import ImportOptions
+from blobstore.operations.create.source_record import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
     OtherForms,

@@ -18,11 +18,11 @@ from blobstore.core.arguments import local_path
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
-from blobstore.operations.create.blobs import EXPERT_FORMS
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
+from blobstore.operations.create.grouping import EXPERT_FORMS
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
-from blobstore.operations.create.record import ImportOptions, source_record
+from blobstore.operations.create.source_record import ImportOptions, source_record
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.sources.base import DEFAULT_OPTIONS

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.workers import RateLimiter, check_jobs
+from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.workers import check_jobs
 from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
@@ -36,8 +37,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
+from blobstore.operations.describe.show import check_options
 from blobstore.operations.export.original import plan_original
-from blobstore.operations.maintenance.show import check_options
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs

@@ -10,10 +10,10 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.cosign import parse_envelope, read_envelope
-from blobstore.operations.sign.keys import PublicKey, read_key
-from blobstore.operations.sign.policy import Verdict, decide
-from blobstore.operations.sign.trust import envelopes, read_policy
+from blobstore.operations.sign.require_trust import envelopes, read_policy
+from blobstore.signatures.cosign import parse_envelope, read_envelope
+from blobstore.signatures.keys import PublicKey, read_key
+from blobstore.signatures.policy import Verdict, decide
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from blobstore.errors import StoreError
     from blobstore.manifests.reference import Names
-    from blobstore.operations.sign.policy import Action
-    from blobstore.operations.sign.signature import Kind
+    from blobstore.signatures.policy import Action
+    from blobstore.signatures.signature import Kind
     from blobstore.store.signatures import KeptSignature
 
 State = Literal["valid", "invalid", "unknown key"]

@@ -24,22 +24,22 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign import cosign
-from blobstore.operations.sign.bundle import (
-    is_ignored,
-    pre_authentication_encoding,
-    statement,
-    write_bundle,
-)
 from blobstore.operations.sign.folder_digests import (
     FolderDigests,
     Layout,
     folder_digests,
     has_folder,
 )
-from blobstore.operations.sign.keys import PrivateKey, read_key
-from blobstore.operations.sign.policy import decide
-from blobstore.operations.sign.trust import read_policy, signed_by
+from blobstore.operations.sign.require_trust import read_policy, signed_by
+from blobstore.signatures import cosign
+from blobstore.signatures.bundle import (
+    is_ignored,
+    pre_authentication_encoding,
+    statement,
+    write_bundle,
+)
+from blobstore.signatures.keys import PrivateKey, read_key
+from blobstore.signatures.policy import decide
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.sign.keys import Passphrase
-    from blobstore.operations.sign.signature import Signature
+    from blobstore.signatures.keys import Passphrase
+    from blobstore.signatures.signature import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.source import ObjectSource
-    from blobstore.operations.remote.cold_layer import ColdLayer
     from blobstore.registry.store import RemoteSource
+    from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
     from blobstore.store.partial import PartialBlob

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
-    from blobstore.registry.shapes.files import RemoteFile
+    from blobstore.registry.layouts.files import RemoteFile
     from blobstore.store.local import LocalStore
 
 _MAX_RATIO: Final = 64

@@ -11,19 +11,19 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress
-from blobstore.objects.locks import leased
+from blobstore.objects.leases import leased
 from blobstore.objects.requests import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import COLD_INDEXES, ObjectStore
-from blobstore.operations.remote.cold_layer import ColdLayer, cold_index, parse_cold_index
-from blobstore.operations.remote.reader import pack_headers
 from blobstore.operations.transfer.push_target import PushedBlob, PushedModel, Sent
+from blobstore.remotes.cold_layers import ColdLayer, format_cold_layers, parse_cold_layers
+from blobstore.remotes.model_reader import pack_headers
 from blobstore.safetensors.header import PREFIX_SIZE, header_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import BlobId
-    from blobstore.core.workers import RateLimiter
+    from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import StoreAddress
     from blobstore.store.local import LocalStore
@@ -151,18 +151,18 @@ class ObjectTarget:
         """Return the cold layers that are listed with the manifest."""
         del verify  # the list is one object, and always read
         listed = self._objects.read_for_manifest(COLD_INDEXES, self.model.digest)
-        return parse_cold_index(listed or b"")
+        return parse_cold_layers(listed or b"")
 
     def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
         """Add cold layers to the list, unless it has smaller ones by now."""
 
         def add(data: bytes | None) -> bytes:
-            listed = parse_cold_index(data or b"")
+            listed = parse_cold_layers(data or b"")
             for layer in layers:
                 there = listed.get(layer.blob.digest)
                 if there is None or layer.stored.size < there.stored.size:
                     listed[layer.blob.digest] = layer
-            return cold_index(listed.values())
+            return format_cold_layers(listed.values())
 
         self._objects.change_cold_index(self.model.digest, add)
 

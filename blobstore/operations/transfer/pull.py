@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
+from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
     InvalidManifest,
@@ -27,15 +28,15 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
-from blobstore.operations.remote.cold_layer import parse_cold_index
-from blobstore.operations.remote.reading import find_model, is_in_objects
-from blobstore.operations.sign.trust import check_trust, envelopes, read_policy
-from blobstore.operations.transfer.cold import fetch_cold_layers, usable_layers
+from blobstore.operations.sign.require_trust import check_trust, envelopes, read_policy
+from blobstore.operations.transfer.cold_manifests import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
-from blobstore.operations.transfer.notes import PulledNote
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import SelectedSignatures, fetch_signatures
+from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.remotes.cold_layers import parse_cold_layers
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore
 
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
     from blobstore.errors import RemoteError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
-    from blobstore.operations.remote.cold_layer import ColdLayer
-    from blobstore.registry.shapes.files import RemoteFile
+    from blobstore.registry.layouts.files import RemoteFile
     from blobstore.registry.store import RemoteSource
+    from blobstore.remotes.cold_layers import ColdLayer
 
 STREAMS: Final = 8
 """Blobs, or parts of blobs, that are fetched at once by default."""
@@ -209,7 +210,7 @@ def _attached(
     ``on_error`` is called with why signatures cannot be fetched.
     """
     if isinstance(source, ObjectSource):
-        return source.signatures(on_error), lambda: parse_cold_index(source.cold_index() or b"")
+        return source.signatures(on_error), lambda: parse_cold_layers(source.cold_index() or b"")
     client, repository = source.client, source.address.repository
     referrers = fetch_referrers(client, repository, source.root, on_error)
     signatures = fetch_signatures(client, repository, source.root, manifest, referrers, on_error)
@@ -224,7 +225,7 @@ def _check_name(
     store.check_name(reference)
     if force or not store.is_taken(reference, source.model.manifest):
         return
-    note = PulledNote.read(store, reference)
+    note = PullRecord.read(store, reference)
     if note is None or note.remote != str(source.address):
         raise NameTaken(
             f"another model has the name {quote(reference)}",
@@ -236,7 +237,7 @@ def _is_imported(
     store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, dry_run: bool
 ) -> bool:
     """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
-    note = PulledNote.read(store, reference)
+    note = PullRecord.read(store, reference)
     if note is None or note[:2] != (str(source.address), str(source.root.digest)):
         return False
     blobs = store.resolve(reference).blobs
@@ -318,7 +319,7 @@ def _pull(
             _import(store, reference, source, transfer, jobs, progress)
             with interrupts.deferred():  # all is done
                 manifest = store.read_manifest(reference)
-            PulledNote.of(source, manifest).keep(store, reference)
+            PullRecord.of(source, manifest).keep(store, reference)
             return transfer.result(former=None if former == manifest else former)
         ingest.publish()
         transfer.remove_cold_files()
@@ -330,7 +331,7 @@ def _pull(
             _check_name(store, reference, source, force=force)
             if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                 former = store.place(reference, model.manifest, model.blobs)
-            PulledNote.of(source, model.manifest).keep(store, reference)
+            PullRecord.of(source, model.manifest).keep(store, reference)
         done = transfer.result(repaired=dict(ingest.repaired), former=former)
         return done._replace(notices=(*_base_notices(without_base), *done.notices))
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, Steps, check_jobs
+from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.workers import Steps, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.compress import count_blocks
-from blobstore.operations.remote.reading import is_in_objects
-from blobstore.operations.transfer.cold_forms import ColdForms
+from blobstore.operations.freeze.freeze_blob import count_blocks
 from blobstore.operations.transfer.object_target import open_objects
 from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.operations.transfer.registry_target import (
@@ -33,7 +32,9 @@ from blobstore.operations.transfer.registry_target import (
     open_registry,
     registry_address,
 )
-from blobstore.registry.shapes.oci import MAX_LAYERS
+from blobstore.operations.transfer.send_cold import ColdForms
+from blobstore.registry.layouts.oci import MAX_LAYERS
+from blobstore.remotes.addresses import is_in_objects
 from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
     from blobstore.operations.freeze.batches import Report
-    from blobstore.operations.remote.cold_layer import ColdLayer
-    from blobstore.operations.sign.keys import Passphrase
     from blobstore.operations.transfer.push_target import PushTarget, Sent
+    from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
-    from blobstore.registry.shapes.plan import RemoteLayout
+    from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.signatures.keys import Passphrase
 
 _NEW: Final = ("sent", "resumed", "mounted")
 _COLD_WORK: Final = 4

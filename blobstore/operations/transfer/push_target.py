@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
-    from blobstore.operations.remote.cold_layer import ColdLayer
+    from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
-    from blobstore.registry.shapes.plan import RemoteLayout
+    from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.store.local import LocalStore
 
 Sent = Literal["sent", "resumed", "mounted", "present"]

@@ -10,19 +10,19 @@ from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.facts import model_facts
+from blobstore.operations.transfer.model_metadata import model_metadata
 from blobstore.operations.transfer.push_target import PushedBlob
-from blobstore.registry.shapes.image import image_layers, plan_image
-from blobstore.registry.shapes.oci import plan_oci
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.image import image_layers, plan_image
+from blobstore.registry.layouts.oci import plan_oci
+from blobstore.registry.layouts.ollama import plan_ollama
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.reference import Reference
-    from blobstore.registry.shapes.image import TarLayer
-    from blobstore.registry.shapes.plan import RemoteLayout, RemotePlan
+    from blobstore.registry.layouts.plan import RemoteLayout, RemotePlan
+    from blobstore.registry.layouts.tar import TarLayer
     from blobstore.store.local import LocalStore
 
     Hashing = Callable[[int, int], WorkerPool]
@@ -44,12 +44,12 @@ def plan_for_registry(
     data = store.read_manifest(reference)
     if layout == "ollama":
         return plan_ollama(data)
-    facts = model_facts(store, reference)
+    metadata = model_metadata(store, reference)
     if layout == "oci":
-        return plan_oci(data, facts, max_layers=max_layers)
+        return plan_oci(data, metadata, max_layers=max_layers)
     if layout == "image":
-        layers = image_layers(data, facts)
-        return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), facts)
+        layers = image_layers(data, metadata)
+        return plan_image(data, layers, _tar_digests(store, layers.tars, hashing), metadata)
     raise UsageError(f"layout must be 'oci', 'ollama' or 'image', got {quote(layout)}")
 
 

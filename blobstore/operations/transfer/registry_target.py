@@ -16,19 +16,19 @@ from blobstore.core.escape import quote
 from blobstore.errors import RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
-from blobstore.operations.sign.keys import PrivateKey, read_key
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.cold import fetch_cold_layers
-from blobstore.operations.transfer.cold_forms import send_cold_manifests
-from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.push_target import PushedModel
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.registry_plan import plan_for_registry, pushed_blobs
+from blobstore.operations.transfer.send_cold import send_cold_manifests
 from blobstore.operations.transfer.signatures import push_signatures
+from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry import requests
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.oci import MAX_LAYERS
+from blobstore.signatures.keys import PrivateKey, read_key
 
 if TYPE_CHECKING:
     import os
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import BlobId, Digest
-    from blobstore.core.workers import RateLimiter, WorkerPool
+    from blobstore.core.rate_limit import RateLimiter
+    from blobstore.core.workers import WorkerPool
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import StoreAddress
-    from blobstore.operations.remote.cold_layer import ColdLayer
-    from blobstore.operations.sign.keys import Passphrase
     from blobstore.operations.transfer.push_target import PushedBlob, Sent
     from blobstore.operations.transfer.registry_plan import Hashing
+    from blobstore.registry.layouts.plan import RemoteLayout, RemotePlan
     from blobstore.registry.manifest import RemoteManifest
-    from blobstore.registry.shapes.plan import RemoteLayout, RemotePlan
+    from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.signatures.keys import Passphrase
     from blobstore.store.local import LocalStore
 
 _MANY_LAYERS: Final = 100
@@ -117,7 +118,7 @@ def open_registry(
             address.host, plain_http=http, limiter=limiter, part_size=part_size
         ) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
-        PushNotes(store, address) as notes,
+        PushCache(store, address) as notes,
     ):
         yield RegistryTarget(store, client, address, plan, notes, options, key)
 
@@ -134,7 +135,7 @@ class RegistryTarget:
         client: RegistryClient,
         address: RemoteReference,
         plan: RemotePlan,
-        notes: PushNotes,
+        notes: PushCache,
         options: RegistryOptions,
         key: PrivateKey | None,
     ) -> None:

@@ -21,10 +21,8 @@ from blobstore.errors import (
     InvalidSignature,
     RemoteError,
 )
-from blobstore.operations.sign import cosign
-from blobstore.operations.sign.bundle import BUNDLE, PREDICATE, decoded
-from blobstore.operations.sign.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
-from blobstore.operations.sign.trust import envelopes, signed_by
+from blobstore.manifests.media_types import LOCAL_MANIFEST
+from blobstore.operations.sign.require_trust import envelopes, signed_by
 from blobstore.operations.transfer.referrers import (
     image_manifest,
     noting_errors,
@@ -34,17 +32,19 @@ from blobstore.operations.transfer.referrers import (
     tag_to_extend,
 )
 from blobstore.registry.manifest import ImageManifest
-from blobstore.registry.shapes.plan import LOCAL_MANIFEST
+from blobstore.signatures import cosign
+from blobstore.signatures.bundle import BUNDLE, PREDICATE, decoded
+from blobstore.signatures.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from blobstore.operations.sign.keys import PrivateKey
-    from blobstore.operations.sign.policy import Policy
-    from blobstore.operations.sign.signature import Envelope
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteDescriptor, RemoteManifest
     from blobstore.registry.reference import RemoteReference
+    from blobstore.signatures.keys import PrivateKey
+    from blobstore.signatures.policy import Policy
+    from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
 
 _IMAGE_CONFIG: Final = "application/vnd.oci.image.config.v1+json"

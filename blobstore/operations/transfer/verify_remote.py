@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.workers import RateLimiter, WorkerPool, check_jobs
+from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.source import ObjectSource
-from blobstore.operations.remote.cold_layer import COLD, parse_cold_index
-from blobstore.operations.remote.reading import find_model
-from blobstore.operations.transfer.cold import fetch_cold_layers
+from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.operations.transfer.referrers import fetch_referrers
+from blobstore.remotes.addresses import find_model
+from blobstore.remotes.cold_layers import COLD, parse_cold_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -121,7 +122,7 @@ def _cold_forms(
     """Return the compressed forms that a pull would use, named after their layers."""
     blobs = source.model.blobs
     if isinstance(source, ObjectSource):
-        found = parse_cold_index(source.cold_index() or b"")
+        found = parse_cold_layers(source.cold_index() or b"")
     else:
         client, repository = source.client, source.address.repository
         referrers = fetch_referrers(client, repository, source.root)

@@ -16,8 +16,8 @@ import torch
 
 from blobstore.cli.main import program
 from blobstore.core.digest import Digest
-from blobstore.operations.sign.bundle import statement, write_bundle
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.signatures.bundle import statement, write_bundle
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder

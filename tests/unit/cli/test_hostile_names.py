@@ -15,7 +15,7 @@ from blobstore.cli.main import program
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.maintenance import list as listing
+from blobstore.operations.describe import list as listing
 from blobstore.operations.maintenance import verify
 from blobstore.operations.maintenance.verify import Fault, Verified
 from blobstore.store.local import LocalStore

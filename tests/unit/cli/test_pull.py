@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.registry import protocol
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.stub_registry import StubRegistry

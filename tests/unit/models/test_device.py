@@ -22,7 +22,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, UnsupportedDType
 from blobstore.models import frameworks
 from blobstore.models.device import _Ring, transfer
-from blobstore.models.index import TensorLocation
+from blobstore.models.header_index import TensorLocation
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.quantization import torch as torch_quantization
 from blobstore.safetensors.cuda import TorchDeviceStream

@@ -14,7 +14,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.models.files import ModelFiles
-from blobstore.operations.maintenance.cat import read_file
+from blobstore.operations.describe.cat import read_file
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
 from tests.support.models import add_blobs, dense_tensors, with_layers, write_folder

@@ -20,8 +20,8 @@ from blobstore.objects import client
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import ObjectStore, manifest_key
+from blobstore.operations.describe.show import describe_model
 from blobstore.operations.maintenance.gc_objects import collect_objects
-from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore

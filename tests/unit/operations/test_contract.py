@@ -17,17 +17,17 @@ from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.operations.compare.compare import compare_models
 from blobstore.operations.compare.diff import diff_models
 from blobstore.operations.create.create import create
+from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.operations.describe.list import list_models
+from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.convert import convert_checkpoint
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
-from blobstore.operations.maintenance.disk_usage import measure_usage
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.maintenance.list import list_models
 from blobstore.operations.maintenance.names import copy_model, remove_models, rename_model
 from blobstore.operations.maintenance.repair import repair_models
-from blobstore.operations.maintenance.show import describe_model
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
 from blobstore.store.local import LocalStore

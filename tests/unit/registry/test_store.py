@@ -11,13 +11,13 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound
 from blobstore.manifests.reference import Reference
-from blobstore.operations.remote.reader import RemoteReader
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.layouts.oci import plan_oci
+from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.layouts.plan import ModelMetadata
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.oci import plan_oci
-from blobstore.registry.shapes.ollama import plan_ollama
-from blobstore.registry.shapes.plan import ModelFacts
 from blobstore.registry.store import RemoteSource, list_tags
+from blobstore.remotes.model_reader import RemoteReader
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -42,7 +42,7 @@ class TestRemoteReader(ModelReaderSuite):
             for number, name in enumerate(NAMES):
                 data = origin.read_manifest(name)
                 is_oci = request.param == "oci"
-                plan = plan_oci(data, ModelFacts()) if is_oci else plan_ollama(data)
+                plan = plan_oci(data, ModelMetadata()) if is_oci else plan_ollama(data)
                 address = registry.put(origin, plan, f"team/m{number}", "latest")
                 source = RemoteSource.resolve(client, RemoteReference.parse(address))
                 sources[Reference.parse(name)] = source
@@ -87,7 +87,7 @@ def test_one_request_of_64_kib_reads_a_header(registry: StubRegistry, origin: Lo
 def test_a_larger_header_takes_a_second_request(
     registry: StubRegistry, origin: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blobstore.operations.remote.reader.HEADER_REQUEST", 20)
+    monkeypatch.setattr("blobstore.remotes.model_reader.HEADER_REQUEST", 20)
     with reader_of(registry, origin) as reader:
         assert headers(reader) == expected(origin)
 

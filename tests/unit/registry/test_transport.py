@@ -17,7 +17,8 @@ from typing import Self
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import Cancelled, RateLimiter
+from blobstore.core.rate_limit import RateLimiter
+from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import transport
 from blobstore.registry.client import RegistryClient

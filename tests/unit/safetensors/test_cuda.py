@@ -9,7 +9,7 @@ import torch
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
 from blobstore.models.device import transfer
-from blobstore.models.index import TensorLocation
+from blobstore.models.header_index import TensorLocation
 from blobstore.safetensors.cuda import TorchDeviceStream, host_buffer
 from blobstore.safetensors.torch import copy_to, empty_tensor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.workers import RateLimiter
+from blobstore.core.rate_limit import RateLimiter
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store import verified_cache as verified

@@ -13,7 +13,7 @@ import pytest
 import blobstore
 from blobstore.errors import BlobMissing, UnsupportedDType
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
 

@@ -9,8 +9,8 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pairing, pair_tensors
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.models import (
     Arrays,

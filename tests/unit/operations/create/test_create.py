@@ -24,7 +24,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.open import open_source

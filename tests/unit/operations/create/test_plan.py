@@ -8,8 +8,8 @@ import pytest
 
 from blobstore.errors import UnsupportedSource, UsageError
 from blobstore.operations.create import plan
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeOptions, plan_source
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore

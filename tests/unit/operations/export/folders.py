@@ -10,7 +10,7 @@ from pathlib import Path
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, with_layers
 

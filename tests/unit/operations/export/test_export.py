@@ -21,8 +21,8 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export import writer
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from blobstore.core.interrupts import Stopped
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, StoreError
 from blobstore.manifests import media_types
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, link_model
 from blobstore.store.local import LocalStore

@@ -9,7 +9,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.operations.create.blobs import ExpertForm
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.freeze import duplicates
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import Frozen, freeze_models

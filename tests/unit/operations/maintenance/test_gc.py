@@ -13,10 +13,10 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import read_regular
 from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy, StoreError, UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance import gc as collect
-from blobstore.operations.maintenance.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.transfer.notes import PushNotes
+from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import UploadSession
 from blobstore.store import reachability as marks
@@ -719,7 +719,7 @@ def test_removes_old_notes_of_uploads_that_no_process_continues(store: LocalStor
             os.utime(path, (old, old))
         return {path.name.partition("-")[0] for path in store.folder("remotes").iterdir()}
 
-    with PushNotes(store, remote) as notes:
+    with PushCache(store, remote) as notes:
         notes.add([digest])
         notes.keep_session(digest, UploadSession("http://127.0.0.1:5000/upload", 5))
         collect_garbage(store)

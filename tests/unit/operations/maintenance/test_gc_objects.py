@@ -15,7 +15,7 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient
-from blobstore.objects.locks import Collection, leased
+from blobstore.objects.leases import Collection, leased
 from blobstore.objects.store import ObjectStore
 from blobstore.operations.maintenance import gc_objects
 from blobstore.operations.maintenance.gc_objects import collect_objects

@@ -32,7 +32,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.models.index import load_index, rewrite_indexes, write_index
+from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.create import create
 from blobstore.operations.create.plan import plan_source
 from blobstore.operations.maintenance.gc import collect_garbage

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.core.workers import RateLimiter
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create.blobs import ExpertForm
 from blobstore.operations.create.create import create
+from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header

@@ -15,9 +15,9 @@ from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.sign.cosign import parse_signature
 from blobstore.operations.sign.folder_digests import Layout
-from blobstore.operations.sign.signature import Signature
+from blobstore.signatures.cosign import parse_signature
+from blobstore.signatures.signature import Signature
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip
 from tests.support.models import (

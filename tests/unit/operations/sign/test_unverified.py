@@ -17,11 +17,12 @@ from blobstore.core.files import read_regular
 from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, StoreError
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.sign import cosign, trust
-from blobstore.operations.sign.bundle import statement, write_bundle
+from blobstore.operations.sign import require_trust
 from blobstore.operations.sign.report import check_signatures
-from blobstore.operations.sign.signature import Envelope, Signature
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.signatures import cosign
+from blobstore.signatures.bundle import statement, write_bundle
+from blobstore.signatures.signature import Envelope, Signature
 from blobstore.store import signatures
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
@@ -165,7 +166,7 @@ def test_what_is_signed_is_parsed_only_if_a_trusted_key_signed_it(
         parsed.append(envelope)
         return parse(envelope)
 
-    monkeypatch.setattr("blobstore.operations.sign.policy.parse_envelope", count)
+    monkeypatch.setattr("blobstore.signatures.policy.parse_envelope", count)
     blobstore.open("model", store=store).close()
     assert len(parsed) == 1
 
@@ -309,7 +310,7 @@ def test_a_signature_from_a_file_is_the_one_that_the_store_has(
     store: LocalStore, key: KeyFiles, tmp_path: Path
 ) -> None:
     blobstore.sign("model", key.private, store=store, out=tmp_path / "m.sig")
-    assert trust.read_signature(tmp_path / "m.sig").data in set(
+    assert require_trust.read_signature(tmp_path / "m.sig").data in set(
         store.signatures(manifest_of(store))
     )
 

@@ -13,7 +13,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import DamagedSource
 from blobstore.manifests.reference import Reference
 from blobstore.operations.transfer.import_files import import_files
-from blobstore.registry.shapes.files import RemoteFile
+from blobstore.registry.layouts.files import RemoteFile
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 

@@ -34,9 +34,9 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.transfer.download import Download
 from blobstore.operations.transfer.pull import Pulled
 from blobstore.registry.client import RegistryClient
-from blobstore.registry.shapes.oci import plan_oci
-from blobstore.registry.shapes.ollama import plan_ollama
-from blobstore.registry.shapes.plan import ModelFacts
+from blobstore.registry.layouts.oci import plan_oci
+from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.layouts.plan import ModelMetadata
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -110,7 +110,7 @@ def test_a_pulled_model_is_the_model_that_was_pushed(
 def test_a_model_in_the_shape_of_modelpack_keeps_its_manifest(
     registry: StubRegistry, store: LocalStore, origin: LocalStore, max_layers: int
 ) -> None:
-    plan = plan_oci(origin.read_manifest("a"), ModelFacts(), max_layers=max_layers)
+    plan = plan_oci(origin.read_manifest("a"), ModelMetadata(), max_layers=max_layers)
     pulled = pull(registry.put(origin, plan, "team/a", "v1"), store)
     assert_equal(store, origin)
     assert pulled.layout == "oci"

@@ -23,13 +23,13 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.notes import PushNotes
 from blobstore.operations.transfer.push import Pushed
+from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry.client import RegistryClient
+from blobstore.registry.layouts.plan import FILE_PATH
+from blobstore.registry.layouts.read import RemoteModel, read_model
 from blobstore.registry.manifest import RemoteManifest
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.shapes.plan import FILE_PATH
-from blobstore.registry.shapes.read import RemoteModel, read_model
 from blobstore.registry.upload import PART, UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
@@ -436,14 +436,14 @@ def test_a_killed_upload_goes_on_where_it_stopped(
     large: tuple[LocalStore, bytes], remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, content = large
-    keep = PushNotes.keep_session
+    keep = PushCache.keep_session
 
     def die(self: Any, digest: Digest, session: UploadSession) -> None:
         keep(self, digest, session)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PushNotes, "keep_session", die)
+        patch.setattr(PushCache, "keep_session", die)
         push(store, remote, "large", layout="ollama")
     offsets: list[int] = []
     pieces = CheckedPieces.__call__
@@ -466,13 +466,13 @@ def test_two_processes_never_go_on_with_one_upload(
 ) -> None:
     store, content = large
     address, blob = RemoteReference.parse(remote), Digest.of(content)
-    with PushNotes(store, address) as first, PushNotes(store, address) as second:
+    with PushCache(store, address) as first, PushCache(store, address) as second:
         first.keep_session(blob, UploadSession("http://127.0.0.1/first", PART))
         assert second.session(blob) is None
         second.keep_session(blob, UploadSession("http://127.0.0.1/second", PART))
         second.forget_session(blob)
         assert first.session(blob) == UploadSession("http://127.0.0.1/first", PART)
-    with PushNotes(store, address) as third:
+    with PushCache(store, address) as third:
         assert third.session(blob) == UploadSession("http://127.0.0.1/first", PART)
     push(store, remote, "large", layout="ollama", verify=True)  # the server does not know it
 
@@ -483,8 +483,8 @@ def test_a_store_that_cannot_be_written_is_pushed(
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("blobstore.operations.transfer.notes.make_folders", refuse)
-    monkeypatch.setattr("blobstore.operations.transfer.notes.write_file", refuse)
+    monkeypatch.setattr("blobstore.operations.transfer.transfer_cache.make_folders", refuse)
+    monkeypatch.setattr("blobstore.operations.transfer.transfer_cache.write_file", refuse)
     push(origin, remote)
     assert read_back(remote)[0].manifest == origin.read_manifest("org/Dense")
 

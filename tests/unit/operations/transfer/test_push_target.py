@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import blobstore
-from blobstore.core.workers import RateLimiter
+from blobstore.core.rate_limit import RateLimiter
 from blobstore.errors import BlobDamaged, ModelNotFound, UsageError
 from blobstore.operations.transfer.registry_target import RegistryOptions
 from blobstore.store.local import LocalStore

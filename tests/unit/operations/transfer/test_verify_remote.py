@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.operations.transfer.verify_remote import verify_remote
-from blobstore.registry.shapes.ollama import plan_ollama
+from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold

@@ -1,0 +1,123 @@
+"""The operation ``info``: what is known about a model, on one page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from blobstore.core import strict_json
+from blobstore.errors import BlobstoreError
+from blobstore.manifests.reference import Reference
+from blobstore.models.model_card import card_field, small_texts, stated_license
+from blobstore.operations.describe.disk_usage import measure_usage
+from blobstore.operations.describe.show import describe_model, model_source
+from blobstore.quantization.formats import type_name
+from blobstore.store.catalog import read_catalog, read_entry
+from blobstore.store.local import LocalStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.source_record import SourceRecord
+    from blobstore.operations.describe.show import ModelDescription
+
+_BASE_KEYS = ("base_model", "base_model_name_or_path", "_name_or_path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is known about a model."""
+
+    description: ModelDescription
+    digest: Digest
+    """The digest of the manifest's bytes, whose start is the ID."""
+    modified: float
+    """When the manifest was written, in seconds since the epoch."""
+    aliases: tuple[Reference, ...]
+    """Other names of the same manifest."""
+    types: tuple[tuple[str, int, int], ...]
+    """Each type of tensor, with the number of tensors and of bytes; largest first."""
+    source: SourceRecord | None
+    """What the model was imported from, if that is known."""
+    license: str | None
+    """The license as the model card or a license file names it; nobody has checked it."""
+    bases: tuple[str, ...]
+    """The models that the model card or a config names as its base."""
+    blobs: int
+    disk_size: int
+    """Bytes of the blobs on disk, compressed if they are frozen."""
+    unique_size: int
+    """Bytes among them that no model of another ID needs."""
+
+
+def model_info(
+    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+) -> ModelInfo:
+    """Collect what is known about a model. Only headers and small files are read.
+
+    Args:
+        reference: the model's name.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest: the manifest is damaged.
+        BlobDamaged: two blobs of the model have a tensor of the same name.
+        StoreError: the store cannot be read.
+    """
+    store, reference = LocalStore.of(store), Reference.of(reference)
+    entry = read_entry(store, reference)
+    if entry.manifest is None or entry.digest is None:
+        raise entry.error or BlobstoreError(f"model {reference} cannot be read")
+    description = describe_model(reference, store=store)
+    try:
+        source = model_source(reference, store=store)
+    except BlobstoreError:  # among the faults of the description, or found by verify
+        source = None
+    texts = dict(small_texts(store, entry.manifest))
+    aliases = [
+        other.reference
+        for other in read_catalog(store)
+        if other.digest == entry.digest and other.reference != reference
+    ]
+    usage = measure_usage([reference, *aliases], store=store)
+    return ModelInfo(
+        description=description,
+        digest=entry.digest,
+        modified=entry.modified,
+        aliases=tuple(aliases),
+        types=_types(description),
+        source=source,
+        license=stated_license(texts),
+        bases=tuple(dict.fromkeys(stated_bases(texts))),
+        blobs=len(entry.blobs),
+        disk_size=usage.together.size,
+        unique_size=usage.together_unique.size,
+    )
+
+
+def _types(description: ModelDescription) -> tuple[tuple[str, int, int], ...]:
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in description.tensors:
+        name = type_name(tensor.type, tensor.group_size)
+        counts[name] += 1
+        sizes[name] += tensor.size
+    return tuple((name, counts[name], size) for name, size in sizes.most_common())
+
+
+def stated_bases(texts: dict[str, str]) -> Iterator[str]:
+    """Yield the models that the model card or a config names as the base."""
+    yield from card_field(texts, "base_model")
+    for name in ("config.json", "adapter_config.json"):
+        try:
+            config = strict_json.loads_any(texts.get(name, "{}"))
+        except ValueError:
+            continue
+        for key in _BASE_KEYS:
+            value = config.get(key) if isinstance(config, dict) else None
+            if isinstance(value, str) and value:
+                yield value

@@ -1,0 +1,225 @@
+"""Finds the policy of a store, and applies it to a model that is about to be used."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidPolicy,
+    InvalidSignature,
+    MissingLibrary,
+    NotFound,
+    NotTrusted,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from blobstore.errors import RemoteError
+    from blobstore.manifests.reference import Reference
+    from blobstore.signatures.keys import PublicKey
+    from blobstore.signatures.policy import Policy, Verdict
+    from blobstore.signatures.signature import Envelope, Signature
+    from blobstore.store.local import LocalStore
+    from blobstore.store.signatures import KeptSignature
+
+VARIABLE: Final = "BLOBSTORE_TRUST"
+"""The environment variable with the path of the policy file."""
+
+
+def read_policy(store: LocalStore) -> Policy | None:
+    """Return the policy of ``$BLOBSTORE_TRUST``, or of the store; None if there is no file.
+
+    Without a policy, this takes the time of one look-up of a file.
+
+    Raises:
+        InvalidPolicy: it cannot be read or breaks the format, or the file of the variable is missing.
+        MissingLibrary: it has keys, and ``cryptography`` is not installed.
+    """
+    named = os.environ.get(VARIABLE)
+    path = Path(named) if named else store.policy_path
+    try:
+        os.stat(path)  # noqa: PTH116 - most stores have none, and this is fast
+    except (FileNotFoundError, NotADirectoryError):
+        if not named and not path.is_symlink():
+            return None
+        raise InvalidPolicy(f"the policy file {quote(path)} does not exist") from None
+    except OSError as error:
+        raise InvalidPolicy(f"cannot read the policy {quote(path)}: {error.strerror}") from error
+    from blobstore.core.files import read_regular
+    from blobstore.signatures.keys import read_key
+    from blobstore.signatures.policy import MAX_POLICY_SIZE, parse_policy
+
+    try:
+        data = read_regular(path, MAX_POLICY_SIZE)
+        return parse_policy(data, lambda name: read_key(path.parent / name))
+    except OSError as error:
+        raise InvalidPolicy(f"cannot read the policy {quote(path)}: {error.strerror}") from error
+    except InvalidPolicy as error:
+        raise error.at(f"policy {quote(path)}") from None
+    except MissingLibrary:
+        raise
+    except BlobstoreError as error:
+        raise InvalidPolicy(f"policy {quote(path)}: {error}") from None
+
+
+def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
+    """Yield the signatures that are well-formed, one at a time; what they sign is not parsed."""
+    from blobstore.signatures.cosign import read_envelope
+
+    for data in signatures:
+        with suppress(InvalidSignature):
+            yield read_envelope(data)
+
+
+def signed_by(signatures: Iterable[bytes], keys: Sequence[PublicKey]) -> Iterator[Signature]:
+    """Yield the signatures that keys have made, one at a time. The others are not parsed."""
+    from blobstore.signatures.cosign import parse_envelope
+
+    for one in envelopes(signatures):
+        if any(map(one.is_by, keys)):
+            with suppress(InvalidSignature):
+                yield parse_envelope(one)
+
+
+def check_trust(
+    store: LocalStore,
+    reference: Reference,
+    data: bytes,
+    signatures: Iterable[Envelope] = (),
+    policy: Policy | None = None,
+    errors: Sequence[RemoteError] = (),
+) -> Verdict | None:
+    """Return what the policy says about a model; None if there is no policy.
+
+    Args:
+        store: the store, whose policy and signatures count.
+        reference: the model's name.
+        data: the bytes of its manifest.
+        signatures: more signatures, which came with the model; the store may have them too.
+        policy: the policy, if it was read before.
+        errors: why signatures that may have come with the model could not be read.
+
+    Raises:
+        NotTrusted: the policy refuses the model.
+        InvalidPolicy, MissingLibrary: as :func:`read_policy`.
+    """
+    policy = policy or read_policy(store)
+    if policy is None:
+        return None
+    from blobstore.signatures.policy import decide
+
+    manifest = Digest.of(data)
+    kept = envelopes(store.signatures(manifest))
+    verdict = decide(policy, reference, manifest, _distinct(chain(kept, signatures)))
+    if errors and not verdict.is_trusted:
+        why = join_some([one.message for one in errors], 2)
+        verdict = replace(verdict, reason=f"{verdict.reason}; signatures could not be read: {why}")
+    if verdict.is_refused:
+        raise NotTrusted(
+            f"the policy refuses model {reference}: {verdict.reason}",
+            advice=_advice(store, reference, manifest) if store.has_model(reference) else "",
+        )
+    return verdict
+
+
+def _distinct(signatures: Iterable[Envelope]) -> Iterator[Envelope]:
+    seen = set[Digest]()
+    for one in signatures:
+        if (digest := Digest.of(one.data)) not in seen:
+            seen.add(digest)
+            yield one
+
+
+def _advice(store: LocalStore, reference: Reference, manifest: Digest) -> str:
+    """Return what lists the signatures of a model, replaces damaged ones, and adds one."""
+    folder = quote(store.signature_folder(manifest))
+    damaged = sum(one.data is None for one in store.kept_signatures(manifest))
+    return (
+        f"'blobstore verify {reference} --quick --signatures' lists its signatures in {folder}"
+        f"{f' (damaged: {damaged})' if damaged else ''}; "
+        f"'blobstore sign {reference} --key FILE' adds one by a key of yours"
+    )
+
+
+def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Iterator[KeptSignature]:
+    """Yield the signatures that are damaged, and unverified ones that no rule of the policy can use.
+
+    Verified ones stay, whatever the policy of this user is: another user of the store may need them, and some
+    cannot be made again. A policy without keys, or one that cannot be read, does not say which can be used.
+    """
+    keys: Sequence[PublicKey] = ()
+    with suppress(InvalidPolicy, MissingLibrary):
+        policy = read_policy(store)
+        keys = policy.keys if policy is not None else ()
+    for manifest in manifests:
+        for kept in store.kept_signatures(manifest):
+            if kept.data is None:
+                if kept.is_damaged:  # one that cannot be read may be intact
+                    yield kept
+            elif (
+                keys
+                and not kept.is_verified
+                and not any(one.manifest == manifest for one in signed_by([kept.data], keys))
+            ):
+                yield kept
+
+
+def require_trust(
+    store: LocalStore,
+    reference: Reference,
+    data: bytes,
+    attached: Callable[[Callable[[RemoteError], object]], Iterable[bytes]] = lambda _: (),
+) -> None:
+    """Check a model that is about to be used, as :func:`check_trust` does.
+
+    A model that is not trusted, but may be used, is a warning of Python.
+
+    Args:
+        store: the store, whose policy and signatures count.
+        reference: the model's name.
+        data: the bytes of its manifest.
+        attached: returns the signatures that are kept with a model elsewhere, which are read only if the
+            policy needs them; it is called with what notes why they cannot be read.
+    """
+    errors: list[RemoteError] = []
+    signatures = envelopes(attached(errors.append))
+    verdict = check_trust(store, reference, data, signatures, errors=errors)
+    for notice in verdict.notices(reference) if verdict is not None else ():
+        warnings.warn(notice, stacklevel=3)
+
+
+def read_signature(path: Path) -> Signature:
+    """Return the signature in a file, which is not verified.
+
+    Raises:
+        NotFound: there is no such file.
+        InvalidSignature: it is malformed, or does not sign a manifest.
+        BlobstoreError: it cannot be read.
+    """
+    from blobstore.core.files import read_regular
+    from blobstore.signatures.cosign import parse_signature
+    from blobstore.store.signatures import MAX_SIGNATURE_SIZE
+
+    try:
+        # Without the end of line that 'sign --out' adds, it is the signature that the store may have.
+        data = read_regular(path, MAX_SIGNATURE_SIZE + 1).removesuffix(b"\n")
+        signature = parse_signature(data)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"there is no file {quote(path)}") from None
+    except OSError as error:
+        raise BlobstoreError(f"cannot read {quote(path)}: {error.strerror}") from error
+    except InvalidSignature as error:
+        raise error.at(quote(path)) from None
+    if signature.manifest is None:
+        raise InvalidSignature(f"{quote(path)} signs files only, and no manifest of a model")
+    return signature

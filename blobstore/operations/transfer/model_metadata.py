@@ -1,0 +1,143 @@
+"""What a model's blobs say about it, for the configs that other tools read in a registry.
+
+Only headers and small files are read, and nothing is guessed: a fact that the model does not state is
+left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core.tensor import DType
+from blobstore.errors import BlobstoreError, Damaged
+from blobstore.manifests import media_types
+from blobstore.models.files import ModelFiles, first_text
+from blobstore.models.model_card import small_texts, stated_license
+from blobstore.models.source_layers import read_source_record
+from blobstore.models.tensors import read_tensors
+from blobstore.operations.export.link_plan import plan_links
+from blobstore.registry.layouts.plan import ModelMetadata
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+_HUB = "https://huggingface.co"
+_PRECISIONS = {
+    DType.F64: "float64",
+    DType.F32: "float32",
+    DType.F16: "float16",
+    DType.BF16: "bfloat16",
+    DType.F8_E4M3: "float8_e4m3",
+    DType.F8_E5M2: "float8_e5m2",
+    DType.I64: "int64",
+    DType.I32: "int32",
+    DType.I16: "int16",
+    DType.I8: "int8",
+    DType.U8: "uint8",
+    DType.BOOL: "bool",
+}
+_SPDX = {
+    "afl-3.0": "AFL-3.0",
+    "agpl-3.0": "AGPL-3.0-only",
+    "apache-2.0": "Apache-2.0",
+    "artistic-2.0": "Artistic-2.0",
+    "bsd-2-clause": "BSD-2-Clause",
+    "bsd-3-clause": "BSD-3-Clause",
+    "bsl-1.0": "BSL-1.0",
+    "cc-by-4.0": "CC-BY-4.0",
+    "cc-by-nc-4.0": "CC-BY-NC-4.0",
+    "cc-by-nc-nd-4.0": "CC-BY-NC-ND-4.0",
+    "cc-by-nc-sa-4.0": "CC-BY-NC-SA-4.0",
+    "cc-by-sa-4.0": "CC-BY-SA-4.0",
+    "cc0-1.0": "CC0-1.0",
+    "gpl-3.0": "GPL-3.0-only",
+    "isc": "ISC",
+    "lgpl-3.0": "LGPL-3.0-only",
+    "mit": "MIT",
+    "mpl-2.0": "MPL-2.0",
+    "unlicense": "Unlicense",
+    "wtfpl": "WTFPL",
+    "zlib": "Zlib",
+}
+"""The Hub's names of licenses that SPDX knows. Others, such as ``llama3``, are not SPDX's."""
+_INDEX = ".safetensors.index."
+
+
+class _Folder(NamedTuple):
+    """The folder that other libraries can load from the blobs as they are; empty if they cannot."""
+
+    weight_files: Mapping[str, str]
+    generated: Mapping[str, bytes]
+
+
+def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
+    """Return what the configs of registries say about a model.
+
+    Raises:
+        ModelNotFound: the store has no such model.
+        InvalidManifest, BlobMissing, BlobDamaged: the model is damaged.
+    """
+    files = ModelFiles.of(reference, store)
+    manifest = files.manifest
+    precisions: Counter[str] = Counter()
+    quantization: Counter[str] = Counter()
+    for tensor in read_tensors(store, manifest).tensors.values():
+        count = math.prod(tensor.shape)
+        if tensor.companions:
+            quantization[tensor.type_name] += count
+        else:
+            dtype = tensor.entry.spec.dtype
+            precisions[_PRECISIONS.get(dtype, dtype.value.lower())] += count
+    record = read_source_record(store, manifest)
+    repository = record.repository if record is not None else ""
+    folder = _loadable_folder(store, files)
+    license_name = stated_license(dict(small_texts(store, manifest))) or ""
+    identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
+    return ModelMetadata(
+        name=repository.rpartition("/")[2] or reference.model,
+        family=first_text(files.config, "model_type"),
+        architecture=files.architecture,
+        format="gguf" if manifest.layers_of(media_types.MODEL) else "safetensors",
+        parameters=precisions.total() + quantization.total(),
+        precision=_most_common(precisions),
+        quantization=_most_common(quantization),
+        licenses=(identifier,) if identifier else (),
+        source_url=f"{_HUB}/{repository}" if repository else "",
+        revision=record.commit if record is not None else "",
+        weight_files=folder.weight_files,
+        generated=folder.generated,
+    )
+
+
+def _most_common(counts: Counter[str]) -> tuple[str, ...]:
+    """Return the keys, those of most parameters first."""
+    return tuple(sorted(counts, key=lambda key: (-counts[key], key)))
+
+
+def _loadable_folder(store: LocalStore, files: ModelFiles) -> _Folder:
+    """Return the names of the blobs as weight files, if transformers can load them unchanged.
+
+    It cannot if a blob has quantized weights, stacked experts, or tensors of other names than the folder
+    needs: such files would need other headers, or configs.
+    """
+    nothing = _Folder({}, {})
+    try:
+        plan = plan_links(store, files.manifest)
+    except Damaged:
+        raise
+    except BlobstoreError:  # a model that cannot be exported
+        return nothing
+    layers = files.manifest.layers_of(media_types.TENSOR)
+    linked = {link.layer.name: link.name for link in plan.links if link.layer in layers}
+    is_loadable = (
+        not plan.relabelled
+        and not plan.gathered
+        and len(linked) == len(layers)
+        and all(_INDEX in name for name in plan.written)
+    )
+    return _Folder(linked, plan.written) if is_loadable else nothing

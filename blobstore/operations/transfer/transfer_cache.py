@@ -1,0 +1,176 @@
+"""What a store remembers of its transfers: unfinished uploads, blobs of repositories, and origins of names.
+
+All of it is a cache that may vanish or be wrong at any time. Without a note, an upload begins at its first
+byte, a blob is uploaded that the registry could have mounted from another repository, and a pull needs
+``--force`` to replace what an earlier one fetched. ``gc`` removes notes of uploads after a week,
+when registries have forgotten them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.files import make_folders, read_regular, write_file
+from blobstore.errors import BlobstoreError
+from blobstore.registry.upload import UploadSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+    from typing import Self
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.objects.source import ObjectSource
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.store import RemoteSource
+    from blobstore.store.local import LocalStore
+
+_MAX_REPOSITORIES: Final = 32
+"""Per registry; the oldest are forgotten first."""
+_MAX_NOTE: Final = 64 * 2**20
+_UPLOAD: Final = "upload-"
+
+
+class PushCache:
+    """Notes about one repository.
+
+    Two processes that went on with one upload would damage it. So the first one locks the uploads of the
+    repository, and others neither read nor write them.
+    """
+
+    def __init__(self, store: LocalStore, remote: RemoteReference) -> None:
+        self._root = store.root
+        self._folder = store.folder("remotes")
+        self._host, self._repository = remote.host, remote.repository
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        """Lock the uploads, if the store can be written and no other process has locked them."""
+        path = self._folder / f"lock-{self._key('')}"
+        with contextlib.suppress(OSError):
+            make_folders(path.parent, self._root, durable=False)
+            self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.utime(self._lock)  # gc removes old ones
+            return self
+        self.__exit__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # Unfinished uploads
+
+    def session(self, digest: Digest) -> UploadSession | None:
+        """Return the unfinished upload of a blob, if there is one."""
+        if self._lock is None:
+            return None
+        match _read(self._upload(digest)):
+            case {"url": str(url), "offset": int(offset)}:
+                return UploadSession(url, offset)
+        return None
+
+    def keep_session(self, digest: Digest, session: UploadSession) -> None:
+        """Remember an unfinished upload."""
+        if self._lock is not None:
+            _write(self._upload(digest), self._root, {"url": session.url, "offset": session.offset})
+
+    def forget_session(self, digest: Digest) -> None:
+        """Forget an upload."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._upload(digest).unlink(missing_ok=True)
+
+    def _upload(self, digest: Digest) -> Path:
+        return self._folder / f"{_UPLOAD}{self._key(f'@{digest}')}"
+
+    def _key(self, rest: str) -> str:
+        return Digest.of(f"{self._host}/{self._repository}{rest}".encode()).hex
+
+    # Blobs of repositories
+
+    def sources(self) -> Mapping[str, str]:
+        """Return another repository of the registry for each blob that one has, by hex digest."""
+        return {
+            blob: other
+            for other, blobs in self._pushed().items()
+            if other != self._repository
+            for blob in blobs
+        }
+
+    def add(self, digests: Iterable[Digest]) -> None:
+        """Remember what the repository has now."""
+        known = self._pushed()
+        blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
+        known[self._repository] = list(blobs)
+        _write(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))
+
+    @property
+    def _registry(self) -> Path:
+        return self._folder / f"registry-{Digest.of(self._host.encode()).hex}"
+
+    def _pushed(self) -> dict[str, list[str]]:
+        value = _read(self._registry)
+        is_sound = isinstance(value, dict) and all(
+            isinstance(blobs, list) and all(isinstance(blob, str) for blob in blobs)
+            for blobs in value.values()
+        )
+        return value if is_sound else {}
+
+
+class PullRecord(NamedTuple):
+    """What a name was when it was pulled."""
+
+    remote: str
+    """The address."""
+    digest: str
+    """Of the manifest in the registry."""
+    manifest: str
+    """Digest of the manifest in the store, which differs from that if files were imported."""
+
+    @classmethod
+    def of(cls, source: RemoteSource | ObjectSource, manifest: bytes) -> PullRecord:
+        """Describe a model that was pulled, and has this manifest in the store."""
+        return cls(str(source.address), str(source.root.digest), str(Digest.of(manifest)))
+
+    @classmethod
+    def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
+        """Return the note about a name; None without one, or if the name has another model by now."""
+        match _read(_pulled(store, reference)):
+            case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
+                with contextlib.suppress(BlobstoreError):
+                    if manifest == str(Digest.of(store.read_manifest(reference))):
+                        return cls(remote, digest, manifest)
+        return None
+
+    def keep(self, store: LocalStore, reference: Reference) -> None:
+        """Remember it for a name."""
+        _write(_pulled(store, reference), store.root, self._asdict())
+
+
+def _pulled(store: LocalStore, reference: Reference) -> Path:
+    return store.folder("remotes") / f"pulled-{Digest.of(str(reference).encode()).hex}"
+
+
+def _write(path: Path, root: Path, value: Mapping[str, Any]) -> None:
+    """Write a note, unless the store cannot be written."""
+    with contextlib.suppress(OSError):
+        make_folders(path.parent, root, durable=False)
+        write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
+
+
+def _read(path: Path) -> Any:
+    """Return a note that this user has written; None if it is missing or malformed."""
+    try:
+        if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
+            return None
+        return strict_json.loads(read_regular(path, _MAX_NOTE))
+    except (OSError, ValueError, BlobstoreError):
+        return None

@@ -1,0 +1,56 @@
+"""The view of families: which model descends from which, as trees with bytes on the edges."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from blobstore.pages.text import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.describe.disk_usage import StoreDisk
+    from blobstore.pages.parents import Parent
+
+
+def family_view(disk: StoreDisk, parents: Mapping[Reference, Parent]) -> dict[str, Any]:
+    """Return trees of models. A node has its depth and its row; the rows of a tree follow each other.
+
+    Models without relatives are counted, not shown.
+    """
+    children: dict[Reference | str, list[Reference]] = defaultdict(list)
+    for child, base in parents.items():
+        children[base.reference or base.name].append(child)
+    outside = [other for other in children if isinstance(other, str)]
+    inside = [item for item in disk.entries if item not in parents and item in children]
+    nodes: list[dict[str, Any]] = []
+    row = 0
+    starts: list[Reference | str] = [*inside, *sorted(outside)]
+    for start in starts:
+        stack = [(start, 0, -1)]
+        while stack:
+            name, depth, above = stack.pop()
+            node: dict[str, Any] = {"name": shown(name), "depth": depth, "row": row, "above": above}
+            if isinstance(name, str):
+                node |= {"outside": True}
+            else:
+                parent = parents.get(name)
+                node["size"] = sum(disk.blobs.sizes.get(digest, 0) for digest in disk.needs[name])
+                if parent is not None:
+                    node |= {
+                        "relation": parent.relation,
+                        "evidence": shown(parent.evidence),
+                        "shared": parent.shared,
+                        "delta": parent.delta,
+                        "own": parent.own,
+                    }
+            nodes.append(node)
+            row += 1
+            place = len(nodes) - 1
+            found = sorted(children.get(name, ()), key=str, reverse=True)
+            stack += [(child, depth + 1, place) for child in found]
+        row += 1
+    alone = sum(item not in parents and item not in children for item in disk.entries)
+    return {"nodes": nodes, "rows": max(row - 1, 0), "alone": alone}

@@ -1,0 +1,141 @@
+"""Pictures of stores and models for notebooks: SVG without a script, from the data of the page."""
+
+from __future__ import annotations
+
+from html import escape as escape_html
+from typing import TYPE_CHECKING, Any
+
+from blobstore.errors import BlobstoreError
+from blobstore.models.tensors import COMPANIONS
+from blobstore.operations.describe.disk_usage import read_disk, usage_of
+from blobstore.pages.model_view import GridTensor, grid
+from blobstore.pages.store_view import store_view
+from blobstore.pages.text import shown
+from blobstore.quantization.formats import type_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from blobstore.models.header_index import TensorIndex
+    from blobstore.store.local import LocalStore
+
+_COLOURS = {
+    "unique": "#4a80b8",
+    "cold": "#a8c8e4",
+    "shared": "#e6c27c",
+    "base": "#b9a0cc",
+    "garbage": "#cc5a36",
+    "other": "#bcc3c9",
+}
+_TYPES = ("#4a80b8", "#e0a03c", "#5aa68c", "#b9a0cc", "#cc6a48", "#8d98a3", "#a8c8e4", "#7d6b9d")
+_DARK = {"#4a80b8", "#cc5a36", "#cc6a48", "#7d6b9d", "#8d98a3"}
+"""Fills with white text."""
+_WIDTH, _HEIGHT = 900, 450
+_MAX_ROWS, _MAX_COLUMNS = 150, 40
+_MAX_CELLS = 2000
+_STYLE = 'font-family="system-ui,sans-serif" font-size="12"'
+
+
+def store_picture(store: LocalStore) -> str:
+    """Return a treemap of what a removal frees as HTML, or the error of reading the store."""
+    try:
+        disk = read_disk(store)
+        view = store_view(disk, usage_of(disk), disk.owners())
+    except BlobstoreError as error:
+        return f"<p>{_text(error)}</p>"
+    totals, picture, models = view["totals"], view["freed"], view["models"]
+    title = (
+        f"{store.root}: {totals['models']:,} models, {_size(totals['bytes_in_all'])} on disk, "
+        f"{_size(totals['bytes_without_sharing'])} without sharing"
+    )
+    cells = []
+    for place, (kind, model, size, _, label, *_) in enumerate(picture["cells"]):
+        x, y, width, height = picture["wide"][4 * place : 4 * place + 4]
+        name = label if model < 0 else models[model]["name"]
+        box = x * _WIDTH / 2000, y * _HEIGHT / 1000, width * _WIDTH / 2000, height * _HEIGHT / 1000
+        cells.append((size, box, _COLOURS[kind], name.removesuffix(":latest"), _size(size)))
+    largest = sorted(cells, key=lambda cell: -cell[0])[:_MAX_CELLS]
+    boxes = "".join(_box(*cell[1:]) for cell in largest)
+    legend = ", ".join(
+        f'<span style="color:{_COLOURS[kind]}">\u25a0</span> {label}'
+        for kind, label in (
+            ("unique", "in one model"),
+            ("cold", "compressed"),
+            ("shared", "shared"),
+        )
+    )
+    return f"<p>{_text(title)}</p>{_svg(boxes, _WIDTH, _HEIGHT, title)}<p>{legend}</p>"
+
+
+def model_picture(index: TensorIndex) -> str:
+    """Return the tensors of a model as SVG, in a grid of layers by modules; empty if it is too large."""
+    found = grid(_tensors(index), {})
+    rows, columns = found["rows"], max(len(found["columns"]), 1)
+    if not rows or len(rows) > _MAX_ROWS or columns > _MAX_COLUMNS:
+        return ""
+    left, width, height = 190, max(710 / columns, 14), 18
+    boxes = []
+    for row, column, first, count in found["cells"]:
+        name, kind, shape, size, *_ = found["tensors"][first]
+        spelled = found["types"][kind]
+        more = f" and {count - 1:,} more" if count > 1 else ""
+        text = f"{name}{more}: {spelled}, {shape}, {_size(size)}"
+        box = left + column * width, row * height, width - 2, height - 2
+        boxes.append(_box(box, _TYPES[kind % len(_TYPES)], spelled, "", text))
+    for row, label in enumerate(rows):
+        stack = found["stacks"][row]
+        text = _text(f"{stack} {label}".strip()[-26:])
+        boxes.append(
+            f'<text x="{left - 8}" y="{row * height + 12}" text-anchor="end" '
+            f'fill="currentColor">{text}</text>'
+        )
+    return _svg(
+        "".join(boxes), left + columns * width, len(rows) * height, "tensors by layer and module"
+    )
+
+
+def _tensors(index: TensorIndex) -> Iterator[GridTensor]:
+    scales = {name + suffix for name in index.quantized for suffix in COMPANIONS.values()}
+    for name in index.entries:
+        if name in scales:
+            continue
+        spec = index.spec(name)
+        kind, group_size, *_ = index.quantized.get(name, ("", 0))
+        shown = type_name(kind or spec.dtype.value, group_size or 0)
+        yield GridTensor(name, shown, spec.shape, spec.nbytes, None)
+
+
+def _box(box: Iterable[float], fill: str, name: str, below: str, title: str = "") -> str:
+    x, y, width, height = box
+    ink = "#fff" if fill in _DARK else "#15191d"
+    fits = int((width - 8) / 7)
+    texts = ""
+    if height >= 14 and fits > 2:  # noqa: PLR2004 - a line with some letters
+        base = y + min(16, height / 2 + 4)
+        texts = f'<text x="{x + 4:.1f}" y="{base:.1f}" fill="{ink}">{_text(name[:fits])}</text>'
+        if below and height > 36:  # noqa: PLR2004 - two lines
+            texts += f'<text x="{x + 4:.1f}" y="{base + 15:.1f}" fill="{ink}">{_text(below)}</text>'
+    return (
+        f"<g><title>{_text(title or f'{name}: {below}')}</title>"
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width - 1, 0):.1f}" '
+        f'height="{max(height - 1, 0):.1f}" fill="{fill}"/>{texts}</g>'
+    )
+
+
+def _svg(content: str, width: float, height: float, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="100%" style="max-width:{width:.0f}px" '
+        f'role="img" aria-label="{_text(label)}" {_STYLE}>{content}</svg>'
+    )
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:  # noqa: PLR2004 - the next unit
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _text(value: Any) -> str:
+    return escape_html(shown(value))

@@ -1,0 +1,189 @@
+"""Which model of a store descends from which: from its source, its model card, and what it shares.
+
+No single record says it, so each parent comes with its evidence:
+
+- A quantized model has a source record with options. Its parent is the model of the same files without.
+- A model card or a config names a base model. Its parent is the model of that name, or one outside.
+- Blobs of a frozen model are deltas against blobs of its parent.
+
+Several models may fit; the one with the most bytes in common is the parent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from blobstore.errors import BlobstoreError
+from blobstore.models.model_card import small_texts
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.describe.info import stated_bases
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.describe.disk_usage import StoreDisk
+    from blobstore.store.catalog import CatalogEntry
+
+Relation = Literal["quantized from", "fine-tuned from", "compressed against"]
+
+
+class Parent(NamedTuple):
+    """What a model descends from."""
+
+    reference: Reference | None
+    """None if the model is not in the store."""
+    name: str
+    """The name of the model, as the model card spells it if it is not in the store."""
+    relation: Relation
+    evidence: str
+    shared: int
+    """Bytes of blobs that both have."""
+    delta: int
+    """Bytes of blobs that are stored as differences to blobs of the parent."""
+    own: int
+    """Bytes of the other blobs of the model."""
+
+
+class _Facts(NamedTuple):
+    """What a model says about where it comes from."""
+
+    files: tuple[Any, ...]
+    options: Mapping[str, Any]
+    repository: str
+    bases: tuple[str, ...]
+
+
+def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
+    """Return the parent of each model that has one. There are no circles."""
+    entries = {name: entry for name, entry in disk.entries.items() if entry.manifest is not None}
+    facts = {name: _facts(disk, entry) for name, entry in entries.items()}
+    relatives = _Relatives(disk, entries)
+    found: dict[Reference, Parent] = {}
+    # Models that were changed least come first, so that they are what others descend from.
+    for name in sorted(entries, key=lambda name: (len(facts[name].options), str(name))):
+        for parent in _candidates(name, facts, relatives):
+            if not _is_below(parent.reference, name, found):
+                found[name] = parent
+                break
+    return found
+
+
+class _Relatives:
+    """How many bytes each pair of models has in common."""
+
+    def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
+        self._disk = disk
+        cold = disk.store.cold_files()
+        self._bases = disk.store.cold_index.known(cold)
+        self._holders: dict[Digest, list[Reference]] = defaultdict(list)
+        bases = set(self._bases.values())
+        for name in entries if bases else ():
+            for digest in bases.intersection(disk.needs[name]):
+                self._holders[digest].append(name)
+
+    def base_models(self, name: Reference) -> list[Reference]:
+        """Return the models that hold bases of a model's blobs; the one with the most bytes first."""
+        found: Counter[Reference] = Counter()
+        for digest in self._disk.needs[name] if self._bases else ():
+            base = self._bases.get(digest)
+            for holder in self._holders.get(base, ()) if base is not None else ():
+                if holder != name:
+                    found[holder] += self._disk.blobs.sizes.get(digest, 0)
+        return [holder for holder, _ in found.most_common()]
+
+    def between(self, name: Reference, parent: Reference | None) -> tuple[int, int, int]:
+        """Return the bytes that a model shares with another, those of its deltas, and the rest."""
+        theirs: Mapping[Digest, int] = self._disk.needs[parent] if parent is not None else {}
+        shared = delta = own = 0
+        for digest in self._disk.needs[name]:
+            size = self._disk.blobs.sizes.get(digest, 0)
+            if digest in theirs:
+                shared += size
+            elif self._bases.get(digest) in theirs:
+                delta += size
+            else:
+                own += size
+        return shared, delta, own
+
+    def nearest(self, name: Reference, others: Sequence[Reference]) -> list[Reference]:
+        """Return models in the order of the bytes that they have in common with one, most first."""
+        ours = self._disk.needs[name]
+
+        def common(other: Reference) -> int:
+            theirs = self._disk.needs[other]
+            return sum(size for digest, size in ours.items() if digest in theirs)
+
+        return sorted(others, key=lambda other: (-common(other), str(other)))
+
+
+def _candidates(
+    name: Reference, facts: Mapping[Reference, _Facts], relatives: _Relatives
+) -> Iterator[Parent]:
+    """Yield possible parents of a model, the most certain first."""
+
+    def parent(
+        reference: Reference | None, spelled: str, relation: Relation, evidence: str
+    ) -> Parent:
+        return Parent(reference, spelled, relation, evidence, *relatives.between(name, reference))
+
+    own = facts[name]
+    if own.options.get("quantize") and own.files:
+        same = [
+            other
+            for other, fact in facts.items()
+            if other != name and fact.files == own.files and not fact.options.get("quantize")
+        ]
+        for other in relatives.nearest(name, same)[:1]:
+            evidence = "both were imported from files of the same names, sizes and headers"
+            yield parent(other, str(other), "quantized from", evidence)
+    for base in own.bases:
+        same = [
+            other for other, fact in facts.items() if other != name and _is_named(other, fact, base)
+        ]
+        evidence = f"its model card or config names {base}"
+        for other in relatives.nearest(name, same):
+            yield parent(other, str(other), "fine-tuned from", evidence)
+    for other in relatives.base_models(name)[:1]:
+        evidence = "its blobs are stored as differences to blobs of this model"
+        yield parent(other, str(other), "compressed against", evidence)
+    if own.bases and own.repository != own.bases[0]:
+        evidence = "its model card or config names it; the store has no such model"
+        yield parent(None, own.bases[0], "fine-tuned from", evidence)
+
+
+def _is_named(reference: Reference, facts: _Facts, base: str) -> bool:
+    """Return whether a model is the base that a card names, which is not itself quantized or tuned."""
+    if facts.options.get("quantize"):
+        return False
+    if facts.repository:
+        return facts.repository.lower() == base.lower()
+    last = base.rpartition("/")[2].lower()
+    model = reference.model.lower()
+    return base not in facts.bases and (last == model or last.startswith(f"{model}-"))
+
+
+def _is_below(parent: Reference | None, name: Reference, found: Mapping[Reference, Parent]) -> bool:
+    """Return whether a model descends from ``name``, or is it."""
+    while parent is not None:
+        if parent == name:
+            return True
+        parent = found[parent].reference if parent in found else None
+    return False
+
+
+def _facts(disk: StoreDisk, entry: CatalogEntry) -> _Facts:
+    if entry.manifest is None:
+        return _Facts((), {}, "", ())
+    try:
+        record = read_source_record(disk.store, entry.manifest)
+    except BlobstoreError:  # verify reports it
+        record = None
+    texts = dict(small_texts(disk.store, entry.manifest))
+    bases = tuple(dict.fromkeys(stated_bases(texts)))
+    if record is None:
+        return _Facts((), {}, "", bases)
+    files = tuple((file.name, file.size, file.start) for file in record.files)
+    return _Facts(files, record.options, record.repository, bases)

@@ -1,0 +1,117 @@
+"""Models that other tools have pushed file by file: ModelPack artifacts and those of Docker Model Runner.
+
+Each layer is a file, or a tar of files. modctl and KitOps name the files in annotations. Docker's older
+artifacts name none: their weight files are in order, and their other files in one tar.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidManifest, UnsupportedSource
+from blobstore.manifests.file_names import is_safe_name
+from blobstore.registry.layouts.plan import FILE_PATH, TITLE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from blobstore.core.digest import Digest
+    from blobstore.registry.manifest import RemoteDescriptor
+
+_MODEL_PACK: Final = re.compile(
+    r"application/vnd\.cncf\.model\."
+    r"(?P<kind>weight|weight\.config|doc|code|dataset)\.v1\."
+    r"(?P<form>raw|safetensors|gguf|tar|tar\+gzip|tar\+zstd)"
+)
+_DOCKER: Final = {
+    "application/vnd.docker.ai.safetensors": ("weight", "safetensors"),
+    "application/vnd.docker.ai.gguf.v3": ("weight", "gguf"),
+    "application/vnd.docker.ai.mmproj": ("weight", "gguf"),
+    "application/vnd.docker.ai.vllm.config.tar": ("weight.config", "tar"),
+    "application/vnd.docker.ai.dir.tar": ("weight.config", "tar"),
+    "application/vnd.docker.ai.chat.template.jinja": ("weight.config", "raw"),
+    "application/vnd.docker.ai.license": ("doc", "raw"),
+    "application/vnd.docker.ai.model.file": ("weight.config", "raw"),
+}
+_NAMES: Final = {
+    "application/vnd.docker.ai.chat.template.jinja": "chat_template.jinja",
+    "application/vnd.docker.ai.license": "LICENSE",
+}
+"""Files that Docker's older artifacts do not name."""
+_TAR_FORMS: Final = {"tar": "", "tar+gzip": "gzip", "tar+zstd": "zstd"}
+
+
+class RemoteFile(NamedTuple):
+    """A layer that is a file of a model's folder, or a tar of files."""
+
+    path: str
+    """Where it belongs in the folder; empty for a tar."""
+    digest: Digest
+    size: int
+    is_tar: bool = False
+    compression: str = ""
+    """Of a tar: ``gzip``, ``zstd`` or none."""
+
+
+def folder_of(layers: Sequence[RemoteDescriptor]) -> tuple[RemoteFile, ...]:
+    """Return the files that the layers of a model are.
+
+    Raises:
+        InvalidManifest: a path is missing, is that of two files, or leads out of the folder.
+        UnsupportedSource: the weights are not in safetensors files.
+    """
+    unnamed = [layer for layer in layers if _kind(layer)[1] == "safetensors" and not _path(layer)]
+    shards = {
+        layer: f"model-{number:05}-of-{len(unnamed):05}.safetensors"
+        for number, layer in enumerate((layer.digest for layer in unnamed), 1)
+    }
+    if len(shards) == 1:
+        shards = dict.fromkeys(shards, "model.safetensors")
+    files = []
+    for layer in layers:
+        kind, form = _kind(layer)
+        path = _path(layer) or shards.get(layer.digest) or _NAMES.get(layer.media_type, "")
+        if form == "gguf" or path.lower().endswith(".gguf"):
+            raise UnsupportedSource("this model is a GGUF file; only safetensors are imported")
+        if kind == "dataset":  # not part of the model
+            continue
+        if form in _TAR_FORMS:
+            files.append(RemoteFile("", layer.digest, layer.size, True, _TAR_FORMS[form]))
+        elif not is_safe_name(path):
+            raise InvalidManifest(
+                f"layer {layer.digest} must not be written as the file {quote(path)}"
+            )
+        else:
+            files.append(RemoteFile(path, layer.digest, layer.size))
+    _check_paths([file.path.casefold() for file in files if file.path])
+    return tuple(files)
+
+
+def _check_paths(paths: list[str]) -> None:
+    """Check that files can be in one folder together."""
+    known = set(paths)
+    for path in paths:
+        parents = path.split("/")[:-1]
+        if any("/".join(parents[:depth]) in known for depth in range(1, len(parents) + 1)):
+            raise InvalidManifest(f"the folder of {quote(path)} is a file too")
+    if len(known) < len(paths):
+        raise InvalidManifest("two layers are the same file")
+
+
+def _kind(layer: RemoteDescriptor) -> tuple[str, str]:
+    """Return what a layer is for, and its form."""
+    match = _MODEL_PACK.fullmatch(layer.media_type)
+    if match:
+        return match["kind"], match["form"]
+    try:
+        return _DOCKER[layer.media_type]
+    except KeyError:
+        raise UnsupportedSource(
+            f"layers of type {quote(layer.media_type)} are not supported"
+        ) from None
+
+
+def _path(layer: RemoteDescriptor) -> str:
+    return layer.annotations.get(FILE_PATH) or layer.annotations.get(TITLE) or ""

@@ -1,0 +1,167 @@
+"""Models read by name, whether in a store, a registry or object storage. Clients are imported when needed."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal, TypeGuard
+
+from blobstore.manifests.reference import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from blobstore.core.digest import BlobId
+    from blobstore.core.rate_limit import RateLimiter
+    from blobstore.manifests.model import Manifest
+    from blobstore.objects.source import ObjectSource
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.store import RemoteSource
+    from blobstore.remotes.model_reader import RemoteModelSource
+    from blobstore.store.local import LocalStore
+    from blobstore.store.protocols import BlobAccess, ModelInspector
+
+Cache = Literal["keep", "none"]
+"""Whether blobs of a model elsewhere that were read completely are kept in the local store."""
+_REGISTRY = "oci://"
+_OBJECTS = ("s3://", "gs://", "az://", "file://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """What ``blobstore.open(…, plan=True)`` returns."""
+
+    blobs: int
+    """Blobs of the model."""
+    size: int
+    """Bytes of these."""
+    blobs_present: int
+    """Blobs that the local store has."""
+    bytes_present: int
+    """Bytes of these."""
+    bytes_to_read: int
+    """Bytes to read from elsewhere for the others, compressed where that is of use."""
+
+    @classmethod
+    def of(
+        cls,
+        store: BlobAccess,
+        manifest: Manifest,
+        stored_size: Callable[[BlobId], int] = attrgetter("size"),
+    ) -> ReadPlan:
+        """Return what reading all blobs of a model takes.
+
+        ``stored_size`` returns how many bytes are read for a blob that is not local.
+
+        Raises:
+            BlobMissing, BlobDamaged: a blob is nowhere, or damaged.
+        """
+        missing = []
+        for blob in manifest.blobs:
+            if store.is_local(blob.digest):
+                store.check_size(*blob.id)
+            else:
+                missing.append(blob)
+        size = sum(blob.size for blob in manifest.blobs)
+        return cls(
+            blobs=len(manifest.blobs),
+            size=size,
+            blobs_present=len(manifest.blobs) - len(missing),
+            bytes_present=size - sum(blob.size for blob in missing),
+            bytes_to_read=sum(stored_size(blob.id) for blob in missing),
+        )
+
+
+def is_address(name: object) -> TypeGuard[str]:
+    """Return whether a name is the address of a model elsewhere: ``oci://…``, ``s3://…`` and so on."""
+    return isinstance(name, str) and name.startswith((_REGISTRY, *_OBJECTS))
+
+
+def is_in_objects(name: object) -> TypeGuard[str]:
+    """Return whether a name is an address in object storage."""
+    return isinstance(name, str) and name.startswith(_OBJECTS)
+
+
+def check_address(text: str) -> None:
+    """Check the address of a model.
+
+    Raises:
+        InvalidDigest, InvalidReference: it is not valid.
+    """
+    if is_in_objects(text):
+        from blobstore.objects.address import model_addresses
+
+        next(model_addresses(text))
+    else:
+        from blobstore.registry.reference import RemoteReference
+
+        RemoteReference.parse(text)
+
+
+@contextlib.contextmanager
+def reading_models(
+    local: LocalStore, *names: str | Reference, plain_http: bool | None = None
+) -> Iterator[tuple[ModelInspector, list[Reference]]]:
+    """Give a reader of models in a store and elsewhere, and the names that they have in it.
+
+    Raises:
+        BlobDamaged, BlobMissing, InvalidManifest, UnsupportedSource: a model elsewhere is damaged.
+        ModelNotFound: there is no such model.
+        RemoteError: a remote cannot be reached, refuses access or misbehaves.
+        UsageError: a name is not valid.
+    """
+    if not any(map(is_address, names)):
+        yield local, list(map(Reference.of, names))
+        return
+    from blobstore.remotes.model_reader import RemoteReader
+
+    with contextlib.ExitStack() as stack:
+        sources: dict[Reference, RemoteModelSource] = {}
+        found: list[Reference] = []
+        for number, name in enumerate(names):
+            own = Reference("remote", "address", "model", str(number))
+            if is_address(name):
+                sources[own] = stack.enter_context(find_model(name, plain_http=plain_http))
+            else:
+                own = Reference.of(name)
+            found.append(own)
+        yield RemoteReader(sources, local), found
+
+
+@contextlib.contextmanager
+def find_model(
+    remote: str | RemoteReference,
+    *,
+    plain_http: bool | None = None,
+    limiter: RateLimiter | None = None,
+    with_files: bool = False,
+) -> Iterator[RemoteSource | ObjectSource]:
+    """Find the model at an address; the connection ends with the block.
+
+    Args:
+        remote: the address, in a registry or in object storage.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
+        limiter: limits what is read.
+        with_files: also find models that other tools have pushed as files.
+
+    Raises:
+        BlobDamaged, BlobMissing: the remote does not have what the manifest lists.
+        InvalidManifest: a manifest breaks its format or contradicts the model.
+        ModelNotFound: there is no such model.
+        RemoteError: the remote cannot be reached, refuses access or misbehaves.
+        UnsupportedSource: the address is that of something other than a model.
+        UsageError: the address is not valid.
+    """
+    if is_in_objects(remote):
+        from blobstore.objects.source import ObjectSource
+
+        yield ObjectSource.find(remote, limiter)
+        return
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.reference import RemoteReference
+    from blobstore.registry.store import RemoteSource
+
+    address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
+        yield RemoteSource.resolve(client, address, with_files=with_files)

@@ -1,0 +1,173 @@
+"""The blobs of one model elsewhere, of which those that a local store has are read there.
+
+An open model reads blobs, or ranges of them, straight into its memory. A blob that was read completely is
+kept in the local store as in a cache: the second model that needs it finds it there.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from blobstore.core import limits
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError
+from blobstore.manifests import media_types
+from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.remotes.blob_cache import BlobCache
+from blobstore.remotes.cold_layers import ColdLayer, parse_cold_layers
+from blobstore.remotes.model_reader import RemoteReader, check_sent
+from blobstore.remotes.range_loader import RangeLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from blobstore.core.mmap import MappedRegion
+    from blobstore.errors import Damaged, StoreError
+    from blobstore.manifests.model import Manifest
+    from blobstore.objects.source import ObjectSource
+    from blobstore.remotes.addresses import Cache
+    from blobstore.safetensors.header import Header
+    from blobstore.store.local import LocalStore
+
+
+class RemoteStore:
+    """The blobs of one model elsewhere, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
+
+    def __init__(
+        self,
+        local: LocalStore,
+        source: ObjectSource,
+        *,
+        cache: Cache = "keep",
+        cache_limit: int | None = None,
+    ) -> None:
+        """Read nothing but the list of compressed forms.
+
+        Args:
+            local: the store that has some of the blobs, and keeps others.
+            source: the model.
+            cache: whether to keep blobs that were read completely in the store.
+            cache_limit: bytes of blobs to keep for models elsewhere, at most; others are removed first.
+
+        Raises:
+            RemoteError: the remote cannot be reached, or fails.
+        """
+        self.local = local
+        """The store that has some of the blobs."""
+        self._source = source
+        self.reference = source.address.reference
+        """The name of the model."""
+        self.manifest = source.manifest
+        """Its manifest."""
+        self.manifest_data = source.data
+        """The bytes of that."""
+        self._reader = RemoteReader({self.reference: source}, local)
+        self.check_size = self._reader.check_listed
+        missing = [blob for blob in source.blobs if not local.has(blob.digest)]
+        needed = sum(blob.size for blob in missing)
+        layers: dict[Digest, ColdLayer] = {}
+        if missing and (index := source.cold_index()) is not None:
+            layers = parse_cold_layers(index)
+        self._cache = None
+        if cache == "keep":
+            self._cache = BlobCache(local, source.data, needed, cache_limit)
+        loader = RangeLoader(source, local, layers, self._reader.starts, self._cache)
+        self.load, self.read_ranges = loader.load, loader.read_ranges
+        self.is_local, self.stored_size = loader.is_local, loader.stored_size
+        self._load_small = loader.load_small
+        # What is a file is one of the local store.
+        self.root, self.verified_blobs = local.root, local.verified_blobs
+        self.blob_path, self.cold_path = local.blob_path, local.cold_path
+        self.open_hot, self.open_cold = local.open_hot, local.open_cold
+        self.map_hot, self.is_cached = local.map_hot, local.is_cached
+        self._small: dict[Digest, bytes] = {}
+
+    def __reduce__(self) -> str:
+        """Refuse to be sent to another process: its connections and threads stay in this one."""
+        raise TypeError(
+            f"{self.reference} is read from elsewhere, and cannot be copied or pickled; open it in each "
+            "process, or pull it first"
+        )
+
+    def begin(self) -> None:
+        """Note that the model is used, and read everything but the tensors, with concurrent requests.
+
+        Raises:
+            BlobMissing, BlobDamaged: a small file is missing or damaged.
+            RemoteError: the remote cannot be reached, or fails.
+        """
+        if self._cache is not None:
+            self._cache.begin()
+        tensors = {layer.digest for layer in self._source.manifest.layers_of(media_types.TENSOR)}
+        small = [
+            blob.id
+            for blob in self._source.blobs
+            if blob.digest not in tensors
+            and blob.size <= limits.SMALL_FILES.one
+            and not self.is_local(blob.digest)
+        ]
+        # Those beyond the limit are read when they are asked for.
+        small.sort(key=attrgetter("size"))
+        sizes = accumulate(blob.size for blob in small)
+        count = sum(size <= limits.SMALL_FILES.all for size in sizes)
+        self._small = self._load_small(small[: min(count, limits.SMALL_FILES.count)])
+
+    def close(self) -> None:
+        """Wait until the blobs that are kept are in the store."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def check_digest(
+        self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Read the whole blob and compare its digest. Raises BlobDamaged and RemoteError."""
+        if self.is_local(digest):
+            self.local.check_digest(digest, size, progress)
+            return
+        pieces = self._reader.read_pieces(digest, size)
+        check_sent(digest, Digest.of_pieces(pieces, progress))
+
+    def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
+        """Check against the config that the manifest has not changed; return whether it could be read."""
+        try:
+            config = self.read_blob(*manifest.config.id, MAX_CONFIG_SIZE)
+        except BlobstoreError:
+            return False
+        check_layers(data, config)
+        return True
+
+    def read_into(
+        self,
+        digest: Digest,
+        size: int,
+        offset: int,
+        buffer: memoryview,
+        *,
+        past_cache: bool = False,
+    ) -> None:
+        """Read bytes of a blob from ``offset`` on, from the local store or elsewhere."""
+        if self.is_local(digest):
+            self.local.read_into(digest, size, offset, buffer, past_cache=past_cache)
+        else:
+            self._reader.read_into(digest, size, offset, buffer)
+
+    def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
+        """Return the bytes of a small blob after checking its digest."""
+        if digest in self._small:
+            return self._small[digest]
+        return self._reader.read_blob(digest, size, limit)
+
+    def read_headers(
+        self, blobs: Iterable[tuple[Digest, int]], region: MappedRegion | None = None
+    ) -> Iterator[Header | Damaged | StoreError]:
+        """Yield the headers of blobs, from wherever these are; nothing is mapped."""
+        del region
+        return self._reader.read_headers(blobs)
+
+    def read_index(self, key: Digest) -> None:
+        """Return None: what the local store knows of blobs that it lacks was never checked."""
+
+    def write_index(self, key: Digest, data: bytes) -> None:
+        """Do nothing: the headers of blobs that were not read completely were not checked."""

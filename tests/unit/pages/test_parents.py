@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.operations.create.create import create
+from blobstore.operations.describe.disk_usage import read_disk
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.pages.family_view import family_view
+from blobstore.pages.parents import Parent, find_parents
+from blobstore.store.local import LocalStore
+from tests.support.frozen import layer, tuned, weights
+from tests.support.models import add_blobs, quantizable_tensors, write_folder
+
+
+def found_in(store: LocalStore) -> dict[str, Parent]:
+    return {str(name): parent for name, parent in find_parents(read_disk(store)).items()}
+
+
+def card(base: str) -> dict[str, bytes]:
+    return {"README.md": f"---\nbase_model: {base}\n---\n".encode()}
+
+
+def test_a_quantized_model_descends_from_the_model_of_the_same_files(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "plain", quantizable_tensors())
+    create(folder, "plain", store=store)
+    create(folder, "small", quantize="int8", store=store)
+
+    (found,) = found_in(store).items()
+
+    assert (found[0], found[1].name, found[1].relation) == (
+        "small:latest",
+        "plain:latest",
+        "quantized from",
+    )
+
+
+def test_of_models_with_equal_headers_the_one_that_shares_most_is_the_parent(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    tensors = quantizable_tensors()
+    changed = {name: tensor + tensor for name, tensor in tensors.items()}
+    create(write_folder(tmp_path / "a", changed), "a-other", store=store)
+    folder = write_folder(tmp_path / "b", tensors)
+    create(folder, "b-origin", store=store)
+    create(folder, "small", quantize="int8", store=store)
+
+    assert found_in(store)["small:latest"].name == "b-origin:latest"
+
+
+@pytest.mark.parametrize("base", ["someone/Plain", "someone/plain-v2", "plain"])
+def test_a_model_card_names_the_parent(base: str, store: LocalStore, tmp_path: Path) -> None:
+    tensors = quantizable_tensors()
+    create(write_folder(tmp_path / "plain", tensors), "plain", store=store)
+    made = {name: tensor + tensor for name, tensor in tensors.items()}
+    create(write_folder(tmp_path / "tuned", made, files=card(base)), "tuned", store=store)
+
+    found = found_in(store)["tuned:latest"]
+
+    assert (found.name, found.relation) == ("plain:latest", "fine-tuned from")
+    assert base in found.evidence
+
+
+def test_a_parent_that_the_store_lacks_is_named(store: LocalStore, tmp_path: Path) -> None:
+    files = card("someone/else")
+    create(write_folder(tmp_path / "m", {"a": np.ones(3)}, files=files), "m", store=store)
+
+    found = found_in(store)["m:latest"]
+    nodes = family_view(read_disk(store), find_parents(read_disk(store)))["nodes"]
+
+    assert (found.reference, found.name) == (None, "someone/else")
+    assert [(node["name"], node["depth"], node.get("outside")) for node in nodes] == [
+        ("someone/else", 0, True),
+        ("m:latest", 1, None),
+    ]
+
+
+def test_a_frozen_model_descends_from_the_model_of_its_bases(store: LocalStore) -> None:
+    add_blobs(store, "base", {f"w{i}": layer(f"w{i}", weights(i)) for i in range(2)})
+    add_blobs(store, "ft", {f"w{i}": layer(f"w{i}", tuned(9 + i, i)) for i in range(2)})
+    freeze_models(["ft"], base="base", store=store)
+
+    disk = read_disk(store)
+    found = found_in(store)["ft:latest"]
+
+    assert (found.name, found.relation) == ("base:latest", "compressed against")
+    assert found.delta == sum(disk.blobs.cold.values()) > 0
+    assert found.shared > 0  # the config
+    assert found.own == 0
+
+
+def test_bytes_of_an_edge_add_up_to_the_model(store: LocalStore, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "plain", quantizable_tensors())
+    create(folder, "plain", store=store)
+    create(folder, "small", quantize="int8", store=store)
+
+    disk = read_disk(store)
+    for name, parent in find_parents(disk).items():
+        size = sum(disk.blobs.sizes[digest] for digest in disk.entries[name].blobs)
+        assert parent.shared + parent.delta + parent.own == size
+
+
+def test_two_models_that_name_each_other_make_no_circle(store: LocalStore, tmp_path: Path) -> None:
+    for name, base in (("one", "x/two"), ("two", "x/one")):
+        made = {"a": np.full(3, len(base) + ord(name[0]), np.float32)}
+        create(write_folder(tmp_path / name, made, files=card(base)), name, store=store)
+
+    nodes = family_view(read_disk(store), find_parents(read_disk(store)))["nodes"]
+
+    assert sorted(node["name"] for node in nodes) in (
+        ["one:latest", "two:latest"],
+        ["one:latest", "two:latest", "x/one"],
+        ["one:latest", "two:latest", "x/two"],
+    )
+
+
+def test_models_without_relatives_are_counted(store: LocalStore) -> None:
+    add_blobs(store, "alone", {"x": b"1"})
+
+    assert family_view(read_disk(store), {}) == {"nodes": [], "rows": 0, "alone": 1}
