@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -257,6 +258,27 @@ def test_short_modules_are_shared_or_have_a_reason() -> None:
     }
 
     assert short == set(SHORT)
+
+
+def test_the_page_about_the_architecture_shows_the_contract_of_the_packages() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    contract = project()["tool"]["importlinter"]["contracts"][0]["layers"]
+    layers = [set(layer.split(" | ")) for layer in contract if layer != "__main__"]
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)
+    listed = [
+        {name for level, name in rows if int(level) == number}
+        for number in range(len(layers), 0, -1)
+    ]
+    arrows = re.search(r"flowchart TD\n(.*?)```", page, re.DOTALL)
+
+    assert listed == layers
+    assert arrows is not None
+    drawn = [
+        tuple(set(end.split(" & ")) for end in pair)
+        for line in arrows[1].splitlines()
+        for pair in itertools.pairwise(line.strip().split(" --> "))
+    ]
+    assert drawn == list(itertools.pairwise(layers))
 
 
 def test_the_wheel_has_every_package() -> None:
