@@ -76,6 +76,7 @@ def leased(
                 advice="run it again: it sends only what is missing",
             )
 
+    # The lease is written before the note is looked for; a collection does it the other way around.
     client.put(key, strict_json.dumps([digest.hex for digest in digests]).encode())
     try:
         until = time.monotonic() + wait
@@ -110,6 +111,7 @@ class Collection:
         self._client = client
         mine = uuid.uuid4().hex.encode()
         former = client.get(_NOTE, len(mine))
+        # The age of the note is judged by the server's clock, which an object that was just written tells.
         probe = f"{_LEASES}/{mine.decode()}"
         client.put(probe, b"[]")
         now = _written(client, probe)
@@ -117,6 +119,7 @@ class Collection:
         if former is not None and _is_collecting(client, now):
             raise _busy(client)
         self._began = _now()
+        # Conditional on what was read: of two collections that begin at once, one fails.
         try:
             client.replace(_NOTE, mine, None if former is None else former.tag)
         except Conflict:

@@ -59,6 +59,7 @@ class BlobCache:
                 self._is_off = not evict_models(self._store, self._needed, self._limit, manifest)
             if not self._is_off:
                 with self._store.writing():
+                    # Before the first blob: gc would delete blobs that no manifest reaches.
                     self._store.remote_cache.keep(self._manifest)
                 with contextlib.suppress(OSError):  # the file is another user's
                     self._claims = self._store.claims()
@@ -97,6 +98,7 @@ class BlobCache:
                     with contextlib.suppress(BlobstoreError, OSError), started[1]:
                         started[0].publish()
             finally:
+                # After the names: a process that waits for a claim then looks for the blob.
                 if self._claims is not None:
                     self._claims.release(claimed)
 
@@ -180,6 +182,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
     """
     if needed > limit:
         return False
+    # Under the exclusive lock no process can publish a manifest, or begin to rely on a blob that goes.
     with store.exclusive_lock(), store.writing():
         leased = set().union(*store.read_leases().held.values())
         models = sorted(store.remote_cache.all(), key=lambda model: model.used)
@@ -206,6 +209,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
                 if not users[name] and digest not in leased and not store.has_base_link(digest):
                     Path(store.blob_path(digest)).unlink(missing_ok=True)
                     kept -= sizes.pop(name)
+            # Last: a process that is killed before leaves a model whose missing blobs are read again.
             model.path.unlink(missing_ok=True)
         return kept + needed <= limit
 

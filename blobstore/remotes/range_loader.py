@@ -107,7 +107,8 @@ class RangeLoader:
         try:
             self._read_loads(loads, batch, pool)
             if others := [load for load in loads if not load.is_mine()]:
-                batch.publish()  # before waiting, because others wait too
+                # Before waiting: the other process may wait for our blobs as we do for its.
+                batch.publish()
                 pool.run(others, lambda load: self._take(load, batch, pool))
                 self._read_loads([load for load in others if load.is_mine()], batch, pool)
         finally:
@@ -252,6 +253,7 @@ class RangeLoader:
     def _finish(self, load: _Load, batch: BlobBatch | None) -> None:
         """Check a blob that has arrived, after decoding it, and keep it."""
         if load.layer is not None and not self._is_decoded(load, load.layer):
+            # What the remote says about compressed forms is not trusted; the blob itself has the digest.
             load.layer = None
             for begin in range(0, load.blob.size, PART):
                 end = min(begin + PART, load.blob.size)
@@ -336,7 +338,7 @@ class _Load:
                 self._arrived += end - begin
                 return self._arrived == self.layer.stored.size
             self._ends[begin] = end
-            if self._is_hashing:
+            if self._is_hashing:  # that thread takes this part too, since it looks under the lock
                 return False
             self._is_hashing = True
         while True:

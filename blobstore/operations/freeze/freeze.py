@@ -247,6 +247,7 @@ class _Run:
         """Give cold blobs their paths and remove hot files; return the blobs to encode again."""
         self._store.cold_bases()  # opens the cold blobs that are new, before the lock is held
         with self._store.exclusive_lock():
+            # Read again: while blobs were encoded, processes opened models, and models were created.
             leased = self._store.read_leases(without=lease).digests
             self._plan.reachable.update()
             needs = {} if self._keep_hot else self._plan.must_stay_hot(leased)
@@ -256,6 +257,7 @@ class _Run:
                 for item in ready
                 if item.path is not None and item.state is not None
             ]
+            # The index first: a cold blob that it does not list would hide from gc which base it needs.
             try:
                 self._store.cold_index.append(entries)
             except OSError as error:
@@ -272,6 +274,7 @@ class _Run:
                 for item in ready
                 if FileState.of(self._store.cold_path(item.blob.digest)) == item.state
             }
+            # The names of the cold files must be durable before the hot files go.
             sync_folder(self._store.folder("cold"))
             if not self._keep_hot:
                 for digest in placed:

@@ -275,6 +275,7 @@ class _Collection:
                 begin = time.monotonic()
                 self._update()
                 end = time.monotonic() + _hold(time.monotonic() - begin)
+                # The lock is given up now and then, so that imports need not wait for all of it.
                 while remaining:
                     interrupts.check()
                     removed += self._visit(remaining.pop())
@@ -343,6 +344,7 @@ class _Collection:
         Raises:
             BlobDamaged: a cold blob that is needed is not in the index and cannot be read, so its base is unknown.
         """
+        # In this order: a lease that has ended by now ended after its manifest was published.
         self._leases = self._store.read_leases()
         self._marks.update()
         if self._version_of_cold() != self._cold_version:

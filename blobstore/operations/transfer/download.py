@@ -80,9 +80,9 @@ class _Fetch:
 class Download:
     """Fetches blobs on several threads, each with one stream.
 
-    A task is a blob, or a part of a large blob. Who begins a blob adds a task for each of its parts, and
-    who ends its last part checks its digest. Blobs that another process is fetching are put back. A delta
-    is begun when its base is complete, if that comes too.
+    A task is a blob, or a part of a large blob. The thread that begins a blob adds a task for each of its
+    parts, and the thread that ends its last part checks its digest. Blobs that another process is fetching
+    are put back. A delta begins when its base is complete, if this pull fetches the base too.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Download:
         """The tasks that wait for a blob."""
         for fetch in self._fetches:
             base = None if fetch.cold is None else fetch.cold.base
+            # If this pull does not fetch the base, the store has it.
             ready = self._tasks if base is None else self._deltas.get(base.digest, self._tasks)
             ready.append(partial(self._begin, fetch))
         self._unfinished = len(self._fetches)
@@ -177,11 +178,13 @@ class Download:
         self._workers.report(0, fetch.label)
         file = self._ingest.open_partial(fetch.stored, lambda: self._workers.report(0, fetch.label))
         if file is None:
+            # Last, so that this thread first does what no other process does.
             self._workers.stopping.wait(_BUSY_PAUSE)
             self._add([partial(self._begin, fetch)], is_last=True)
             return
         fetch.file = file
-        if self._ingest.find(*fetch.blob.id) is not None:  # fetched by another process
+        # Looked for again now that the file is locked: the process that held it may have published the blob.
+        if self._ingest.find(*fetch.blob.id) is not None:
             file.discard()
             self._end(fetch, file, resumed=fetch.blob.size)
             return
@@ -192,6 +195,7 @@ class Download:
         if not parts:
             self._check(fetch, file)
             return
+        # First in the queue: a blob that is complete can be hashed and synced while others arrive.
         self._add([partial(self._fill, fetch, file, part) for part in parts[1:]])
         self._fill(fetch, file, parts[0])
 
@@ -215,7 +219,7 @@ class Download:
             # If the server does not answer, it would not answer a request for the blob either.
             if fetch.cold is None or not error.status:
                 raise
-        file.catch_up()
+        file.catch_up()  # the bytes are still in the page cache
         with self._changed:
             fetch.parts -= 1
             is_filled = not fetch.parts
@@ -234,6 +238,7 @@ class Download:
             self.paths[file.blob.digest] = file.path
             self._end(fetch, file)
             return
+        # An earlier pull or another program may have left wrong bytes in the file, so it is not continued.
         file.discard()
         file.close()
         fetch.file = None

@@ -155,6 +155,7 @@ def pull_model(
         digest = Digest.of(signed)
         policy = read_policy(store)
         errors: list[RemoteError] = []
+        # The policy is asked before any weight is fetched.
         found, fetch_layers = _attached(source, digest, errors.append)
         signatures = SelectedSignatures.of(found, digest, policy)
         verdict = check_trust(store, reference, signed, envelopes(signatures.data), policy, errors)

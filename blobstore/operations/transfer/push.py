@@ -327,7 +327,7 @@ class _Push:
                 return {}
             stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)
             counts = self._send(stored, report)
-            if self._verify:  # before it is listed
+            if self._verify:  # before it is listed, or clients would already fetch it
                 self._read_back(stored.id, blob.name, report)
             new.append(file.layer)
             return counts
