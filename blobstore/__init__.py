@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
+    from blobstore.operations.create.save import save
     from blobstore.operations.describe.cat import read_file
     from blobstore.operations.describe.disk_usage import StoreUsage
     from blobstore.operations.describe.disk_usage import measure_usage as du
@@ -161,6 +162,7 @@ _HOMES = {
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
     "repair": ("blobstore.operations.maintenance.repair", "repair_models"),
     "restore": ("blobstore.operations.maintenance.history", "restore_model"),
+    "save": ("blobstore.operations.create.save", "save"),
     "show": ("blobstore.operations.describe.show", "describe_model"),
     "show_source": ("blobstore.operations.describe.show", "model_source"),
     "sign": ("blobstore.operations.sign.sign", "sign_model"),
@@ -241,6 +243,7 @@ __all__ = [
     "rename",
     "repair",
     "restore",
+    "save",
     "show",
     "show_source",
     "sign",

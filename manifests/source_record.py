@@ -57,7 +57,7 @@ class SourceRecord:
     """What a model was imported from."""
 
     kind: str
-    """``folder``, ``file``, ``hub`` or ``meta-llama``."""
+    """``folder``, ``file``, ``hub``, ``meta-llama`` or ``memory``."""
     files: tuple[RecordedFile, ...]
     """Sorted by name."""
     repository: str = ""

@@ -163,10 +163,10 @@ def named_tensors(
 
 
 def _as_numpy(tensors: Mapping[str, mx.array]) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: _array(tensor) for name, tensor in tensors.items()}
+    return {name: as_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def _array(tensor: mx.array) -> np.ndarray[Any, Any]:
+def as_numpy(tensor: mx.array) -> np.ndarray[Any, Any]:
     """Return an array as one of numpy, not copied; it may be strided."""
     if (
         isinstance(tensor, mx.array) and tensor.dtype == mx.bfloat16

@@ -240,7 +240,12 @@ def named_tensors(
 
     for name, array in tensor_dict.items():
         require(name, str, "tensor_dict")
-        yield TensorSpec(name, _type_in_file(array.dtype), array.shape), array
+        yield spec_of(name, array), array
+
+
+def spec_of(name: str, array: np.ndarray[Any, Any]) -> TensorSpec:
+    """Return the spec of an array in a file. Raises SafetensorError if the format lacks its type."""
+    return TensorSpec(name, _type_in_file(array.dtype), array.shape)
 
 
 def file_bytes(array: np.ndarray[Any, Any]) -> memoryview:

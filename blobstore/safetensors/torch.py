@@ -11,7 +11,13 @@ import torch
 from blobstore.core.escape import escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
-from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedDType, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    SafetensorError,
+    UnsupportedDType,
+    UnsupportedSource,
+    UsageError,
+)
 from blobstore.safetensors.handle import safe_open
 from blobstore.safetensors.header import SUB_BYTE_RULE
 from blobstore.safetensors.shared_tensors import end_ptr as _end_ptr
@@ -418,10 +424,27 @@ def named_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[TensorS
     _check_tensors(tensors)
     for name, tensor in tensors.items():
         require(name, str, "tensor_dict")
-        dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
-        if dtype is DType.F4 and shape:
-            shape = (*shape[:-1], shape[-1] * 2)
-        yield TensorSpec(name, dtype, shape), tensor
+        yield spec_of(name, tensor), tensor
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Return the spec of a tensor in a file. Raises KeyError if the format lacks its type."""
+    dtype, shape = _NAMES[tensor.dtype], tuple(tensor.shape)
+    if dtype is DType.F4 and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return TensorSpec(name, dtype, shape)
+
+
+def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor has bytes of its own. Raises UnsupportedSource."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedSource(
+            f"tensor {quote(name)} is a {quote(type(tensor).__name__)}, whose bytes are elsewhere",
+            advice="gather distributed tensors with full_tensor(), and dequantize others, before",
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "has no data" if tensor.is_meta else "is sparse; make it dense with to_dense()"
+        raise UnsupportedSource(f"tensor {quote(name)} {what}")
 
 
 def _check_tensors(tensors: Mapping[str, object]) -> None:

@@ -32,7 +32,7 @@ from blobstore.operations.create.jobs import (
     close_joined,
     reporting,
 )
-from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.operations.create.source_record import ImportOptions, source_record
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
@@ -166,45 +166,72 @@ def create(
         decode,
     )
     with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
-        plan = plan_source(opened, experts=experts, quantize=options.quantize, decode=decode)
-        record, unkept = source_record(opened, plan.blobs, options)
-        source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
-        notices = [*plan.notices, *unkept, *_same_imports(store, record, source_layer.data)]
-        files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
-        total = sum(blob.size for blob in plan.blobs)
-        total += sum(file.size for file in files if file.is_large())
-        pool = WorkerPool(jobs, progress, total, executor=executor)
-        with store.ingest(paranoid=paranoid) as ingest:
-            in_workers = executor is not None
-            done: dict[str, tuple[BlobPlan, Ingested]] = {}
-            kept: list[str] = []
-            while failed := _add_tensors(
-                opened, plan.blobs, done, store, ingest, pool, in_workers=in_workers
-            ):
-                # Plan again, so that the record has what it takes to import the same blobs.
-                kept += (error.tensor for error in failed)
-                options = options.keeping(error.tensor for error in failed)
-                plan = plan_source(
-                    opened, experts=experts, quantize=options.quantize, decode=decode
-                )
-            if kept:
-                record, unkept = source_record(opened, plan.blobs, options)
-                source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
-                same = _same_imports(store, record, source_layer.data)
-                notices = [*plan.notices, *unkept, *same, *_kept(kept)]
-                files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
-            added = [done[blob.name][1] for blob in plan.blobs]
-            manifest = _add_files(opened, plan, files, ingest, added, pool)
-            opened.check_unchanged()
-            ingest.publish()
-            rewrite_indexes(store, ingest.repaired)
-            # A model gets its name only if it can be resolved, and its index for faster opening.
-            data = manifest.to_bytes()
-            index = load_index(store, data, use_index=not ingest.repaired)
-            if not index.is_cached:
-                write_index(store, data, index)
-            opened.check_unchanged()
-            former = store.publish(reference, manifest, ingest)
+        return import_source(
+            opened,
+            reference,
+            store,
+            options,
+            started=started,
+            paranoid=paranoid,
+            jobs=jobs,
+            executor=executor,
+            progress=progress,
+        )
+
+
+def import_source(
+    opened: TensorSource,
+    reference: Reference,
+    store: LocalStore,
+    options: ImportOptions,
+    *,
+    started: float,
+    paranoid: bool = False,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> Created:
+    """Import an open source, which stays open, with the arguments of :func:`create`. Raises as that.
+
+    ``started`` is when the import began, by the monotonic clock.
+    """
+    plan = options.plan(opened)
+    record, unkept = source_record(opened, plan.blobs, options)
+    source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+    notices = [*plan.notices, *unkept, *_same_imports(store, record, source_layer.data)]
+    files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
+    total = sum(blob.size for blob in plan.blobs)
+    total += sum(file.size for file in files if file.is_large())
+    pool = WorkerPool(jobs, progress, total, executor=executor)
+    with store.ingest(paranoid=paranoid) as ingest:
+        in_workers = executor is not None
+        done: dict[str, tuple[BlobPlan, Ingested]] = {}
+        kept: list[str] = []
+        while failed := _add_tensors(
+            opened, plan.blobs, done, store, ingest, pool, in_workers=in_workers
+        ):
+            # Plan again, so that the record has what it takes to import the same blobs.
+            kept += (error.tensor for error in failed)
+            options = options.keeping(error.tensor for error in failed)
+            plan = options.plan(opened)
+        if kept:
+            record, unkept = source_record(opened, plan.blobs, options)
+            source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+            same = _same_imports(store, record, source_layer.data)
+            notices = [*plan.notices, *unkept, *same, *_kept(kept)]
+            files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
+        added = [done[blob.name][1] for blob in plan.blobs]
+        manifest = _add_files(opened, plan, files, ingest, added, pool)
+        opened.check_unchanged()
+        ingest.publish()
+        rewrite_indexes(store, ingest.repaired)
+        # A model gets its name only if it can be resolved, and its index for faster opening.
+        data = manifest.to_bytes()
+        index = load_index(store, data, use_index=not ingest.repaired)
+        if not index.is_cached:
+            write_index(store, data, index)
+        opened.check_unchanged()
+        former = store.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
         tensors=len(opened.specs),

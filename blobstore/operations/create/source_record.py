@@ -12,7 +12,7 @@ from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.manifests.source_record import MAX_NEW_SIZE
 from blobstore.operations.create.grouping import EXPERT_FORMS, ExpertForm
-from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.operations.create.plan import QuantizeOptions, plan_source
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.sources.base import SourceOptions
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.create.grouping import BlobPlan
+    from blobstore.operations.create.plan import ModelPlan
     from blobstore.sources.base import TensorSource
 
 _Options = TypeVar("_Options", SourceOptions, QuantizeOptions)
@@ -40,6 +41,10 @@ class ImportOptions(NamedTuple):
     quantize: QuantizeOptions = QuantizeOptions()
     experts: ExpertForm = "packed"
     decode: bool = False
+
+    def plan(self, source: TensorSource) -> ModelPlan:
+        """Return the plan for an open source. Raises as :func:`plan_source`."""
+        return plan_source(source, experts=self.experts, quantize=self.quantize, decode=self.decode)
 
     def keeping(self, names: Iterable[str]) -> ImportOptions:
         """Return the options with some tensors kept as they are."""

@@ -1,0 +1,112 @@
+"""The tensors of a running program as a source, which are read where they lie.
+
+The source is like a folder with one file, ``model.safetensors``, that the safetensors library would write. So
+an export of the model writes that file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core import strict_json
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
+from blobstore.manifests.file_names import is_valid_name
+from blobstore.manifests.source_record import RecordedFile, SourceRecord
+from blobstore.safetensors.header import encode_file_header, in_file_order
+from blobstore.sources.base import SourceFile
+from blobstore.sources.small_files import MAX_SMALL_FILE
+from blobstore.sources.versions import SourceVersions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
+
+    from blobstore.core.tensor import TensorSpec
+
+_FILE = "model.safetensors"
+
+
+class MemorySource:
+    """Tensors in memory, which must not change until the source is closed. See :class:`TensorSource`."""
+
+    def __init__(
+        self,
+        tensors: Mapping[TensorSpec, Callable[[], Buffer]],
+        metadata: Mapping[str, str],
+        files: Mapping[str, bytes],
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            tensors: the tensors, and what returns the bytes of each as a file has them.
+            metadata: the ``__metadata__`` of the file.
+            files: the contents of small files, by name.
+
+        Raises:
+            UsageError: there are no tensors, a file has a name that a store cannot hold or is too
+                large, or ``config.json`` is not a JSON object.
+            UnsupportedSource: no header can hold the tensors.
+        """
+        in_order = in_file_order(tensors)
+        self.specs = {spec.name: spec for spec in in_order}
+        self._read = {spec.name: read for spec, read in tensors.items()}
+        if not in_order:
+            raise UsageError("there are no tensors")
+        for name, content in files.items():
+            if not is_valid_name(name):
+                raise UsageError(
+                    f"a store cannot hold a file {quote(name)}: names have only letters, digits, '_', '.' "
+                    "and '-', and at most one folder"
+                )
+            if len(content) > MAX_SMALL_FILE:
+                raise UsageError(f"file {quote(name)} is over {MAX_SMALL_FILE >> 20} MiB")
+        self.files: Sequence[SourceFile] = [
+            SourceFile(name, Path(name), content) for name, content in sorted(files.items())
+        ]
+        self.config: Mapping[str, Any] = _config(files.get("config.json"))
+        self.notices: Sequence[str] = ()
+        self.metadata = {Path(_FILE): metadata}
+        self.versions = SourceVersions()
+        try:
+            self._header = encode_file_header(in_order, metadata or None)
+        except (InvalidHeader, UnicodeEncodeError) as error:
+            raise UnsupportedSource(f"no safetensors file can hold the tensors: {error}") from None
+
+    @property
+    def reopen(self) -> Callable[[], MemorySource]:
+        """Other processes do not have the tensors."""
+        raise UsageError("tensors in memory can be saved only by threads of this process")
+
+    def check_unchanged(self) -> None:
+        """Return: nothing shows whether memory has changed."""
+
+    def record(self) -> SourceRecord:
+        """See :class:`TensorSource`."""
+        size = len(self._header) + sum(spec.nbytes for spec in self.specs.values())
+        file = RecordedFile(_FILE, "safetensors", size, self._header)
+        return SourceRecord(kind="memory", files=(file,))
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`TensorSource`; the pieces are as large as ``buffer``, but not in it."""
+        data = memoryview(self._read[name]()).cast("B")
+        for begin in range(0, len(data), len(buffer)):
+            yield data[begin : begin + len(buffer)]
+
+    def close(self) -> None:
+        """Forget the tensors."""
+        self._read = {}
+
+
+def _config(content: bytes | None) -> Mapping[str, Any]:
+    if content is None:
+        return {}
+    try:
+        value = strict_json.loads_any(content)
+    except ValueError as error:
+        raise UsageError(f"config.json: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError("config.json is not a JSON object")
+    return value

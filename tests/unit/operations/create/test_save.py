@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
+from blobstore.operations.create.create import create
+from blobstore.operations.create.save import save
+from blobstore.safetensors import numpy as arrays
+from blobstore.store.local import LocalStore
+
+TENSORS = {
+    "embed.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "norm.weight": np.ones(4, ml_dtypes.bfloat16),
+    "step": np.array(7, np.int64),
+    "empty": np.zeros((0, 3), np.float16),
+}
+CONFIG = {"model_type": "toy"}
+
+
+def converted(framework: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return arrays as tensors of a framework."""
+    if framework == "torch":
+        from blobstore.safetensors import torch
+
+        return dict(torch.load(arrays.save(tensors)))
+    if framework == "mlx":
+        from blobstore.safetensors import mlx
+
+        return dict(mlx.load(arrays.save(tensors)))
+    return tensors
+
+
+def test_gives_back_the_tensors(store: LocalStore, framework: str) -> None:
+    saved = save(converted(framework, TENSORS), "m", files={"config.json": CONFIG}, store=store)
+    opened = blobstore.open("m", store=store)
+    assert saved.tensors == len(TENSORS) == len(opened)
+    for name, array in TENSORS.items():
+        found = np.asarray(opened[name])
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert found.tobytes() == array.tobytes()
+    assert opened.config == CONFIG
+
+
+def test_has_the_blobs_of_an_import_of_the_same_tensors_and_is_exported_as_that_file(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    arrays.save_file(TENSORS, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    create(folder, "created", store=store)
+    saved = save(TENSORS, "saved", files={"config.json": CONFIG}, store=store)
+    assert saved.bytes_written < 1500  # the record and the config of the manifest
+    blobstore.export("saved", tmp_path / "exported", store=store)
+    for path in folder.iterdir():
+        assert (tmp_path / "exported" / path.name).read_bytes() == path.read_bytes()
+    assert not blobstore.verify("saved", store=store).faults
+
+
+@pytest.mark.parametrize(("framework", "metadata"), [("torch", "pt"), ("mlx", "mlx")])
+def test_the_exported_file_names_the_framework(
+    store: LocalStore, tmp_path: Path, framework: str, metadata: str
+) -> None:
+    if framework == "mlx":
+        pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
+    save(converted(framework, TENSORS), "m", store=store)
+    blobstore.export("m", tmp_path / "exported", store=store)
+    with blobstore.safetensors.safe_open(tmp_path / "exported/model.safetensors", "np") as file:
+        assert file.metadata() == {"format": metadata}
+
+
+def test_a_frozen_base_is_stored_once(store: LocalStore) -> None:
+    base = {f"layers.{number}.weight": np.full((64, 64), number, np.float32) for number in range(8)}
+    for step in range(10):
+        saved = save(base | {"adapter": np.full(8, step)}, f"run:step-{step}", store=store)
+        assert saved.bytes_present > 8 * 64 * 64 * 4 or not step
+    blobs = list(store.folder("blobs").iterdir())
+    assert sum(path.stat().st_size > 64 * 64 * 4 for path in blobs) == 8
+
+
+def test_a_background_save_keeps_what_the_tensors_were(store: LocalStore, framework: str) -> None:
+    if framework == "mlx":
+        pytest.skip("arrays of MLX do not change")
+    tensors = converted(framework, {"x": np.zeros(1000, np.float32)})
+    future = save(tensors, "m", store=store, background=True)
+    tensors["x"][:] = 1
+    assert future.result().tensors == 1
+    assert not np.asarray(blobstore.open("m", store=store)["x"]).any()
+
+
+def test_a_background_save_reports_its_error_in_the_future(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise BlobstoreError("no")
+
+    monkeypatch.setattr(LocalStore, "publish", fail)
+    future = save(TENSORS, "m", store=store, background=True)
+    with pytest.raises(BlobstoreError, match="no"):
+        future.result()
+    assert not list(store.references())
+
+
+def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(b"[1]")
+    files: dict[str, Any] = {
+        "a.txt": b"a",
+        "tokenizer.json": tmp_path / "t.json",
+        "config.json": CONFIG,
+    }
+    save(TENSORS, "m", files=files, store=store)
+    read = [blobstore.read_file("m", name, store=store) for name in files]
+    assert read[:2] == [b"a", b"[1]"]
+    assert json.loads(read[2]) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"../x": b""}, "a store cannot hold a file '../x'"),
+        ({"config.json": b"[]"}, "config.json is not a JSON object"),
+        ({"config.json": b"{"}, "config.json: "),
+        ({"config.json": {"x": object()}}, "file 'config.json': .*not JSON serializable"),
+        ({"x": Path("/nothing")}, "file 'x': .*No such file"),
+        ({"x": 7}, "file 'x': "),
+    ],
+)
+def test_refuses_files_that_cannot_be_kept(
+    store: LocalStore, files: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        save(TENSORS, "m", files=files, store=store)
+    assert not list(store.references())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ({}, UsageError, "there are no tensors"),
+        ({"x": [1.0]}, UsageError, "'x' is 'list', and not a tensor of torch, numpy or MLX"),
+        ({7: np.zeros(1)}, UsageError, "which is not a text"),
+        ({"x": np.array(["text"])}, UnsupportedSource, "'x' is of type <U4"),
+        ({"__metadata__": np.zeros(1)}, UnsupportedSource, "it is reserved"),
+        ({"\udc80": np.zeros(1)}, UnsupportedSource, "no safetensors file can hold the tensors"),
+    ],
+)
+def test_refuses_values_that_are_not_tensors(
+    store: LocalStore, tensors: dict[Any, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        save(tensors, "m", store=store)
+    assert not list(store.references())
+
+
+def test_tensors_of_torch_may_be_strided_shared_and_need_gradients(store: LocalStore) -> None:
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    tensors = {
+        "tied": weight,
+        "weight": weight,
+        "t": weight.T,
+        "conjugate": torch.tensor([1j]).conj(),
+    }
+    save(tensors, "m", store=store)
+    opened = blobstore.open("m", store=store, framework="torch")
+    for name, tensor in tensors.items():
+        assert torch.equal(opened[name], tensor.resolve_conj())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda torch: torch.eye(2).to_sparse(), "is sparse; make it dense"),
+        (lambda torch: torch.empty(2, device="meta"), "has no data"),
+        (lambda torch: torch.zeros(2, dtype=torch.complex128), "is of type torch.complex128"),
+        (
+            lambda torch: __import__(
+                "torch.testing._internal.two_tensor", fromlist=["TwoTensor"]
+            ).TwoTensor(torch.ones(2), torch.ones(2)),
+            "is a 'TwoTensor', whose bytes are elsewhere",
+        ),
+    ],
+)
+def test_refuses_tensors_of_torch_without_bytes_of_their_own(
+    store: LocalStore, make: Any, message: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UnsupportedSource, match=message):
+        save({"x": make(torch)}, "m", store=store)
+
+
+def test_the_interpreter_waits_for_a_background_save(store: LocalStore) -> None:
+    program = (
+        "import sys, numpy, blobstore; "
+        "blobstore.save({'x': numpy.ones(1 << 20)}, 'm', store=sys.argv[1], background=True)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(store.root)], check=True)
+    assert np.asarray(blobstore.open("m", store=store)["x"]).all()
