@@ -1,6 +1,6 @@
 """Saving a state dict of 1 GiB in 300 bf16 tensors, compared with the limits of the machine.
 
-The limit is that of an import: two threads hash the bytes, write them to a file each, and sync it meanwhile.
+The limit is that of an import: two threads hash the bytes, write them to a file each, and sync it as they go.
 A save in the background is compared with one copy of the tensors in memory.
 """
 
