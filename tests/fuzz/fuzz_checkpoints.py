@@ -15,7 +15,6 @@ of a compressed zip archive or of a legacy stream. The target adds the container
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 import zipfile
@@ -31,6 +30,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
     from blobstore.sources.unpickler import globals as known
 
+from tests.fuzz.harness import run
 from tests.support.checkpoints import FOLDER, VALUES, deflated_file, legacy_file, zip_file
 
 STORAGES = {"0": VALUES * 16, "1": VALUES}
@@ -40,21 +40,16 @@ FORMS = (
     lambda data: deflated_file(data, STORAGES),
     lambda data: legacy_file(data, {"0": VALUES * 16}),
 )
-DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
-_FILE = tempfile.NamedTemporaryFile(suffix=".pt")  # noqa: SIM115 - open as long as the process runs
 
 
-def read_one(data: bytes) -> None:
-    """Read all tensors of an input."""
+def read_one(data: bytes, path: Path) -> None:
+    """Read all tensors of an input, from a file."""
     if not data:
         return
-    _FILE.seek(0)
-    _FILE.truncate()
-    _FILE.write(FORMS[data[0] % len(FORMS)](data[1:]))
-    _FILE.flush()
+    path.write_bytes(FORMS[data[0] % len(FORMS)](data[1:]))
     buffer = memoryview(bytearray(1 << 16))
     try:
-        with open_checkpoint(_FILE.name) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             text = strict_json.dumps(checkpoint.values)
             assert strict_json.dumps(strict_json.loads(text.encode())) == text
             for name in checkpoint.specs:
@@ -89,22 +84,11 @@ def write_words(path: Path) -> None:
 
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seeds = folder / "seeds"
-        new = folder / "new"
-        seeds.mkdir()
-        new.mkdir()
-        write_seeds(seeds)
-        write_words(folder / "words")
-        given = sys.argv[1:]
-        paths = [item for item in given if not item.startswith("-")]
-        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-            read_one(Path(paths[0]).read_bytes())
-            return
-        options = [*DEFAULTS, f"-dict={folder / 'words'}", *(set(given) - set(paths))]
-        atheris.Setup([sys.argv[0], *options, *(paths or [str(new)]), str(seeds)], read_one)
-        atheris.Fuzz()
+    with tempfile.TemporaryDirectory() as folder:
+        words = Path(folder, "words")
+        write_words(words)
+        file = Path(folder, "x.pt")
+        run(lambda data: read_one(data, file), write_seeds, f"-dict={words}")
 
 
 if __name__ == "__main__":

@@ -17,16 +17,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.compression import chunks
@@ -35,7 +32,10 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.compression.table import FOOTER_SIZE, PREFIX
     from blobstore.errors import ColdDamaged
 
-DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=6000"]
+from tests.fuzz.harness import run
+
+ROOT = Path(__file__).parents[2]
+
 _LARGEST = 1 << 24
 _END = b"BSCOLDE\x8f"
 _BASE = bytes(range(256)) * 64
@@ -89,20 +89,7 @@ def write_seeds(folder: Path) -> None:
 
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seeds, new = folder / "seeds", folder / "new"
-        seeds.mkdir()
-        new.mkdir()
-        write_seeds(seeds)
-        given = sys.argv[1:]
-        paths = [item for item in given if not item.startswith("-")]
-        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-            read_one(Path(paths[0]).read_bytes())
-            return
-        options = [*DEFAULTS, *(set(given) - set(paths))]
-        atheris.Setup([sys.argv[0], *options, *(paths or [str(new)]), str(seeds)], read_one)
-        atheris.Fuzz()
+    run(read_one, write_seeds, "-max_len=6000")
 
 
 if __name__ == "__main__":

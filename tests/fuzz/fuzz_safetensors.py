@@ -16,17 +16,14 @@ tensor and a slice of it.
 from __future__ import annotations
 
 import io
-import os
 import struct
 import sys
-import tempfile
 from pathlib import Path
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import SafetensorError
@@ -34,7 +31,9 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.safetensors.header import PREFIX_SIZE, parse_header
     from blobstore.safetensors.table import parse_table
 
-DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
+from tests.fuzz.harness import run
+
+ROOT = Path(__file__).parents[2]
 
 
 def compose(data: bytes) -> bytes:
@@ -100,25 +99,16 @@ def values(opened: safe_open) -> dict[str, bytes | None]:
     return found
 
 
+def write_seeds(folder: Path) -> None:
+    """Write inputs that are parsed."""
+    for path in (ROOT / "tests" / "data" / "hostile" / "safetensors").glob("*.safetensors"):
+        if path.stat().st_size < 20_000:
+            (folder / path.name).write_bytes(path.read_bytes()[PREFIX_SIZE:])
+
+
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seeds, new = folder / "seeds", folder / "new"
-        seeds.mkdir()
-        new.mkdir()
-        for path in (ROOT / "tests" / "data" / "hostile" / "safetensors").glob("*.safetensors"):
-            if path.stat().st_size < 20_000:
-                (seeds / path.name).write_bytes(path.read_bytes()[PREFIX_SIZE:])
-        given = sys.argv[1:]
-        paths = [item for item in given if not item.startswith("-")]
-        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-            read_one(Path(paths[0]).read_bytes())
-            return
-        flags = [*DEFAULTS, *(set(given) - set(paths))]
-        arguments = [sys.argv[0], *flags, *(paths or [str(new)]), str(seeds)]
-        atheris.Setup(arguments, read_one)
-        atheris.Fuzz()
+    run(read_one, write_seeds)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ trusts the result. The key of the policy has signed nothing but the seed, so not
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -33,9 +31,9 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.signatures.keys import PublicKey
     from blobstore.signatures.policy import Policy, Rule, decide, parse_policy
 
+from tests.fuzz.harness import run
 from tests.support.signing import private_key
 
-DEFAULTS = ["-max_total_time=300", "-timeout=10", "-rss_limit_mb=1024", "-max_len=20000"]
 MANIFEST = Digest.of(b"manifest")
 SUBJECT = f'{{"annotations":{{"vnd.blobstore.manifest":"{MANIFEST}"}}}}'.encode()
 KEY = private_key()
@@ -103,20 +101,7 @@ def write_seeds(folder: Path) -> None:
 
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    given = sys.argv[1:]
-    paths = [item for item in given if not item.startswith("-")]
-    if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-        read_one(Path(paths[0]).read_bytes())
-        return
-    with tempfile.TemporaryDirectory() as name:
-        seeds, new = Path(name, "seeds"), Path(name, "new")
-        seeds.mkdir()
-        new.mkdir()
-        write_seeds(seeds)
-        options = [*DEFAULTS, *(set(given) - set(paths))]
-        arguments = [sys.argv[0], *options, *(paths or [str(new)]), str(seeds)]
-        atheris.Setup(arguments, read_one)
-        atheris.Fuzz()
+    run(read_one, write_seeds, "-timeout=10")
 
 
 if __name__ == "__main__":

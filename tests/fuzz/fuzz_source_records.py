@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path, PurePosixPath
@@ -27,8 +26,7 @@ from unittest import mock
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import zstandard
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import Damaged
@@ -40,7 +38,10 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.operations.export import original
     from blobstore.store.local import LocalStore
 
-DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=1024", "-max_len=20000"]
+from tests.fuzz.harness import run
+
+ROOT = Path(__file__).parents[2]
+
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"exclude": ["x*"]},
     "moe": {"experts": "stacked", "keep": ["*.txt"]},
@@ -104,32 +105,22 @@ def read_one(data: bytes, models: list[tuple[LocalStore, Manifest]]) -> None:
             assert all(offset <= sizes[file.name] for offset in file.offsets.values()), file.name
 
 
+def write_seeds(folder: Path, models: list[tuple[LocalStore, Manifest]]) -> None:
+    """Write the records of models."""
+    for (store, manifest), name in zip(models, MODELS, strict=True):
+        record = read_source_record(store, manifest)
+        assert record is not None
+        (folder / name).write_bytes(decompose(record.to_bytes()))
+
+
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seeds, new = folder / "seeds", folder / "new"
-        seeds.mkdir()
-        new.mkdir()
-        store = LocalStore(folder / "store")
-        models = []
-        for model, options in MODELS.items():
-            source = ROOT / "tests" / "data" / "ollama" / "hf" / model
-            create(source, model, store=store, **options)
-            manifest = store.resolve(model)
-            models.append((store, manifest))
-            record = read_source_record(store, manifest)
-            assert record is not None
-            (seeds / model).write_bytes(decompose(record.to_bytes()))
-        given = sys.argv[1:]
-        paths = [item for item in given if not item.startswith("-")]
-        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-            read_one(Path(paths[0]).read_bytes(), models)
-            return
-        flags = [*DEFAULTS, *(set(given) - set(paths))]
-        arguments = [sys.argv[0], *flags, *(paths or [str(new)]), str(seeds)]
-        atheris.Setup(arguments, lambda data: read_one(data, models))
-        atheris.Fuzz()
+    with tempfile.TemporaryDirectory() as folder:
+        store = LocalStore(Path(folder, "store"))
+        for name, options in MODELS.items():
+            create(ROOT / "tests" / "data" / "ollama" / "hf" / name, name, store=store, **options)
+        models = [(store, store.resolve(name)) for name in MODELS]
+        run(lambda data: read_one(data, models), lambda seeds: write_seeds(seeds, models))
 
 
 if __name__ == "__main__":
