@@ -43,7 +43,6 @@ class _Options(TypedDict, total=False):
     dequantize: bool | str | Collection[str]
     read: Read
     prefetch: Prefetch | None
-    copy: bool
     thaw: bool
     cache: Cache
     cache_limit: int | None
@@ -83,7 +82,6 @@ def open_model(
     dequantize: bool | str | Collection[str] = False,
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
-    copy: bool = False,
     thaw: bool = False,
     cache: Cache = "keep",
     cache_limit: int | None = None,
@@ -113,12 +111,11 @@ def open_model(
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
             types, such as ``{"fp8"}``, restricts this to weights of these types.
         read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
-            concurrent requests. Use it for network file systems, and for stores that may be damaged
-            while the model is open.
+            concurrent requests, so that later changes to the files cannot affect this process. Use it for
+            network file systems, and for stores that may be damaged while the model is open: a process that
+            touches a map of a truncated file is killed.
         prefetch: for mapped blobs and those elsewhere, ``read`` loads all of them before the function returns, and
             ``willneed`` requests that without waiting. By default, pages are read on first use.
-        copy: the same as ``read="pread"``: later changes to the files cannot affect this process.
-            (A process that touches a map of a file that was truncated is killed.)
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
         cache: whether blobs of a model in object storage that were read completely are kept in the
@@ -137,8 +134,6 @@ def open_model(
         MissingLibrary: the framework is not installed.
     """
     check_level(verify)
-    if copy:
-        read, prefetch = "pread", None
     store = LocalStore.of(store)
     options: dict[str, Any] = {
         "framework": framework,
