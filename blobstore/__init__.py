@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
-    from blobstore.store.local import LocalStore
+    from blobstore.store.local import LocalStore, StoreLike
 
     __version__: str
 
@@ -126,6 +126,7 @@ _HOMES = {
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
+    "StoreLike": ("blobstore.store.local", "StoreLike"),
     "StoreUsage": ("blobstore.operations.describe.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
@@ -207,6 +208,7 @@ __all__ = [
     "Repaired",
     "Signed",
     "SourceRecord",
+    "StoreLike",
     "StoreUsage",
     "Thawed",
     "Unpacked",

@@ -21,10 +21,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping
 
     from blobstore.errors import BlobstoreError
@@ -44,9 +43,7 @@ class ModelFiles:
     """
 
     @classmethod
-    def of(
-        cls, reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None
-    ) -> ModelFiles:
+    def of(cls, reference: str | Reference, store: StoreLike) -> ModelFiles:
         """Return the files of a stored model. Its tensor blobs are not opened.
 
         Raises:

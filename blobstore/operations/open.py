@@ -17,7 +17,7 @@ from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -37,7 +37,7 @@ __all__ = ["Framework", "Model", "Verify", "open_model"]
 class _Options(TypedDict, total=False):
     """The options that do not change the type of the tensors."""
 
-    store: LocalStore | str | os.PathLike[str] | None
+    store: StoreLike
     device: str
     verify: Verify
     dequantize: bool | str | Collection[str]
@@ -75,7 +75,7 @@ def open_model(
 def open_model(
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
@@ -158,9 +158,7 @@ def open_model(
 
 
 @contextlib.contextmanager
-def open_files(
-    reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None = None
-) -> Iterator[ModelFiles]:
+def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[ModelFiles]:
     """Give the manifest, config and small files of a model whose policy is checked; no tensor is read.
 
     Raises:

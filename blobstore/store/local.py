@@ -85,7 +85,7 @@ class LocalStore(BlobReader):
         """Models elsewhere whose blobs are kept here as a cache."""
 
     @classmethod
-    def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
+    def of(cls, store: StoreLike) -> LocalStore:
         """Return ``store`` itself, or the store in that folder; None means :func:`default_root`."""
         return store if isinstance(store, LocalStore) else cls(store)
 
@@ -565,3 +565,7 @@ class LocalStore(BlobReader):
             attempt = "reading" if is_dry else "writing to"
             otherwise = f"{attempt} the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
+
+
+StoreLike = LocalStore | str | os.PathLike[str] | None
+"""A store, its folder, or None for that of :func:`default_root`."""

@@ -62,7 +62,7 @@ TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
 ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Page Pulled Pushed ReadPlan Reference
-RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
+RemovedModels Repaired Signed SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
 """
 
 

@@ -43,7 +43,7 @@ from blobstore.operations.freeze.blob_encoder import (
     chunks_of,
     write_verified,
 )
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def pack_models(
     references: Names,
     path: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     level: Level = "fast",
     overwrite: bool = False,
     jobs: int | None = None,

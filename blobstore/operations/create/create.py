@@ -37,7 +37,7 @@ from blobstore.operations.create.source_record import ImportOptions, source_reco
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.history import replacement_notices
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -83,7 +83,7 @@ def create(
     source: str | os.PathLike[str],
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     experts: ExpertForm = "packed",
     quantize: str | None = None,
     group_size: int | None = None,

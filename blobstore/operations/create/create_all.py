@@ -13,7 +13,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.sources.hub import cached_repository
 from blobstore.sources.selection import is_model_folder
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -38,7 +38,7 @@ class CreatedModel:
 def create_all(
     folder: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     dry_run: bool = False,
     progress: Progress | None = None,
     **options: Any,

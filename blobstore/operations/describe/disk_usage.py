@@ -18,7 +18,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.remotes.addresses import reading_models
 from blobstore.store.catalog import read_catalog, read_entries
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.scan import digest_of, walk_files
 
@@ -146,7 +146,7 @@ class RemoteUsage:
 def measure_remote(
     address: str,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     plain_http: bool | None = None,
 ) -> RemoteUsage:
     """Return the size of a model in a registry, and how much of it a store has.
@@ -168,7 +168,7 @@ def measure_remote(
 def measure_usage(
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
 ) -> StoreUsage:
     """Return the disk usage of models and of the whole store.
 

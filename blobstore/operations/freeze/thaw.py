@@ -23,7 +23,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.store.bases import link_base
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Thawed:
 def thaw_models(
     references: Names,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     keep_cold: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,

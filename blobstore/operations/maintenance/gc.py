@@ -29,7 +29,7 @@ from blobstore.core.files import FileVersion, allocated, read_regular, sync_fold
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.operations.sign.require_trust import unusable_signatures
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.reachability import ReachableBlobs
@@ -121,7 +121,7 @@ class Collected:
 
 
 def collect_garbage(
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     *,
     older_than: float | None = None,
     dry_run: bool = False,

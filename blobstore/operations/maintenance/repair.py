@@ -40,7 +40,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import states, which_are_whole
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def repair_models(
     references: Names = (),
     source: str | os.PathLike[str] | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     overrides: str | Sequence[str] = (),
     weights: str | None = None,
     ignore_unindexed: bool = False,

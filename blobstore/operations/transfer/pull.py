@@ -38,10 +38,9 @@ from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.cold_layers import parse_cold_layers
 from blobstore.store.history import replacement_notices
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.core.digest import BlobId
@@ -94,7 +93,7 @@ def pull_model(
     remote: str | RemoteReference,
     name: str | Reference | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     streams: int = STREAMS,
     limit_rate: float | None = None,
     jobs: int | None = None,

@@ -35,7 +35,7 @@ from blobstore.operations.transfer.registry_target import (
 from blobstore.operations.transfer.send_cold import ColdForms
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +100,7 @@ def push_model(
     reference: str | Reference,
     remote: str | RemoteReference | StoreAddress | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     layout: RemoteLayout = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
