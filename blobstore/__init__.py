@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
+    from blobstore.operations.create.plan import ModelPlan
     from blobstore.operations.create.save import save
     from blobstore.operations.describe.cat import read_file
     from blobstore.operations.describe.disk_usage import StoreUsage
@@ -115,6 +116,7 @@ _HOMES = {
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
+    "ModelPlan": ("blobstore.operations.create.plan", "ModelPlan"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Page": ("blobstore.pages.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
@@ -197,6 +199,7 @@ __all__ = [
     "Model",
     "ModelDescription",
     "ModelInfo",
+    "ModelPlan",
     "Named",
     "Packed",
     "Page",

@@ -23,7 +23,7 @@ compare(reference, base, *, store, patterns, jobs, progress)
 convert(source, target, *, subtree, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
 copy_to_store(source, to, target, *, store, force, jobs, progress)
-create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, progress)
+create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, dry_run, progress)
 create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, plain_http, progress)
 du(references, *, store)
@@ -61,7 +61,7 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Page Pulled Pushed ReadPlan Reference
+ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed ReadPlan Reference
 RemovedModels Repaired Signed SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
 """
 

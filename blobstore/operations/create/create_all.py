@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
@@ -18,9 +18,10 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     import os
     from pathlib import Path
+    from typing import Unpack
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.create.create import Created
+    from blobstore.operations.create.create import Created, CreateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def create_all(
     store: StoreLike = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[CreateOptions],
 ) -> list[CreatedModel]:
     """Import every model of a folder, and return what became of each.
 
