@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
-from blobstore.core.arguments import parse_bytes
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, UsageError
 from blobstore.manifests.reference import Reference
@@ -139,22 +137,21 @@ def open_model(
         "framework": framework,
         "device": device,
         "dequantize": dequantize,
+        "read": read,
         "prefetch": prefetch,
         "progress": progress,
     }
     if is_in_objects(reference):
-        remote = _remote_store(store, reference, cache, cache_limit)
-        return (
-            ReadPlan.of(remote, remote.manifest, remote.stored_size)
-            if plan
-            else _open_remote(remote, verify, thaw=thaw, read=read, **options)
-        )
+        if thaw:
+            raise UsageError("thaw is for models of the store; pull the model first")
+        remote = _find_remote(store, reference, cache, cache_limit)
+        return remote.read_plan() if plan else remote.open(verify, **options)
     if plan:
         return ReadPlan.of(store, store.resolve(reference))
     reference = Reference.of(reference)
     if thaw:
         _thaw(reference, store, progress)
-    return _open_local(reference, store, verify, read, **options)
+    return _open_local(reference, store, verify, **options)
 
 
 @contextlib.contextmanager
@@ -173,13 +170,13 @@ def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[
         require_trust(store, files.reference, files.data)
         yield files
         return
-    remote = _remote_store(store, reference, "none", None)
+    remote = _find_remote(store, reference, "none", None)
     remote.begin()
     yield ModelFiles(remote.reference, remote.manifest_data, remote)
 
 
 def _open_local(
-    reference: Reference, store: LocalStore, verify: Verify, read: Read, **options: Any
+    reference: Reference, store: LocalStore, verify: Verify, *, read: Read, **options: Any
 ) -> Model:
     """Open a model of a store, also if it is replaced at the same time."""
     while True:
@@ -217,7 +214,7 @@ def _thaw(reference: Reference, store: LocalStore, progress: Progress | None) ->
         raise fault.at(str(reference))
 
 
-def _remote_store(
+def _find_remote(
     store: LocalStore, address: str, cache: Cache, cache_limit: int | None
 ) -> RemoteStore:
     """Find a model in object storage, and check that it is trusted."""
@@ -228,30 +225,4 @@ def _remote_store(
         raise UsageError(f"cache must be keep or none, got {quote(cache)}")
     source = ObjectSource.find(address)
     require_trust(store, source.address.reference, source.data, source.signatures)
-    text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
-    if cache_limit is None and text:
-        cache_limit = parse_bytes(text)
     return RemoteStore(store, source, cache=cache, cache_limit=cache_limit)
-
-
-def _open_remote(
-    remote: RemoteStore, verify: Verify, *, thaw: bool, prefetch: Prefetch | None, **options: Any
-) -> Model:
-    """Open a model in object storage. Its blobs are read into memory when they are needed."""
-    if thaw:
-        raise UsageError("thaw is for models of the store; pull the model first")
-    with contextlib.ExitStack() as ending:
-        ending.callback(remote.close)
-        # What the local store has must stay until it is read.
-        digests = (blob.digest for blob in remote.manifest.blobs)
-        ending.enter_context(remote.local.lease_if_writable(digests))
-        remote.begin()
-        model = Model(remote.reference, remote.manifest_data, remote, **options)
-        is_hashed = verify in {"digest", "rehash"}
-        for blob in remote.manifest.blobs if is_hashed else ():
-            if remote.is_local(blob.digest):
-                remote.check_digest(*blob.id)
-        if is_hashed or prefetch == "read":
-            model.check("size")  # reads what is elsewhere, and hashes it
-        model.at_end(ending.pop_all().close)
-        return model
