@@ -154,12 +154,12 @@ class ModelFiles:
     def file_path(self, name: str) -> Path:
         """Return the path of a small file's blob, for libraries that can only read from paths.
 
-        Raises as :meth:`read_file`; BlobMissing also if the file is elsewhere and has no path here.
+        Raises as :meth:`read_file`; BlobMissing also if the file is remote and has no local path.
         """
         layer = self._layer(name)
         if not self.store.is_local(layer.digest):
             raise BlobMissing(
-                f"file {quote(name)} of model {self.reference} is elsewhere and has no path here",
+                f"file {quote(name)} of model {self.reference} is remote and has no local path",
                 advice="read it with read_file, or pull the model first",
             )
         with file_faults_located(self.reference, name):

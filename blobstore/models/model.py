@@ -357,7 +357,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             yield from self._upload(mine, stream)
             return
         if parts is None and not self.is_resident:
-            parts = {}  # reads many blobs elsewhere at once, and none that is not asked for
+            parts = {}  # reads many remote blobs at once, and none that is not asked for
         if parts is None:
             for name in mine:
                 yield name, self[name]
@@ -367,7 +367,7 @@ class Model(ModelFiles, Mapping[str, Array]):
     def read_parts(self, parts: Iterable[tuple[str, Index]]) -> Iterator[Array]:
         """Yield parts of tensors, by names and indexes of :meth:`get_slice`.
 
-        Parts of blobs that are elsewhere are read with many concurrent requests.
+        Parts of blobs that are remote are read with many concurrent requests.
 
         Raises as :meth:`get_slice` and :meth:`__getitem__`.
         """

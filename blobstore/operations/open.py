@@ -103,7 +103,7 @@ def open_model(
             the right size, and maps or reads them at once, so that later changes of the store have
             no effect. ``header`` reads the headers and compares them with the manifest and the
             header index. ``digest`` hashes each blob, unless it was hashed before and its file has
-            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Blobs elsewhere
+            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Remote blobs
             are always hashed when they are read completely; ``digest`` and ``rehash`` read all of them first.
         dequantize: return quantized weights dequantized, without their companions; see
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
@@ -112,13 +112,13 @@ def open_model(
             concurrent requests, so that later changes to the files cannot affect this process. Use it for
             network file systems, and for stores that may be damaged while the model is open: a process that
             touches a map of a truncated file is killed.
-        prefetch: for mapped blobs and those elsewhere, ``read`` loads all of them before the function returns, and
+        prefetch: for mapped and remote blobs, ``read`` loads all of them before the function returns, and
             ``willneed`` requests that without waiting. By default, pages are read on first use.
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
         cache: whether blobs of a model in object storage that were read completely are kept in the
             store: ``keep`` or ``none``.
-        cache_limit: bytes of blobs to keep for models elsewhere, at most; those of the models that were not
+        cache_limit: bytes of blobs to keep for remote models, at most; those of the models that were not
             used for longest are removed first. The default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
         plan: open nothing, and return how many bytes would be read.
         progress: called with the bytes that the function waits for.
@@ -162,7 +162,7 @@ def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[
         ModelNotFound: there is no such model.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
         NotTrusted, InvalidPolicy: as :func:`open_model`.
-        RemoteError: the address is that of a model elsewhere, which cannot be reached.
+        RemoteError: the address is that of a remote model, which cannot be reached.
     """
     store = LocalStore.of(store)
     if not is_in_objects(reference):

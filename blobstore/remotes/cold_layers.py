@@ -1,4 +1,4 @@
-"""Cold layers: the compressed forms of blobs elsewhere, which are fetched instead of the blobs.
+"""Cold layers: the compressed forms of remote blobs, which are fetched instead of the blobs.
 
 A cold layer is the file of a cold blob, byte for byte. Nothing of it is trusted: what a layer decodes to
 counts only if it has the digest that the model's manifest lists.
@@ -31,7 +31,7 @@ _MAX_SIZE_DIGITS: Final = 18
 
 
 class ColdLayer(NamedTuple):
-    """The compressed form of a blob elsewhere."""
+    """The compressed form of a remote blob."""
 
     blob: BlobId
     """What it decodes to."""

@@ -1,4 +1,4 @@
-"""The blobs of one model elsewhere, of which those that a local store has are read there.
+"""The blobs of one remote model, of which those that a local store has are read there.
 
 An open model reads blobs, or ranges of them, straight into its memory. A blob that was read completely is
 kept in the local store as in a cache: the second model that needs it finds it there.
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RemoteStore:
-    """The blobs of one model elsewhere, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
+    """The blobs of one remote model, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class RemoteStore:
             local: the store that has some of the blobs, and keeps others.
             source: the model.
             cache: whether to keep blobs that were read completely in the store.
-            cache_limit: bytes of blobs to keep for models elsewhere, at most; others are removed first. The
+            cache_limit: bytes of blobs to keep for remote models, at most; others are removed first. The
                 default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
 
         Raises:
@@ -99,7 +99,7 @@ class RemoteStore:
     def __reduce__(self) -> str:
         """Refuse to be sent to another process: its connections and threads stay in this one."""
         raise TypeError(
-            f"{self.reference} is read from elsewhere, and cannot be copied or pickled; open it in each "
+            f"{self.reference} is read from a remote, and cannot be copied or pickled; open it in each "
             "process, or pull it first"
         )
 
@@ -131,7 +131,7 @@ class RemoteStore:
                 if self.is_local(blob.digest):
                     self.check_digest(*blob.id)
             if is_hashed or prefetch == "read":
-                model.check("size")  # reads what is elsewhere, and hashes it
+                model.check("size")  # reads what is remote, and hashes it
             model.at_end(ending.pop_all().close)
             return model
 
@@ -191,7 +191,7 @@ class RemoteStore:
         *,
         past_cache: bool = False,
     ) -> None:
-        """Read bytes of a blob from ``offset`` on, from the local store or elsewhere."""
+        """Read bytes of a blob from ``offset`` on, from the local store or the remote."""
         if self.is_local(digest):
             self.local.read_into(digest, size, offset, buffer, past_cache=past_cache)
         else:

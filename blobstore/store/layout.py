@@ -68,9 +68,9 @@ class Layout:
         self.signatures = root / ".blobstore" / "signatures"
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
         self.cache = root / ".blobstore" / "cache"
-        """Manifests of models elsewhere whose blobs are kept; see :mod:`blobstore.store.remote_cache`."""
+        """Manifests of remote models whose blobs are kept; see :mod:`blobstore.store.remote_cache`."""
         self.claims = root / ".blobstore" / "claims"
-        """Locks of blobs that are being read from elsewhere; see :mod:`blobstore.store.claims`."""
+        """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"
         """Whose signatures the models of the store need."""
         self._blob = str(self.blobs / Digest("").file_name)

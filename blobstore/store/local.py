@@ -82,7 +82,7 @@ class LocalStore(BlobReader):
         self._history = History(self._layout)
         self._signatures = Signatures(self._layout)
         self.remote_cache = RemoteCache(self._layout)
-        """Models elsewhere whose blobs are kept here as a cache."""
+        """Remote models whose blobs are kept here as a cache."""
 
     @classmethod
     def of(cls, store: StoreLike) -> LocalStore:
@@ -175,7 +175,7 @@ class LocalStore(BlobReader):
                 yield ingest
 
     def claims(self) -> BlobClaims:
-        """Return this process's claims of blobs that are read from elsewhere. Raises OSError."""
+        """Return this process's claims of blobs that are read from a remote. Raises OSError."""
         return BlobClaims.of(self._layout.claims)
 
     def partial_bytes(self, blob: BlobId) -> int:

@@ -196,7 +196,7 @@ class BlobChecker(Protocol):
 
 
 class BlobAccess(BlobDescriber, BlobChecker, Protocol):
-    """What an open model needs of a store: its blobs in memory, from files or from elsewhere.
+    """What an open model needs of a store: its blobs in memory, from files or from a remote.
 
     A *local* blob is read from the files of a local store: by its hot form if there is one, which can be
     mapped, or its cold form. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
