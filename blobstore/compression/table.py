@@ -237,9 +237,9 @@ class _Reader:
     def rest(self) -> int:
         return len(self._content) - self._at
 
-    def take(self, form: struct.Struct) -> tuple[Any, ...]:
-        if self.rest < form.size:
+    def take(self, layout: struct.Struct) -> tuple[Any, ...]:
+        if self.rest < layout.size:
             raise ColdDamaged(f"the table ends after {len(self._content)} bytes, within an entry")
-        values = form.unpack_from(self._content, self._at)
-        self._at += form.size
+        values = layout.unpack_from(self._content, self._at)
+        self._at += layout.size
         return values

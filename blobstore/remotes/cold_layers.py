@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
 
     from blobstore.registry.manifest import RemoteDescriptor
-    from blobstore.store.cold import BaseForms
+    from blobstore.store.cold import BaseFiles
 
 COLD: Final = "application/vnd.blobstore.cold.v1"
 """The artifact type of manifests of cold layers, and the media type of these."""
@@ -66,13 +66,13 @@ class ColdLayer(NamedTuple):
         is_cold = layer.media_type == COLD and isinstance(annotations, dict)
         return _described(layer.id, annotations) if is_cold else None
 
-    def pieces(self, path: str, base_forms: BaseForms) -> Generator[memoryview, None, None]:
+    def pieces(self, path: str, base_files: BaseFiles) -> Generator[memoryview, None, None]:
         """Yield the bytes of the blob from the layer's file; no more than the blob has.
 
         Raises:
-            BlobDamaged: the file is not the cold form of the blob, or decodes to other bytes.
+            BlobDamaged: the file is no cold blob of this blob, or decodes to other bytes.
         """
-        cold = ColdBlob(path, self.blob.digest, base_forms)
+        cold = ColdBlob(path, self.blob.digest, base_files)
         if (cold.size, base_of(cold)) != (self.blob.size, self.base):
             raise BlobDamaged(
                 f"cold blob {self.stored.digest} has another size or base than stated"

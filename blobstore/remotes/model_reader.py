@@ -190,7 +190,7 @@ class RemoteReader:
         return read_small(self._owner(digest, size), digest, size)
 
     def is_cold(self, digest: Digest) -> bool:
-        """Return whether the blob is here in its cold form only."""
+        """Return whether the blob has a cold file in the local store only."""
         return self._local is not None and self._local.is_cold(digest)
 
     def read_headers(

@@ -177,7 +177,7 @@ class ModelInspector(ModelReader, BlobDescriber, Protocol):
         ...
 
     def is_cold(self, digest: Digest) -> bool:
-        """Return whether the blob is here in its cold form only."""
+        """Return whether the blob has a cold file only."""
         ...
 
 
@@ -198,8 +198,8 @@ class BlobChecker(Protocol):
 class BlobAccess(BlobDescriber, BlobChecker, Protocol):
     """What an open model needs of a store: its blobs in memory, from files or from a remote.
 
-    A *local* blob is read from the files of a local store: by its hot form if there is one, which can be
-    mapped, or its cold form. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
+    A *local* blob is read from the files of a local store: by its hot file if there is one, which can be
+    mapped, or its cold file. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
     as well, but share no memory with other processes. A blob may become local at any time.
     """
 
@@ -209,11 +209,11 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         ...
 
     def blob_path(self, digest: Digest) -> str:
-        """Return the path that the hot form of a local blob has."""
+        """Return the path that the hot file of a local blob has."""
         ...
 
     def cold_path(self, digest: Digest) -> str:
-        """Return the path that the cold form of a local blob has."""
+        """Return the path that the cold file of a local blob has."""
         ...
 
     def is_local(self, digest: Digest) -> bool:
@@ -243,21 +243,21 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         ...
 
     def open_hot(self, digest: Digest, size: int) -> int:
-        """Open the hot form of a local blob. Raises BlobMissing if it does not exist."""
+        """Open the hot file of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def open_cold(
         self, digest: Digest, size: int | None = None, read: Read | None = None
     ) -> ColdBlob:
-        """Open the cold form of a local blob. Raises BlobMissing if it does not exist."""
+        """Open the cold file of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        """Map the hot form of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
+        """Map the hot file of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
         ...
 
     def is_cached(self, digest: Digest, size: int) -> bool:
-        """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
+        """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
         ...
 
     def read_into(

@@ -74,7 +74,7 @@ class StoreUsage:
     together_unique: Space
     """The blobs among these that no other name needs."""
     cold: Space
-    """Cold blobs, including those with a hot form. They also count in the other spaces."""
+    """Cold blobs, including those with a hot file. They also count in the other spaces."""
     saved: int
     """Bytes that compression saves, counted for blobs that are only cold."""
     names: int
@@ -273,7 +273,7 @@ class DiskBlobs(NamedTuple):
     sizes: Mapping[Digest, int]
     """Bytes of all blobs, hot and cold."""
     cold: Mapping[Digest, int]
-    """Bytes of the cold blobs, and of bases whose hot form is gone."""
+    """Bytes of the cold blobs, and of bases whose hot file is gone."""
     saved: int
     bases: AbstractSet[Digest]
     """The bases of referenced delta-encoded blobs."""

@@ -73,7 +73,7 @@ class BlobDescription:
     size: int
     digest: Digest
     is_frozen: bool
-    """Whether the blob is stored only in its cold form."""
+    """Whether the blob is stored only as a cold file."""
     fault: BlobstoreError | None = None
 
     @property

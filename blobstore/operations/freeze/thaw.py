@@ -115,11 +115,11 @@ def thaw_models(
 
 
 class _DecodedBlob(NamedTuple):
-    """A blob whose hot form is durable and was verified, or the reason why it has none."""
+    """A blob whose hot file is durable and was verified, or the reason why it has none."""
 
     blob: Descriptor
     path: Path | None = None
-    """The temporary file; None if the hot form has its final path already."""
+    """The temporary file; None if the hot file has its final path already."""
     state: FileState | None = None
     """Identifies the verified file; None if there is none."""
     replaced: FileState | None = None

@@ -242,7 +242,7 @@ class _BlobCheck:
             progress=count,
             verified=VerifiedBlobs(self._store),
             pace=self._limiter,
-            forms_of=self._store,
+            cold_files_of=self._store,
             as_bases=as_bases,
         )
         self.damaged |= {blob.id: error for blob, error in found}
