@@ -247,7 +247,9 @@ class Model(ModelFiles, Mapping[str, Array]):
 
         Raises as :meth:`__getitem__`.
         """
-        if name not in self._index.entries:  # companions of dequantized weights have bytes too
+        if (
+            name not in self._index.entries
+        ):  # scales and biases of dequantized weights have bytes too
             self._check_name(name)
         spec, slot, begin = self._index.location(name)
         region = self._memory.load((slot,))
@@ -293,7 +295,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         return self._slices.slice(name)
 
     def quantized_slice(self, name: str, index: Index) -> dict[str, Array]:
-        """Return a part of a quantized weight and of its companions, as stored, by name.
+        """Return a part of a quantized weight and of its scales and biases, as stored, by name.
 
         Args:
             name: runtime name of the weight.
@@ -344,7 +346,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             parts: which part to take of each tensor: indexes by name, or a function from a name to
                 an index. None and names that are left out mean all of the tensor. An index is that
                 of :meth:`get_slice`. For packed weights it is that of :meth:`quantized_slice`, and
-                their companions are sliced along.
+                their scales and biases are sliced along.
 
         Raises:
             TensorNotFound: ``parts`` names a tensor that the model does not have.

@@ -139,7 +139,7 @@ class SliceReader:
 
         Raises:
             TensorNotFound: the plan names a tensor that the model does not have.
-            UsageError: the plan names a companion, which is sliced with its weight.
+            UsageError: the plan names scales or biases, which are sliced with their weight.
         """
         choose = self._chooser(plan)
         stored = self._stored_weights()

@@ -105,7 +105,7 @@ def open_model(
             header index. ``digest`` hashes each blob, unless it was hashed before and its file has
             not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Remote blobs
             are always hashed when they are read completely; ``digest`` and ``rehash`` read all of them first.
-        dequantize: return quantized weights dequantized, without their companions; see
+        dequantize: return quantized weights dequantized, without their scales and biases; see
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
             types, such as ``{"fp8"}``, restricts this to weights of these types.
         read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with

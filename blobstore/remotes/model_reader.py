@@ -74,7 +74,7 @@ class RemoteModelSource(Protocol):
         """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is there with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
+        """Check that a blob exists with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
 
     def read(
         self, digest: Digest, size: int, begin: int, end: int
@@ -82,7 +82,7 @@ class RemoteModelSource(Protocol):
         """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
 
         Raises:
-            BlobDamaged, BlobMissing: it is not there with its size.
+            BlobDamaged, BlobMissing: it does not exist, or has another size.
             RemoteError: the remote cannot be reached, refuses access or misbehaves.
         """
 
@@ -135,10 +135,10 @@ class RemoteReader:
         return Manifest.from_bytes(self.read_manifest(reference))
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is there, as the other side says.
+        """Return whether the blob exists, as the remote says.
 
         Raises:
-            BlobDamaged: it has another size there.
+            BlobDamaged: it has another size.
         """
         try:
             self.check_size(digest, size)
@@ -147,7 +147,7 @@ class RemoteReader:
         return True
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is there or in the local store, and has ``size`` bytes.
+        """Check that a blob is in the remote or in the local store, and has ``size`` bytes.
 
         Raises:
             BlobMissing: it is not.

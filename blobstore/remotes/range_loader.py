@@ -1,7 +1,7 @@
 """Blobs that are read from a remote straight into memory, with many concurrent requests.
 
 A blob that is read completely is hashed while its bytes arrive, and may be kept in the local store. If the
-remote has a compressed form of it whose base is here, that is read and decoded instead.
+remote has a compressed form of it whose base is in the store, that is read and decoded instead.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class BlobReader:
     # Which blobs there are, hot or cold
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is here, hot or cold, by its size; the digest is not computed.
+        """Return whether the blob exists, hot or cold, by its size; the digest is not computed.
 
         Raises:
             BlobDamaged: a file of that name has another size or is not a regular file.
@@ -176,7 +176,7 @@ class BlobReader:
     # Checking
 
     def check_size(self, digest: Digest, size: int, *, as_base: bool = False) -> None:
-        """Check that the blob is here, hot or cold, and has ``size`` bytes.
+        """Check that the blob exists, hot or cold, and has ``size`` bytes.
 
         A blob that is needed only ``as_base`` may be here by its second hard link alone.
 

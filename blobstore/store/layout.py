@@ -64,7 +64,7 @@ class Layout:
         self.partial = root / ".blobstore" / "partial"
         """Unfinished downloads; see :mod:`blobstore.store.partial`."""
         self.remotes = root / ".blobstore" / "remotes"
-        """Notes about pushes, a cache."""
+        """What was pushed and pulled, and unfinished uploads: a cache."""
         self.signatures = root / ".blobstore" / "signatures"
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
         self.cache = root / ".blobstore" / "cache"

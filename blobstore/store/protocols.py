@@ -37,10 +37,10 @@ class BlobFetcher(Protocol):
     """Reads blobs by digest and size."""
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is here, without reading its content.
+        """Return whether the blob exists, without reading its content.
 
         Raises:
-            BlobDamaged: it is here with another size.
+            BlobDamaged: it has another size.
         """
         ...
 
@@ -51,7 +51,7 @@ class BlobFetcher(Protocol):
         releases its resources when it is exhausted or closed, and each call starts from the first byte.
 
         Raises:
-            BlobMissing: it is not here.
+            BlobMissing: it does not exist.
             BlobDamaged: it has another size, or its end cannot be read.
         """
         ...
@@ -78,15 +78,15 @@ class BlobWriter(Protocol):
 
         Raises:
             DamagedSource: the buffers do not have ``size`` bytes in all.
-            BlobDamaged: the blob is already here, and damaged.
+            BlobDamaged: the blob already exists, and is damaged.
         """
         ...
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that is already here and keep it until the import ends; None if it is not.
+        """Return a blob that already exists and keep it until the import ends; None if it does not.
 
         Raises:
-            BlobDamaged: it is here, and damaged.
+            BlobDamaged: it exists, and is damaged.
         """
         ...
 
@@ -111,7 +111,7 @@ class ManifestResolver(Protocol):
     """Finds manifests by name."""
 
     def references(self) -> Iterable[Reference]:
-        """Return the names that are here."""
+        """Return the names of the models."""
         ...
 
     def read_manifest(self, reference: str | Reference) -> bytes:
@@ -133,10 +133,10 @@ class ManifestPublisher(Protocol):
         """Make ``manifest`` the one of that name, in one step and durably; return another that it replaces.
 
         Readers see either the old manifest or the new one. The blobs come first: a name never refers to
-        a manifest whose blobs are not here.
+        a manifest whose blobs are missing.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob is not here with its size; nothing changes.
+            BlobMissing, BlobDamaged: a blob is missing, or has another size; nothing changes.
             NameConflict: another name differs from this one in case only; nothing changes.
         """
         ...
@@ -150,7 +150,7 @@ class BlobDescriber(Protocol):
     """Describes blobs by their sizes, their headers and, if they are small, their contents."""
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        """Check that the blob exists. Raises BlobMissing or BlobDamaged."""
         ...
 
     def read_blob(self, digest: Digest, size: int) -> bytes:
@@ -190,7 +190,7 @@ class BlobChecker(Protocol):
         """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
 
         Raises:
-            BlobMissing, BlobDamaged: it is not here with these bytes.
+            BlobMissing, BlobDamaged: it does not exist, or has other bytes.
         """
         ...
 

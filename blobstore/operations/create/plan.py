@@ -81,7 +81,7 @@ class PlannedTensor(NamedTuple):
     bytes_before: int
     """In the source; 8-bit floats that are decoded count as BF16."""
     bytes_after: int
-    """In the store, with companions."""
+    """In the store, with scales and biases."""
     reason: str
 
     @property

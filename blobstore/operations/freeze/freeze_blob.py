@@ -103,7 +103,7 @@ class ColdBlobBuilder:
         return None
 
     def build(self, blob: Descriptor, files: TemporaryFiles, report: Report) -> EncodedBlob:
-        """Build the cold file of a blob, or verify the one that is there.
+        """Build the cold file of a blob, or verify an existing one.
 
         Args:
             blob: the blob.

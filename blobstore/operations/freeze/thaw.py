@@ -131,7 +131,7 @@ class _DecodedBlob(NamedTuple):
 def _decode(
     store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
 ) -> _DecodedBlob:
-    """Decode a blob into a temporary file, or verify the hot file that is there."""
+    """Decode a blob into a temporary file, or verify an existing hot file."""
     try:
         cold = store.open_cold(*blob.id)
         hot = store.blob_path(blob.digest)

@@ -384,7 +384,7 @@ class _Collection:
         return contextlib.nullcontext() if self._is_dry else self._store.exclusive_lock()
 
     def _there(self) -> set[str]:
-        """Return the hex digests of the blobs that are here, hot or cold."""
+        """Return the hex digests of the blobs of the store, hot or cold."""
         folders = (self._store.folder("blobs"), self._store.folder("cold"))
         return {name.removeprefix(_PREFIX) for folder in folders for name in list_names(folder)}
 
@@ -455,7 +455,7 @@ class _Collection:
                 self._keep(below, size, "in use" if leases else "partial", leases, removable)
 
     def _remove_uploads(self) -> Iterator[Removed]:
-        """Remove notes of uploads, and their locks, that no process holds and no registry remembers."""
+        """Remove the entries of uploads, and their locks, that no process holds and no registry remembers."""
         for entry in scan_folder(self._store.folder("remotes")):
             if not entry.name.startswith(("upload-", "lock-")):
                 continue

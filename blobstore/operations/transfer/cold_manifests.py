@@ -65,7 +65,7 @@ def usable_layers(
     missing: Sequence[Descriptor],
     is_intact: Callable[[BlobId], bool],
 ) -> tuple[dict[Digest, ColdLayer], int]:
-    """Return the cold layers of missing blobs that spare bytes, and whose bases are here or are fetched too.
+    """Return the cold layers of missing blobs that spare bytes, and whose bases are in the store or are fetched too.
 
     The second result is the number of those whose bases are missing.
 

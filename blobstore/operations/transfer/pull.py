@@ -225,8 +225,8 @@ def _check_name(
     store.check_name(reference)
     if force or not store.is_taken(reference, source.model.manifest):
         return
-    note = PullRecord.read(store, reference)
-    if note is None or note.remote != str(source.address):
+    record = PullRecord.read(store, reference)
+    if record is None or record.remote != str(source.address):
         raise NameTaken(
             f"another model has the name {quote(reference)}",
             advice="replace it with force=True, or choose another name for the model",
@@ -237,8 +237,8 @@ def _is_imported(
     store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, dry_run: bool
 ) -> bool:
     """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
-    note = PullRecord.read(store, reference)
-    if note is None or note[:2] != (str(source.address), str(source.root.digest)):
+    record = PullRecord.read(store, reference)
+    if record is None or record[:2] != (str(source.address), str(source.root.digest)):
         return False
     blobs = store.resolve(reference).blobs
     if dry_run:
