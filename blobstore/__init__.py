@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from blobstore.operations.compare.diff import diff_models as diff
     from blobstore.operations.create.create import Created, create
     from blobstore.operations.create.create_all import CreatedModel, create_all
+    from blobstore.operations.create.plan import ModelPlan
     from blobstore.operations.create.save import save
     from blobstore.operations.describe.cat import read_file
     from blobstore.operations.describe.disk_usage import StoreUsage
@@ -85,7 +86,7 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch.checkpoint import Checkpoint, open_checkpoint
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.inspect import inspect_checkpoint as inspect
-    from blobstore.store.local import LocalStore
+    from blobstore.store.local import LocalStore, StoreLike
 
     __version__: str
 
@@ -115,6 +116,7 @@ _HOMES = {
     "Model": ("blobstore.models.model", "Model"),
     "ModelDescription": ("blobstore.operations.describe.show", "ModelDescription"),
     "ModelInfo": ("blobstore.operations.describe.info", "ModelInfo"),
+    "ModelPlan": ("blobstore.operations.create.plan", "ModelPlan"),
     "Named": ("blobstore.operations.maintenance.names", "Named"),
     "Page": ("blobstore.pages.write", "Page"),
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
@@ -126,6 +128,7 @@ _HOMES = {
     "Repaired": ("blobstore.operations.maintenance.repair", "Repaired"),
     "Signed": ("blobstore.operations.sign.sign", "Signed"),
     "SourceRecord": ("blobstore.manifests.source_record", "SourceRecord"),
+    "StoreLike": ("blobstore.store.local", "StoreLike"),
     "StoreUsage": ("blobstore.operations.describe.disk_usage", "StoreUsage"),
     "Thawed": ("blobstore.operations.freeze.thaw", "Thawed"),
     "Unpacked": ("blobstore.operations.archive.unpack", "Unpacked"),
@@ -196,6 +199,7 @@ __all__ = [
     "Model",
     "ModelDescription",
     "ModelInfo",
+    "ModelPlan",
     "Named",
     "Packed",
     "Page",
@@ -207,6 +211,7 @@ __all__ = [
     "Repaired",
     "Signed",
     "SourceRecord",
+    "StoreLike",
     "StoreUsage",
     "Thawed",
     "Unpacked",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -181,32 +180,13 @@ def command(
         return
     if name is None:
         raise click.UsageError("Missing argument 'NAME'.", ctx)
-    if dry_run:
-        from blobstore.operations.create.plan import QuantizeOptions, plan_source
-        from blobstore.sources.base import SourceOptions
-        from blobstore.sources.open import open_source
-
-        quantize = QuantizeOptions(
-            quant_type=quant_type, group_size=group_size, policy=policy, overrides=overrides
-        )
-        source_options = SourceOptions(
-            weights=weights,
-            ignore_unindexed=ignore_unindexed,
-            subtree=subtree,
-            keep_names=keep_names,
-            skip_unreadable=skip_unreadable,
-            keep=keep,
-            exclude=exclude,
-        )
-        store.check_name(name)
-        with render.progress_bar() as progress:
-            opened = open_source(source, source_options, progress=progress)
-        with closing(opened):
-            planned = plan_source(opened, experts=experts, quantize=quantize, decode=decode)
-            _show_plan(name, planned, [file.name for file in opened.files], as_json)
-        return
     from blobstore.operations.create.create import create
 
+    if dry_run:
+        with render.progress_bar() as progress:
+            planned = create(source, name, store=store, dry_run=True, progress=progress, **choices)
+        _show_plan(name, planned, as_json=as_json)
+        return
     with render.progress_bar() as progress:
         created = create(source, name, store=store, progress=progress, **choices)
     for notice in created.notices:
@@ -277,19 +257,17 @@ def _table_of_all(models: Sequence[CreatedModel]) -> str:
     return render.table(headings, rows, right=(2, 3, 4), alarming=alarming)
 
 
-def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: bool) -> None:
+def _show_plan(name: Reference, planned: ModelPlan, *, as_json: bool) -> None:
     for notice in planned.notices:
         render.show_note(notice)
-    tensors = sum(len(blob.tensors) for blob in planned.blobs)
-    size = sum(blob.size for blob in planned.blobs)
     if as_json:
         result: dict[str, Any] = {
             "name": name,
-            "tensors": tensors,
-            "bytes": size,
+            "tensors": planned.tensors,
+            "bytes": planned.size,
             "blobs": render.records(planned.blobs, "name tensors bytes=size"),
             "decisions": render.records(planned.decisions(), _DECISION_FIELDS),
-            "files": files,
+            "files": planned.files,
             "notices": planned.notices,
         }
         for blob in result["blobs"]:
@@ -305,8 +283,9 @@ def _show_plan(name: Reference, planned: ModelPlan, files: list[str], as_json: b
     else:
         _show_decisions(list(planned.decisions()))
     render.show(
-        f"{render.count_of(tensors, 'tensor')} in {render.count_of(len(planned.blobs), 'blob')}, "
-        f"{render.human_bytes(size)}; {render.count_of(len(files), 'file')}; nothing was written"
+        f"{render.count_of(planned.tensors, 'tensor')} in "
+        f"{render.count_of(len(planned.blobs), 'blob')}, {render.human_bytes(planned.size)}; "
+        f"{render.count_of(len(planned.files), 'file')}; nothing was written"
     )
 
 

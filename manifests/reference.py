@@ -131,5 +131,5 @@ def name_matches(reference: Reference, pattern: str) -> bool:
         UsageError: the glob is too long.
     """
     name = str(reference)
-    forms = (name, name.removesuffix(":latest"), reference.full)
-    return any(glob_matches(form, pattern) for form in forms)
+    spellings = (name, name.removesuffix(":latest"), reference.full)
+    return any(glob_matches(spelling, pattern) for spelling in spellings)

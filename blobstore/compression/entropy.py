@@ -169,10 +169,10 @@ def declared_size(stored: Buffer) -> int:
 def _decompress(stored: Buffer, target: memoryview) -> None:
     source = memoryview(stored).cast("B")
     try:
-        facts = zstandard.get_frame_parameters(source)
-        if facts.content_size != len(target):
+        parameters = zstandard.get_frame_parameters(source)
+        if parameters.content_size != len(target):
             raise ColdDamaged(
-                f"a frame declares {facts.content_size} bytes, expected {len(target)}"
+                f"a frame declares {parameters.content_size} bytes, expected {len(target)}"
             )
         # Given the complete frame and target, zstd decodes directly into the target.
         count = _local.decompressor.stream_reader(source).readinto(target)

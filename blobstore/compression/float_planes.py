@@ -106,21 +106,15 @@ def encode_e4m3(chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
     if len(chunk) % 2:
         return None
     half = len(chunk) // 2
-    pairs, rest, work = scratch("pairs", half), scratch("rest", half), scratch("shifted", half)
+    pairs, rest = scratch("pairs", half), scratch("rest", half)
     first, second = chunk[:half], chunk[half:]
     np.right_shift(first, np.uint8(3), out=pairs)
     np.bitwise_and(pairs, np.uint8(0x0F), out=pairs)
-    np.multiply(second, np.uint8(2), out=work)
-    np.bitwise_and(work, np.uint8(0xF0), out=work)
-    np.bitwise_or(pairs, work, out=pairs)
+    _add_bits(pairs, np.multiply, second, 2, 0xF0)
     # The second value takes the bits of the first one's exponent: its mantissa at 3, its sign at 6.
     np.bitwise_and(first, np.uint8(0x87), out=rest)
-    np.right_shift(second, np.uint8(1), out=work)
-    np.bitwise_and(work, np.uint8(0x40), out=work)
-    np.bitwise_or(rest, work, out=rest)
-    np.multiply(second, np.uint8(8), out=work)
-    np.bitwise_and(work, np.uint8(0x38), out=work)
-    np.bitwise_or(rest, work, out=rest)
+    _add_bits(rest, np.right_shift, second, 1, 0x40)
+    _add_bits(rest, np.multiply, second, 8, 0x38)
     return pairs, rest
 
 
@@ -136,12 +130,16 @@ def decode_e4m3(planes: Sequence[Bytes], out: Bytes, _base: Bytes | None) -> Non
     np.bitwise_or(first, work, out=first)
     np.right_shift(pairs, np.uint8(1), out=second)
     np.bitwise_and(second, np.uint8(0x78), out=second)
-    np.right_shift(rest, np.uint8(3), out=work)
-    np.bitwise_and(work, np.uint8(0x07), out=work)
-    np.bitwise_or(second, work, out=second)
-    np.multiply(rest, np.uint8(2), out=work)
-    np.bitwise_and(work, np.uint8(0x80), out=work)
-    np.bitwise_or(second, work, out=second)
+    _add_bits(second, np.right_shift, rest, 3, 0x07)
+    _add_bits(second, np.multiply, rest, 2, 0x80)
+
+
+def _add_bits(target: Bytes, move: np.ufunc, values: Bytes, by: int, mask: int) -> None:
+    """Set the bits of ``target`` that values have under a mask once they are moved."""
+    work = scratch("shifted", len(values))
+    move(values, np.uint8(by), out=work)
+    np.bitwise_and(work, np.uint8(mask), out=work)
+    np.bitwise_or(target, work, out=target)
 
 
 def _split_words(words: Words) -> tuple[Bytes, Bytes]:

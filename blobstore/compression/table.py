@@ -6,13 +6,13 @@ gaps. The table has their sizes but no offsets, so planes cannot overlap and mus
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
 from blobstore.compression.transforms import WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
+from blobstore.core.trailer import TrailerFormat
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
@@ -21,22 +21,24 @@ if TYPE_CHECKING:
 
     from blobstore.compression.file_view import FileBytes
 
-MAGIC: Final = b"\x8fBSCOLD"
-VERSION: Final = 1
-PREFIX: Final = MAGIC + bytes([VERSION])
 MAX_CHUNK: Final = 1 << 20
 """Maximum size of a chunk in bytes."""
-_END: Final = b"BSCOLDE\x8f"
-_FOOTER: Final = struct.Struct("<Q32s8s")
 _HEAD: Final = struct.Struct("<Q32sBI")
 _BASE: Final = struct.Struct("<Q32s")
 _PART: Final = struct.Struct("<QIBBHQ")
 _CHUNK: Final = struct.Struct("<IBB")
 _SIZE: Final = struct.Struct("<I")
 _METHOD_BITS: Final = 2
-FOOTER_SIZE: Final = _FOOTER.size
-MIN_SIZE: Final = len(PREFIX) + _HEAD.size + FOOTER_SIZE
 _FACTORS: Final = struct.Struct("<II")
+_FORMAT: Final = TrailerFormat(
+    magic=b"\x8fBSCOLD",
+    version=1,
+    end=b"BSCOLDE\x8f",
+    min_table=_HEAD.size,
+    what="a cold blob",
+    error=ColdDamaged,
+)
+PREFIX: Final = _FORMAT.prefix
 _PLAIN, _SAME, _DELTA, _PREDICTED = range(4)
 MAX_FACTORS: Final = 1 << 27
 """Limit for the stored size of a part's factors in bytes."""
@@ -120,8 +122,7 @@ def encode_table(table: Table) -> bytes:
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
-    content = b"".join(pieces)
-    return content + _FOOTER.pack(len(content), _digest_of(content), _END)
+    return _FORMAT.trailer(b"".join(pieces))
 
 
 def decode_table(data: FileBytes) -> Table:
@@ -130,7 +131,7 @@ def decode_table(data: FileBytes) -> Table:
     Raises:
         ColdDamaged: the file is truncated or altered, or violates the format.
     """
-    content, begin = _content(data)
+    content, begin = _FORMAT.find_table(data)
     reader = _Reader(content)
     size, digest, has_base, count = reader.take(_HEAD)
     if has_base > 1:
@@ -162,37 +163,6 @@ def decode_table(data: FileBytes) -> Table:
             f"the table lists {stored} bytes of planes, the file has {begin - len(PREFIX)}"
         )
     return Table(Digest(digest.hex()), size, base, parts, chunks)
-
-
-def _content(data: FileBytes) -> tuple[memoryview, int]:
-    """Return the table without its footer, and its offset."""
-    start = bytes(data[: len(PREFIX)])
-    if start[: len(MAGIC)] != MAGIC[: len(start)]:
-        raise ColdDamaged("not a cold blob: the prefix is different")
-    if len(data) < MIN_SIZE:
-        raise ColdDamaged(
-            f"a cold blob of {len(data)} bytes is truncated: it needs at least {MIN_SIZE}"
-        )
-    if start != PREFIX:
-        raise ColdDamaged(
-            f"a cold blob of version {start[-1]}; this program reads version {VERSION}"
-        )
-    size, digest, end = _FOOTER.unpack(data[-FOOTER_SIZE:])
-    if end != _END:
-        raise ColdDamaged("a cold blob has no footer: it is truncated or altered")
-    begin = len(data) - FOOTER_SIZE - size
-    if begin < len(PREFIX):
-        raise ColdDamaged(f"a cold blob of {len(data)} bytes cannot have a table of {size} bytes")
-    content = data[begin : begin + size]
-    if _digest_of(content) != digest:
-        raise ColdDamaged("the table of a cold blob does not match its digest: it is altered")
-    return content, begin
-
-
-def _digest_of(content: bytes | memoryview) -> bytes:
-    digest = hashlib.sha256(PREFIX)
-    digest.update(content)
-    return digest.digest()
 
 
 def _decode_part(
@@ -267,9 +237,9 @@ class _Reader:
     def rest(self) -> int:
         return len(self._content) - self._at
 
-    def take(self, form: struct.Struct) -> tuple[Any, ...]:
-        if self.rest < form.size:
+    def take(self, layout: struct.Struct) -> tuple[Any, ...]:
+        if self.rest < layout.size:
             raise ColdDamaged(f"the table ends after {len(self._content)} bytes, within an entry")
-        values = form.unpack_from(self._content, self._at)
-        self._at += form.size
+        values = layout.unpack_from(self._content, self._at)
+        self._at += layout.size
         return values

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-_FORM = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
+_PATTERN = re.compile(r"sha256:([0-9a-f]{64})", re.ASCII)
 SHORT_HEX = 12
 
 
@@ -35,7 +35,7 @@ class Digest(NamedTuple):
         Raises:
             InvalidDigest: ``text`` has another form, such as another algorithm or upper case.
         """
-        match = _FORM.fullmatch(text)
+        match = _PATTERN.fullmatch(text)
         if match is None:
             raise InvalidDigest(
                 f"not a digest: {quote(text)}; expected sha256: and 64 lower-case hex digits"

@@ -14,7 +14,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -257,6 +257,18 @@ def give_to_owner(new: Path) -> None:
                 os.fchown(descriptor, owner.st_uid, owner.st_gid)
         except OSError:  # a file system without owners, one that keeps root out, or a changed path
             return
+
+
+def without_start(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return buffers without their first ``count`` bytes in all, which ``preadv`` or ``writev`` has done."""
+    done = 0
+    while done < len(buffers) and count >= len(buffers[done]):
+        count -= len(buffers[done])
+        done += 1
+    rest = list(buffers[done:])
+    if count:
+        rest[0] = rest[0][count:]
+    return rest
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from types import EllipsisType
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from blobstore.core.escape import escape, quote
 from blobstore.errors import UsageError
@@ -64,18 +64,26 @@ def select(spec: TensorSpec, index: Index) -> Selection:
     Raises:
         UsageError: the index has another type, too many dimensions, or an integer out of range.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    rank, gaps = len(spec.shape), sum(item is ... for item in items)
-    if gaps > 1 or len(items) - gaps > rank:
+    rank = len(spec.shape)
+    full = expand(index, rank)
+    if len(full) > rank:
         raise UsageError(
             f"tensor {quote(spec.name)} has {rank} dimensions; the index "
             f"{escape(repr(index), 200)} has more"
         )
-    gap = next((position for position, item in enumerate(items) if item is ...), len(items))
-    filling = (slice(None),) * (rank - len(items) + gaps)
-    full = (*items[:gap], *filling, *items[gap + 1 :])
     bounds = [_bounds(spec.name, item, size) for item, size in zip(full, spec.shape, strict=True)]
     return Selection(tuple(bounds), tuple(isinstance(item, slice) for item in full))
+
+
+def expand(index: Any, rank: int) -> tuple[Any, ...]:
+    """Return an index with an item per dimension: ``...`` and absent items become full slices.
+
+    It has more items than ``rank`` if the index has. It keeps an ellipsis if the index has several.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    gap = next((position for position, item in enumerate(items) if item is ...), len(items))
+    rest = items[gap + 1 :]
+    return (*items[:gap], *(slice(None),) * (rank - gap - len(rest)), *rest)
 
 
 def byte_runs(spec: TensorSpec, selection: Selection) -> Runs:

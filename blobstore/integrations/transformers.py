@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from blobstore.models.files import ModelFiles
     from blobstore.models.memory import Prefetch, Read
     from blobstore.operations.open import Model, Verify
-    from blobstore.store.local import LocalStore
+    from blobstore.store.local import StoreLike
 
 _FEW = 1 << 20
 """Numbers of parameters that are not questioned, because they cost little."""
@@ -78,7 +78,7 @@ os.register_at_fork(
 def from_store(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     auto_class: type | str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str = "cpu",
@@ -281,7 +281,7 @@ def _build(
 def config_from_store(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     subfolder: str = "",
     trust_remote_code: bool = False,
 ) -> transformers.PreTrainedConfig:
@@ -306,7 +306,7 @@ def config_from_store(
 
 def tokenizer_from_store(
     name: str | Reference,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     *,
     subfolder: str = "",
     trust_remote_code: bool = False,

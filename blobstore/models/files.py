@@ -21,10 +21,9 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping
 
     from blobstore.errors import BlobstoreError
@@ -44,9 +43,7 @@ class ModelFiles:
     """
 
     @classmethod
-    def of(
-        cls, reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None
-    ) -> ModelFiles:
+    def of(cls, reference: str | Reference, store: StoreLike) -> ModelFiles:
         """Return the files of a stored model. Its tensor blobs are not opened.
 
         Raises:
@@ -157,12 +154,12 @@ class ModelFiles:
     def file_path(self, name: str) -> Path:
         """Return the path of a small file's blob, for libraries that can only read from paths.
 
-        Raises as :meth:`read_file`; BlobMissing also if the file is elsewhere and has no path here.
+        Raises as :meth:`read_file`; BlobMissing also if the file is remote and has no local path.
         """
         layer = self._layer(name)
         if not self.store.is_local(layer.digest):
             raise BlobMissing(
-                f"file {quote(name)} of model {self.reference} is elsewhere and has no path here",
+                f"file {quote(name)} of model {self.reference} is remote and has no local path",
                 advice="read it with read_file, or pull the model first",
             )
         with file_faults_located(self.reference, name):

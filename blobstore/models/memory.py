@@ -47,7 +47,7 @@ _REQUESTS = 8
 """Concurrent requests: with one at a time, a disk is idle between two requests."""
 _FIRST_WINDOW = 16 << 20
 _MAX_WINDOW = 256 << 20
-"""Bytes of blobs that are read from elsewhere ahead of a program that reads them in order."""
+"""Bytes of blobs that are read from a remote ahead of a program that reads them in order."""
 _POPULATING_THREADS = 2
 """More threads do not map pages of the page cache any faster."""
 _FEW = 4096
@@ -131,9 +131,9 @@ class ModelMemory:
         self._is_used = False
         """Whether memory was handed out, which must not be replaced."""
         self._next_slot = -1
-        """The blob after those that were read from elsewhere last."""
+        """The blob after those that were read from a remote last."""
         self._window = 0
-        """Bytes of blobs that are read from elsewhere before they are asked for."""
+        """Bytes of blobs that are read from a remote before they are asked for."""
         self._lock = threading.Lock()
         renew_lock_in_children(self)
         self._is_closed = False
@@ -150,11 +150,11 @@ class ModelMemory:
 
     def reads_parts(self, slot: int) -> bool:
         """Return whether a part of a blob should be read by itself, without loading the blob."""
-        return slot in self._absent and (self._is_read or self._is_elsewhere(slot))
+        return slot in self._absent and (self._is_read or self._is_remote(slot))
 
     def needs_remote(self, slot: int) -> bool:
         """Return whether a blob is neither in memory nor local."""
-        return slot in self._absent and self._is_elsewhere(slot)
+        return slot in self._absent and self._is_remote(slot)
 
     def load(self, slots: Iterable[int] = (), *, is_in_order: bool = False) -> MappedRegion:
         """Return the memory, after loading the blobs at ``slots`` into it.
@@ -219,7 +219,7 @@ class ModelMemory:
         Raises:
             BlobMissing, BlobDamaged: the blob is missing or damaged.
         """
-        if not self._is_elsewhere(slot):  # it is checked when it is read completely
+        if not self._is_remote(slot):  # it is checked when it is read completely
             # A file that is gone may still be mapped.
             with faults_located(self.files), contextlib.suppress(BlobMissing):
                 self._store.read_into(*self._blobs[slot], begin, buffer)
@@ -237,11 +237,11 @@ class ModelMemory:
         region = self._reserve()
         absent = wanted & self._absent
         is_local, blobs = self._store.is_local, self._blobs
-        if elsewhere := {slot for slot in absent if not is_local(blobs[slot][0])}:
-            absent -= elsewhere
+        if remote := {slot for slot in absent if not is_local(blobs[slot][0])}:
+            absent -= remote
             if is_in_order:
-                elsewhere |= self._following(elsewhere)
-            self._copy(elsewhere, region, self._progress)
+                remote |= self._following(remote)
+            self._copy(remote, region, self._progress)
         if self._is_read:
             self._read(absent, region)
         elif cold := self._map_hot(absent, region):
@@ -251,7 +251,7 @@ class ModelMemory:
         self._is_used |= bool(wanted)
         return region
 
-    def _is_elsewhere(self, slot: int) -> bool:
+    def _is_remote(self, slot: int) -> bool:
         return not self._store.is_local(self._blobs[slot][0])
 
     def _copy(
@@ -269,9 +269,9 @@ class ModelMemory:
         self._absent.difference_update(slots)
         self._unfetched.difference_update(slots)
 
-    def _following(self, elsewhere: set[int]) -> set[int]:
-        """Return the blobs elsewhere that come next, if those are read one after the other: ever more of them."""
-        first, last = min(elsewhere), max(elsewhere)
+    def _following(self, remote: set[int]) -> set[int]:
+        """Return the remote blobs that come next, if those are read one after the other: ever more of them."""
+        first, last = min(remote), max(remote)
         between = range(self._next_slot, first)
         is_next = 0 <= self._next_slot <= first and not any(map(self.needs_remote, between))
         self._window = min(max(2 * self._window, _FIRST_WINDOW), _MAX_WINDOW) if is_next else 0

@@ -247,7 +247,9 @@ class Model(ModelFiles, Mapping[str, Array]):
 
         Raises as :meth:`__getitem__`.
         """
-        if name not in self._index.entries:  # companions of dequantized weights have bytes too
+        if (
+            name not in self._index.entries
+        ):  # scales and biases of dequantized weights have bytes too
             self._check_name(name)
         spec, slot, begin = self._index.location(name)
         region = self._memory.load((slot,))
@@ -293,7 +295,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         return self._slices.slice(name)
 
     def quantized_slice(self, name: str, index: Index) -> dict[str, Array]:
-        """Return a part of a quantized weight and of its companions, as stored, by name.
+        """Return a part of a quantized weight and of its scales and biases, as stored, by name.
 
         Args:
             name: runtime name of the weight.
@@ -344,7 +346,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             parts: which part to take of each tensor: indexes by name, or a function from a name to
                 an index. None and names that are left out mean all of the tensor. An index is that
                 of :meth:`get_slice`. For packed weights it is that of :meth:`quantized_slice`, and
-                their companions are sliced along.
+                their scales and biases are sliced along.
 
         Raises:
             TensorNotFound: ``parts`` names a tensor that the model does not have.
@@ -357,7 +359,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             yield from self._upload(mine, stream)
             return
         if parts is None and not self.is_resident:
-            parts = {}  # reads many blobs elsewhere at once, and none that is not asked for
+            parts = {}  # reads many remote blobs at once, and none that is not asked for
         if parts is None:
             for name in mine:
                 yield name, self[name]
@@ -367,7 +369,7 @@ class Model(ModelFiles, Mapping[str, Array]):
     def read_parts(self, parts: Iterable[tuple[str, Index]]) -> Iterator[Array]:
         """Yield parts of tensors, by names and indexes of :meth:`get_slice`.
 
-        Parts of blobs that are elsewhere are read with many concurrent requests.
+        Parts of blobs that are remote are read with many concurrent requests.
 
         Raises as :meth:`get_slice` and :meth:`__getitem__`.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _REQUEST: Final = 4 << 20
 """Bytes per request."""
 _GROUP: Final = 64 << 20
-"""Bytes of blobs that are read together, if they are elsewhere."""
+"""Bytes of blobs that are read together, if they are remote."""
 
 
 class BlobGroup:

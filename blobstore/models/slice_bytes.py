@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
+from blobstore.core.files import without_start
 from blobstore.core.mmap import new_buffer
 from blobstore.core.slicing import byte_runs
 from blobstore.core.tensor import TensorSpec
@@ -150,13 +151,7 @@ class _Request(NamedTuple):
             if not count:
                 raise EOFError
             offset += count
-            done = 0
-            while done < len(buffers) and count >= len(buffers[done]):
-                count -= len(buffers[done])
-                done += 1
-            buffers = buffers[done:]
-            if count:
-                buffers[0] = buffers[0][count:]
+            buffers = without_start(buffers, count)
 
 
 def _requests(runs: Runs, buffer: memoryview) -> Iterator[_Request]:

@@ -38,7 +38,7 @@ Plan = Mapping[str, "Index"] | Callable[[str], "Index | None"]
 
 
 _BATCH = 512 << 20
-"""Bytes of tensors that are read from elsewhere at once."""
+"""Bytes of tensors that are read from a remote at once."""
 
 
 class TensorSlice(Generic[Array]):
@@ -103,7 +103,7 @@ class SliceReader:
     def slice(self, name: str, loaded: LoadedRanges | None = None) -> TensorSlice:
         """Return a tensor of the index, to be read in parts; see :meth:`Model.get_slice`.
 
-        ``loaded`` has the bytes that are needed already, if their blobs are elsewhere.
+        ``loaded`` has the bytes that are needed already, if their blobs are remote.
         """
         if name in self._weights.dequantized:
 
@@ -139,7 +139,7 @@ class SliceReader:
 
         Raises:
             TensorNotFound: the plan names a tensor that the model does not have.
-            UsageError: the plan names a companion, which is sliced with its weight.
+            UsageError: the plan names scales or biases, which are sliced with their weight.
         """
         choose = self._chooser(plan)
         stored = self._stored_weights()
@@ -149,7 +149,7 @@ class SliceReader:
     def parts(
         self, items: Sequence[tuple[str, Index | None]], whole: Callable[[str], Any]
     ) -> Iterator[tuple[str, Any]]:
-        """Yield parts of tensors, of which those that are elsewhere are read together.
+        """Yield parts of tensors, of which those that are remote are read together.
 
         Args:
             items: names and indexes; None means all of a tensor.
@@ -209,13 +209,13 @@ class SliceReader:
         items: Sequence[tuple[str, Index | None]],
         selections: Callable[[str, Index | None], Mapping[str, Selection] | None],
     ) -> Iterator[tuple[Sequence[tuple[str, Index | None]], LoadedRanges | None]]:
-        """Yield tensors in batches, after reading the bytes of each that are elsewhere.
+        """Yield tensors in batches, after reading the bytes of each that are remote.
 
         A request for each tensor in turn would wait for the network each time.
         """
         memory, slot = self._memory, self._index.slot
-        elsewhere = set(filter(memory.needs_remote, {slot(name) for name, _ in items}))
-        if not elsewhere:
+        remote = set(filter(memory.needs_remote, {slot(name) for name, _ in items}))
+        if not remote:
             yield items, None
             return
         batch: list[tuple[str, Index | None]] = []
@@ -227,7 +227,7 @@ class SliceReader:
             for stored in (name,) if parts is None else parts:
                 location = self._index.location(stored)
                 blob = self._index.blobs[location.slot]
-                if location.slot not in elsewhere:
+                if location.slot not in remote:
                     continue
                 if parts is None:
                     size += blob[1] if location.slot not in slots else 0

@@ -110,7 +110,7 @@ class ObjectSource:
         return self.store.read_for_manifest(HEADERS, self.root.digest, READ_HEADERS)
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is there. Raises BlobMissing, BlobDamaged and RemoteError."""
+        """Check that a blob exists. Raises BlobMissing, BlobDamaged and RemoteError."""
         self.store.check_size(digest, size)
 
     @property

@@ -126,14 +126,14 @@ class ObjectStore:
     # Blobs
 
     def exists(self, digest: Digest, size: int, request: Request = READ) -> bool:
-        """Return whether the blob is here. Raises BlobDamaged if it has another size."""
+        """Return whether the blob exists. Raises BlobDamaged if it has another size."""
         found = self.client.size(blob_key(digest), request)
         if found not in {None, size}:
             raise BlobDamaged(f"{self._blob(digest)} has {found} bytes, expected {size}")
         return found is not None
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        """Check that the blob exists. Raises BlobMissing or BlobDamaged."""
         if not self.exists(digest, size):
             raise BlobMissing(f"{self._blob(digest)} is missing")
 
@@ -143,7 +143,7 @@ class ObjectStore:
         """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
 
         Raises:
-            BlobMissing, BlobDamaged: it is not here with ``size`` bytes.
+            BlobMissing, BlobDamaged: it does not exist, or has another size.
             RemoteError: it cannot be read.
         """
         if not 0 <= begin <= end <= size:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
-from blobstore.core.arguments import parse_bytes
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, UsageError
 from blobstore.manifests.reference import Reference
@@ -17,7 +15,7 @@ from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -37,13 +35,12 @@ __all__ = ["Framework", "Model", "Verify", "open_model"]
 class _Options(TypedDict, total=False):
     """The options that do not change the type of the tensors."""
 
-    store: LocalStore | str | os.PathLike[str] | None
+    store: StoreLike
     device: str
     verify: Verify
     dequantize: bool | str | Collection[str]
     read: Read
     prefetch: Prefetch | None
-    copy: bool
     thaw: bool
     cache: Cache
     cache_limit: int | None
@@ -76,14 +73,13 @@ def open_model(
 def open_model(
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     framework: Framework = "numpy",
     device: str = "cpu",
     verify: Verify = "size",
     dequantize: bool | str | Collection[str] = False,
     read: Read = "mmap",
     prefetch: Prefetch | None = None,
-    copy: bool = False,
     thaw: bool = False,
     cache: Cache = "keep",
     cache_limit: int | None = None,
@@ -107,23 +103,22 @@ def open_model(
             the right size, and maps or reads them at once, so that later changes of the store have
             no effect. ``header`` reads the headers and compares them with the manifest and the
             header index. ``digest`` hashes each blob, unless it was hashed before and its file has
-            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Blobs elsewhere
+            not changed since. ``rehash`` hashes all blobs; no other level finds bit rot. Remote blobs
             are always hashed when they are read completely; ``digest`` and ``rehash`` read all of them first.
-        dequantize: return quantized weights dequantized, without their companions; see
+        dequantize: return quantized weights dequantized, without their scales and biases; see
             :meth:`Model.dequantized`. Every look-up computes them again. A collection of quantization
             types, such as ``{"fp8"}``, restricts this to weights of these types.
         read: ``mmap`` maps the blobs. ``pread`` reads them into memory of this process, with
-            concurrent requests. Use it for network file systems, and for stores that may be damaged
-            while the model is open.
-        prefetch: for mapped blobs and those elsewhere, ``read`` loads all of them before the function returns, and
+            concurrent requests, so that later changes to the files cannot affect this process. Use it for
+            network file systems, and for stores that may be damaged while the model is open: a process that
+            touches a map of a truncated file is killed.
+        prefetch: for mapped and remote blobs, ``read`` loads all of them before the function returns, and
             ``willneed`` requests that without waiting. By default, pages are read on first use.
-        copy: the same as ``read="pread"``: later changes to the files cannot affect this process.
-            (A process that touches a map of a file that was truncated is killed.)
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
         cache: whether blobs of a model in object storage that were read completely are kept in the
             store: ``keep`` or ``none``.
-        cache_limit: bytes of blobs to keep for models elsewhere, at most; those of the models that were not
+        cache_limit: bytes of blobs to keep for remote models, at most; those of the models that were not
             used for longest are removed first. The default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
         plan: open nothing, and return how many bytes would be read.
         progress: called with the bytes that the function waits for.
@@ -137,42 +132,37 @@ def open_model(
         MissingLibrary: the framework is not installed.
     """
     check_level(verify)
-    if copy:
-        read, prefetch = "pread", None
     store = LocalStore.of(store)
     options: dict[str, Any] = {
         "framework": framework,
         "device": device,
         "dequantize": dequantize,
+        "read": read,
         "prefetch": prefetch,
         "progress": progress,
     }
     if is_in_objects(reference):
-        remote = _remote_store(store, reference, cache, cache_limit)
-        return (
-            ReadPlan.of(remote, remote.manifest, remote.stored_size)
-            if plan
-            else _open_remote(remote, verify, thaw=thaw, read=read, **options)
-        )
+        if thaw:
+            raise UsageError("thaw is for models of the store; pull the model first")
+        remote = _find_remote(store, reference, cache, cache_limit)
+        return remote.read_plan() if plan else remote.open(verify, **options)
     if plan:
         return ReadPlan.of(store, store.resolve(reference))
     reference = Reference.of(reference)
     if thaw:
         _thaw(reference, store, progress)
-    return _open_local(reference, store, verify, read, **options)
+    return _open_local(reference, store, verify, **options)
 
 
 @contextlib.contextmanager
-def open_files(
-    reference: str | Reference, store: LocalStore | str | os.PathLike[str] | None = None
-) -> Iterator[ModelFiles]:
+def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[ModelFiles]:
     """Give the manifest, config and small files of a model whose policy is checked; no tensor is read.
 
     Raises:
         ModelNotFound: there is no such model.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
         NotTrusted, InvalidPolicy: as :func:`open_model`.
-        RemoteError: the address is that of a model elsewhere, which cannot be reached.
+        RemoteError: the address is that of a remote model, which cannot be reached.
     """
     store = LocalStore.of(store)
     if not is_in_objects(reference):
@@ -180,13 +170,13 @@ def open_files(
         require_trust(store, files.reference, files.data)
         yield files
         return
-    remote = _remote_store(store, reference, "none", None)
+    remote = _find_remote(store, reference, "none", None)
     remote.begin()
     yield ModelFiles(remote.reference, remote.manifest_data, remote)
 
 
 def _open_local(
-    reference: Reference, store: LocalStore, verify: Verify, read: Read, **options: Any
+    reference: Reference, store: LocalStore, verify: Verify, *, read: Read, **options: Any
 ) -> Model:
     """Open a model of a store, also if it is replaced at the same time."""
     while True:
@@ -224,7 +214,7 @@ def _thaw(reference: Reference, store: LocalStore, progress: Progress | None) ->
         raise fault.at(str(reference))
 
 
-def _remote_store(
+def _find_remote(
     store: LocalStore, address: str, cache: Cache, cache_limit: int | None
 ) -> RemoteStore:
     """Find a model in object storage, and check that it is trusted."""
@@ -235,30 +225,4 @@ def _remote_store(
         raise UsageError(f"cache must be keep or none, got {quote(cache)}")
     source = ObjectSource.find(address)
     require_trust(store, source.address.reference, source.data, source.signatures)
-    text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
-    if cache_limit is None and text:
-        cache_limit = parse_bytes(text)
     return RemoteStore(store, source, cache=cache, cache_limit=cache_limit)
-
-
-def _open_remote(
-    remote: RemoteStore, verify: Verify, *, thaw: bool, prefetch: Prefetch | None, **options: Any
-) -> Model:
-    """Open a model in object storage. Its blobs are read into memory when they are needed."""
-    if thaw:
-        raise UsageError("thaw is for models of the store; pull the model first")
-    with contextlib.ExitStack() as ending:
-        ending.callback(remote.close)
-        # What the local store has must stay until it is read.
-        digests = (blob.digest for blob in remote.manifest.blobs)
-        ending.enter_context(remote.local.lease_if_writable(digests))
-        remote.begin()
-        model = Model(remote.reference, remote.manifest_data, remote, **options)
-        is_hashed = verify in {"digest", "rehash"}
-        for blob in remote.manifest.blobs if is_hashed else ():
-            if remote.is_local(blob.digest):
-                remote.check_digest(*blob.id)
-        if is_hashed or prefetch == "read":
-            model.check("size")  # reads what is elsewhere, and hashes it
-        model.at_end(ending.pop_all().close)
-        return model

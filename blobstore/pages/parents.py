@@ -47,7 +47,7 @@ class Parent(NamedTuple):
     """Bytes of the other blobs of the model."""
 
 
-class _Facts(NamedTuple):
+class _Origin(NamedTuple):
     """What a model says about where it comes from."""
 
     files: tuple[Any, ...]
@@ -59,12 +59,12 @@ class _Facts(NamedTuple):
 def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
     """Return the parent of each model that has one. There are no circles."""
     entries = {name: entry for name, entry in disk.entries.items() if entry.manifest is not None}
-    facts = {name: _facts(disk, entry) for name, entry in entries.items()}
+    origins = {name: _origin(disk, entry) for name, entry in entries.items()}
     relatives = _Relatives(disk, entries)
     found: dict[Reference, Parent] = {}
     # Models that were changed least come first, so that they are what others descend from.
-    for name in sorted(entries, key=lambda name: (len(facts[name].options), str(name))):
-        for parent in _candidates(name, facts, relatives):
+    for name in sorted(entries, key=lambda name: (len(origins[name].options), str(name))):
+        for parent in _candidates(name, origins, relatives):
             if not _is_below(parent.reference, name, found):
                 found[name] = parent
                 break
@@ -120,7 +120,7 @@ class _Relatives:
 
 
 def _candidates(
-    name: Reference, facts: Mapping[Reference, _Facts], relatives: _Relatives
+    name: Reference, origins: Mapping[Reference, _Origin], relatives: _Relatives
 ) -> Iterator[Parent]:
     """Yield possible parents of a model, the most certain first."""
 
@@ -129,19 +129,21 @@ def _candidates(
     ) -> Parent:
         return Parent(reference, spelled, relation, evidence, *relatives.between(name, reference))
 
-    own = facts[name]
+    own = origins[name]
     if own.options.get("quantize") and own.files:
         same = [
             other
-            for other, fact in facts.items()
-            if other != name and fact.files == own.files and not fact.options.get("quantize")
+            for other, origin in origins.items()
+            if other != name and origin.files == own.files and not origin.options.get("quantize")
         ]
         for other in relatives.nearest(name, same)[:1]:
             evidence = "both were imported from files of the same names, sizes and headers"
             yield parent(other, str(other), "quantized from", evidence)
     for base in own.bases:
         same = [
-            other for other, fact in facts.items() if other != name and _is_named(other, fact, base)
+            other
+            for other, origin in origins.items()
+            if other != name and _is_named(other, origin, base)
         ]
         evidence = f"its model card or config names {base}"
         for other in relatives.nearest(name, same):
@@ -154,15 +156,15 @@ def _candidates(
         yield parent(None, own.bases[0], "fine-tuned from", evidence)
 
 
-def _is_named(reference: Reference, facts: _Facts, base: str) -> bool:
+def _is_named(reference: Reference, origin: _Origin, base: str) -> bool:
     """Return whether a model is the base that a card names, which is not itself quantized or tuned."""
-    if facts.options.get("quantize"):
+    if origin.options.get("quantize"):
         return False
-    if facts.repository:
-        return facts.repository.lower() == base.lower()
+    if origin.repository:
+        return origin.repository.lower() == base.lower()
     last = base.rpartition("/")[2].lower()
     model = reference.model.lower()
-    return base not in facts.bases and (last == model or last.startswith(f"{model}-"))
+    return base not in origin.bases and (last == model or last.startswith(f"{model}-"))
 
 
 def _is_below(parent: Reference | None, name: Reference, found: Mapping[Reference, Parent]) -> bool:
@@ -174,9 +176,9 @@ def _is_below(parent: Reference | None, name: Reference, found: Mapping[Referenc
     return False
 
 
-def _facts(disk: StoreDisk, entry: CatalogEntry) -> _Facts:
+def _origin(disk: StoreDisk, entry: CatalogEntry) -> _Origin:
     if entry.manifest is None:
-        return _Facts((), {}, "", ())
+        return _Origin((), {}, "", ())
     try:
         record = read_source_record(disk.store, entry.manifest)
     except BlobstoreError:  # verify reports it
@@ -184,6 +186,6 @@ def _facts(disk: StoreDisk, entry: CatalogEntry) -> _Facts:
     texts = dict(small_texts(disk.store, entry.manifest))
     bases = tuple(dict.fromkeys(stated_bases(texts)))
     if record is None:
-        return _Facts((), {}, "", bases)
+        return _Origin((), {}, "", bases)
     files = tuple((file.name, file.size, file.start) for file in record.files)
-    return _Facts(files, record.options, record.repository, bases)
+    return _Origin(files, record.options, record.repository, bases)

@@ -26,7 +26,7 @@ from blobstore.pages.shell import render_page
 from blobstore.pages.store_view import store_view
 from blobstore.pages.text import shown
 from blobstore.store.catalog import read_entries
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def write_page(
     target: str | os.PathLike[str],
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     measure: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,

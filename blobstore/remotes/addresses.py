@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blobstore.store.protocols import BlobAccess, ModelInspector
 
 Cache = Literal["keep", "none"]
-"""Whether blobs of a model elsewhere that were read completely are kept in the local store."""
+"""Whether blobs of a remote model that were read completely are kept in the local store."""
 _REGISTRY = "oci://"
 _OBJECTS = ("s3://", "gs://", "az://", "file://")
 
@@ -41,7 +41,7 @@ class ReadPlan:
     bytes_present: int
     """Bytes of these."""
     bytes_to_read: int
-    """Bytes to read from elsewhere for the others, compressed where that is of use."""
+    """Bytes to read from a remote for the others, compressed where that is of use."""
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class ReadPlan:
 
 
 def is_address(name: object) -> TypeGuard[str]:
-    """Return whether a name is the address of a model elsewhere: ``oci://…``, ``s3://…`` and so on."""
+    """Return whether a name is the address of a remote model: ``oci://…``, ``s3://…`` and so on."""
     return isinstance(name, str) and name.startswith((_REGISTRY, *_OBJECTS))
 
 
@@ -103,10 +103,10 @@ def check_address(text: str) -> None:
 def reading_models(
     local: LocalStore, *names: str | Reference, plain_http: bool | None = None
 ) -> Iterator[tuple[ModelInspector, list[Reference]]]:
-    """Give a reader of models in a store and elsewhere, and the names that they have in it.
+    """Give a reader of models in a store and of remote ones, and the names that they have in it.
 
     Raises:
-        BlobDamaged, BlobMissing, InvalidManifest, UnsupportedSource: a model elsewhere is damaged.
+        BlobDamaged, BlobMissing, InvalidManifest, UnsupportedSource: a remote model is damaged.
         ModelNotFound: there is no such model.
         RemoteError: a remote cannot be reached, refuses access or misbehaves.
         UsageError: a name is not valid.

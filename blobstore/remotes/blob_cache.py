@@ -1,4 +1,4 @@
-"""Blobs of a model elsewhere, kept in the local store as in a cache.
+"""Blobs of a remote model, kept in the local store as in a cache.
 
 Blobs are written while a model is loaded, and synced and named in the background, so that nobody waits for
 the disk. If the store cannot be written, or the disk is full, nothing more is kept. Processes that open one
@@ -41,7 +41,7 @@ class BlobCache:
             store: the store.
             manifest: that of the model.
             needed: bytes of its blobs that the store lacks.
-            limit: bytes of blobs to keep for all models elsewhere, at most.
+            limit: bytes of blobs to keep for all remote models, at most.
         """
         self._store = store
         self._manifest = manifest
@@ -174,7 +174,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
     Args:
         store: the store.
         needed: bytes that are about to be kept.
-        limit: bytes of blobs that are kept for models elsewhere, at most.
+        limit: bytes of blobs that are kept for remote models, at most.
         manifest: the model that needs them, which stays.
 
     Raises:

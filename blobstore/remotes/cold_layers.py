@@ -1,4 +1,4 @@
-"""Cold layers: the compressed forms of blobs elsewhere, which are fetched instead of the blobs.
+"""Cold layers: the compressed forms of remote blobs, which are fetched instead of the blobs.
 
 A cold layer is the file of a cold blob, byte for byte. Nothing of it is trusted: what a layer decodes to
 counts only if it has the digest that the model's manifest lists.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
 
     from blobstore.registry.manifest import RemoteDescriptor
-    from blobstore.store.cold import BaseForms
+    from blobstore.store.cold import BaseFiles
 
 COLD: Final = "application/vnd.blobstore.cold.v1"
 """The artifact type of manifests of cold layers, and the media type of these."""
@@ -31,7 +31,7 @@ _MAX_SIZE_DIGITS: Final = 18
 
 
 class ColdLayer(NamedTuple):
-    """The compressed form of a blob elsewhere."""
+    """The compressed form of a remote blob."""
 
     blob: BlobId
     """What it decodes to."""
@@ -66,13 +66,13 @@ class ColdLayer(NamedTuple):
         is_cold = layer.media_type == COLD and isinstance(annotations, dict)
         return _described(layer.id, annotations) if is_cold else None
 
-    def pieces(self, path: str, base_forms: BaseForms) -> Generator[memoryview, None, None]:
+    def pieces(self, path: str, base_files: BaseFiles) -> Generator[memoryview, None, None]:
         """Yield the bytes of the blob from the layer's file; no more than the blob has.
 
         Raises:
-            BlobDamaged: the file is not the cold form of the blob, or decodes to other bytes.
+            BlobDamaged: the file is no cold blob of this blob, or decodes to other bytes.
         """
-        cold = ColdBlob(path, self.blob.digest, base_forms)
+        cold = ColdBlob(path, self.blob.digest, base_files)
         if (cold.size, base_of(cold)) != (self.blob.size, self.base):
             raise BlobDamaged(
                 f"cold blob {self.stored.digest} has another size or base than stated"

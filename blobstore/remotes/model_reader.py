@@ -48,7 +48,7 @@ class RemoteClient(Protocol):
 
 
 class RemoteModelSource(Protocol):
-    """A model elsewhere whose manifest was checked."""
+    """A remote model whose manifest was checked."""
 
     @property
     def client(self) -> RemoteClient:
@@ -74,7 +74,7 @@ class RemoteModelSource(Protocol):
         """Return what :func:`pack_headers` made of the headers, unchecked; None if there is nothing."""
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is there with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
+        """Check that a blob exists with ``size`` bytes. Raises BlobMissing, BlobDamaged, RemoteError."""
 
     def read(
         self, digest: Digest, size: int, begin: int, end: int
@@ -82,13 +82,13 @@ class RemoteModelSource(Protocol):
         """Yield the bytes of a blob from ``begin`` to before ``end``; nothing is hashed.
 
         Raises:
-            BlobDamaged, BlobMissing: it is not there with its size.
+            BlobDamaged, BlobMissing: it does not exist, or has another size.
             RemoteError: the remote cannot be reached, refuses access or misbehaves.
         """
 
 
 class RemoteReader:
-    """Models elsewhere by name, and those of a local store. Any number of threads may use it."""
+    """Remote models by name, and those of a local store. Any number of threads may use it."""
 
     def __init__(
         self, sources: Mapping[Reference, RemoteModelSource], local: LocalStore | None = None
@@ -96,7 +96,7 @@ class RemoteReader:
         """Read nothing yet.
 
         Args:
-            sources: the models elsewhere; their names may be any.
+            sources: the remote models; their names may be any.
             local: the store that has other models, and blobs that need not be fetched.
         """
         self._sources = sources
@@ -113,7 +113,7 @@ class RemoteReader:
         return tuple(chain.from_iterable(source.notices for source in self._sources.values()))
 
     def references(self) -> tuple[Reference, ...]:
-        """Return the names of the models elsewhere."""
+        """Return the names of the remote models."""
         return tuple(self._sources)
 
     def read_manifest(self, reference: str | Reference) -> bytes:
@@ -135,10 +135,10 @@ class RemoteReader:
         return Manifest.from_bytes(self.read_manifest(reference))
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is there, as the other side says.
+        """Return whether the blob exists, as the remote says.
 
         Raises:
-            BlobDamaged: it has another size there.
+            BlobDamaged: it has another size.
         """
         try:
             self.check_size(digest, size)
@@ -147,7 +147,7 @@ class RemoteReader:
         return True
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that a blob is there or in the local store, and has ``size`` bytes.
+        """Check that a blob is in the remote or in the local store, and has ``size`` bytes.
 
         Raises:
             BlobMissing: it is not.
@@ -190,7 +190,7 @@ class RemoteReader:
         return read_small(self._owner(digest, size), digest, size)
 
     def is_cold(self, digest: Digest) -> bool:
-        """Return whether the blob is here in its cold form only."""
+        """Return whether the blob has a cold file in the local store only."""
         return self._local is not None and self._local.is_cold(digest)
 
     def read_headers(
@@ -219,7 +219,7 @@ class RemoteReader:
     def _starts(self, blobs: Sequence[tuple[Digest, int]]) -> list[bytes | Damaged]:
         """Return the bytes of headers, from the local cache if it has them."""
         text = "".join(f"{digest.hex} {size}\n" for digest, size in blobs)
-        key = Digest.of(b"headers of blobs elsewhere\n" + text.encode())
+        key = Digest.of(b"headers of remote blobs\n" + text.encode())
         digests = {digest for digest, _ in blobs}
         cached = self._local.read_index(key) if self._local is not None else None
         known = unpack_headers(cached, digests)
@@ -246,7 +246,7 @@ class RemoteReader:
         return starts
 
     def _start(self, digest: Digest, size: int, budget: limits.Budget) -> bytes | Damaged:
-        """Return the header of a blob elsewhere with its prefix, or the error that reading it raised."""
+        """Return the header of a remote blob with its prefix, or the error that reading it raised."""
         try:
             source = self._owner(digest, size)
             start = limits.gather(source.read(digest, size, 0, min(size, HEADER_REQUEST)))
@@ -274,7 +274,7 @@ class RemoteReader:
             return digest not in self._owners
 
     def check_listed(self, digest: Digest, size: int) -> None:
-        """Check that the local store has a blob, or a model elsewhere lists it, with this size; nobody is asked.
+        """Check that the local store has a blob, or a remote model lists it, with this size; nobody is asked.
 
         Raises:
             BlobMissing, BlobDamaged: neither has it, or with another size.

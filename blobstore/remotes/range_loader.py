@@ -1,7 +1,7 @@
-"""Blobs that are read from elsewhere straight into memory, with many concurrent requests.
+"""Blobs that are read from a remote straight into memory, with many concurrent requests.
 
 A blob that is read completely is hashed while its bytes arrive, and may be kept in the local store. If the
-remote has a compressed form of it whose base is here, that is read and decoded instead.
+remote has a compressed form of it whose base is in the store, that is read and decoded instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WHOLE: Final = 0.9
 
 
 class RangeLoader:
-    """Reads blobs of one model elsewhere that the local store lacks. Any number of threads may use it."""
+    """Reads blobs of one remote model that the local store lacks. Any number of threads may use it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RangeLoader:
         self._sizes = {blob.digest: blob.size for blob in source.blobs}
 
     def is_local(self, digest: Digest) -> bool:
-        """Return whether the local store has a blob with its size, or no model elsewhere lists it."""
+        """Return whether the local store has a blob with its size, or no remote model lists it."""
         try:
             return self._local.exists(digest, self._sizes[digest])
         except Damaged:

@@ -1,4 +1,4 @@
-"""The blobs of one model elsewhere, of which those that a local store has are read there.
+"""The blobs of one remote model, of which those that a local store has are read there.
 
 An open model reads blobs, or ranges of them, straight into its memory. A blob that was read completely is
 kept in the local store as in a cache: the second model that needs it finds it there.
@@ -6,15 +6,20 @@ kept in the local store as in a cache: the second model that needs it finds it t
 
 from __future__ import annotations
 
+import contextlib
+import os
 from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core import limits
+from blobstore.core.arguments import parse_bytes
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.models.model import Model
+from blobstore.remotes.addresses import ReadPlan
 from blobstore.remotes.blob_cache import BlobCache
 from blobstore.remotes.cold_layers import ColdLayer, parse_cold_layers
 from blobstore.remotes.model_reader import RemoteReader, check_sent
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
     from blobstore.core.mmap import MappedRegion
     from blobstore.errors import Damaged, StoreError
     from blobstore.manifests.model import Manifest
+    from blobstore.models.checks import Verify
+    from blobstore.models.memory import Prefetch
     from blobstore.objects.source import ObjectSource
     from blobstore.remotes.addresses import Cache
     from blobstore.safetensors.header import Header
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RemoteStore:
-    """The blobs of one model elsewhere, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
+    """The blobs of one remote model, for an open model: a :class:`~blobstore.store.protocols.BlobAccess`."""
 
     def __init__(
         self,
@@ -49,10 +56,12 @@ class RemoteStore:
             local: the store that has some of the blobs, and keeps others.
             source: the model.
             cache: whether to keep blobs that were read completely in the store.
-            cache_limit: bytes of blobs to keep for models elsewhere, at most; others are removed first.
+            cache_limit: bytes of blobs to keep for remote models, at most; others are removed first. The
+                default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
 
         Raises:
             RemoteError: the remote cannot be reached, or fails.
+            UsageError: the environment states no valid limit.
         """
         self.local = local
         """The store that has some of the blobs."""
@@ -71,6 +80,9 @@ class RemoteStore:
         if missing and (index := source.cold_index()) is not None:
             layers = parse_cold_layers(index)
         self._cache = None
+        text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
+        if cache_limit is None and text:
+            cache_limit = parse_bytes(text)
         if cache == "keep":
             self._cache = BlobCache(local, source.data, needed, cache_limit)
         loader = RangeLoader(source, local, layers, self._reader.starts, self._cache)
@@ -87,9 +99,41 @@ class RemoteStore:
     def __reduce__(self) -> str:
         """Refuse to be sent to another process: its connections and threads stay in this one."""
         raise TypeError(
-            f"{self.reference} is read from elsewhere, and cannot be copied or pickled; open it in each "
+            f"{self.reference} is read from a remote, and cannot be copied or pickled; open it in each "
             "process, or pull it first"
         )
+
+    def read_plan(self) -> ReadPlan:
+        """Return what reading all blobs takes. Raises BlobMissing or BlobDamaged."""
+        return ReadPlan.of(self, self.manifest, self.stored_size)
+
+    def open(self, verify: Verify, *, prefetch: Prefetch | None, **options: Any) -> Model:
+        """Open the model. Its blobs are read into memory when they are needed.
+
+        Args:
+            verify: ``digest`` and ``rehash`` read all blobs first.
+            prefetch: ``read`` does so too.
+            options: as for :class:`Model`.
+
+        Raises:
+            BlobMissing, BlobDamaged: the model is incomplete or damaged.
+            RemoteError: the remote cannot be reached, or fails.
+        """
+        with contextlib.ExitStack() as ending:
+            ending.callback(self.close)
+            # What the local store has must stay until it is read.
+            digests = (blob.digest for blob in self.manifest.blobs)
+            ending.enter_context(self.local.lease_if_writable(digests))
+            self.begin()
+            model = Model(self.reference, self.manifest_data, self, prefetch=prefetch, **options)
+            is_hashed = verify in {"digest", "rehash"}
+            for blob in self.manifest.blobs if is_hashed else ():
+                if self.is_local(blob.digest):
+                    self.check_digest(*blob.id)
+            if is_hashed or prefetch == "read":
+                model.check("size")  # reads what is remote, and hashes it
+            model.at_end(ending.pop_all().close)
+            return model
 
     def begin(self) -> None:
         """Note that the model is used, and read everything but the tensors, with concurrent requests.
@@ -147,7 +191,7 @@ class RemoteStore:
         *,
         past_cache: bool = False,
     ) -> None:
-        """Read bytes of a blob from ``offset`` on, from the local store or elsewhere."""
+        """Read bytes of a blob from ``offset`` on, from the local store or the remote."""
         if self.is_local(digest):
             self.local.read_into(digest, size, offset, buffer, past_cache=past_cache)
         else:

@@ -46,15 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(reader: Reader, *, has_digests: bool) -> Iterator[dict[str, Any]]:
-    """Return the facts about each tensor, in the order of the data."""
+    """Return the entry of each tensor, in the order of the data."""
     table = reader.table
     for name, row in table.names.items():
         dtype, shape = table.kinds[row]
         begin, end = table.begins[row], table.begins[row + 1]
-        facts = {"name": name, "dtype": dtype.value, "shape": shape, "data_offsets": [begin, end]}
+        entry = {"name": name, "dtype": dtype.value, "shape": shape, "data_offsets": [begin, end]}
         if has_digests:
-            facts["sha256"] = digest(reader, table.data_start + begin, table.data_start + end)
-        yield facts
+            entry["sha256"] = digest(reader, table.data_start + begin, table.data_start + end)
+        yield entry
 
 
 def _as_json(metadata: dict[str, str] | None, tensors: list[dict[str, Any]]) -> str:
@@ -65,7 +65,7 @@ def _as_table(metadata: dict[str, str] | None, tensors: list[dict[str, Any]]) ->
     lines = [
         f"{escape(key)}: {escape(text, 200)}" for key, text in sorted((metadata or {}).items())
     ]
-    rows = [_cells(facts) for facts in tensors]
+    rows = [_cells(entry) for entry in tensors]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -75,11 +75,11 @@ def _as_table(metadata: dict[str, str] | None, tensors: list[dict[str, Any]]) ->
     return "\n".join(lines) + "\n"
 
 
-def _cells(facts: dict[str, Any]) -> list[str]:
-    begin, end = facts["data_offsets"]
-    shape = "x".join(map(str, facts["shape"])) or "scalar"
-    cells = [escape(facts["name"], 100), facts["dtype"], shape, str(end - begin)]
-    return [*cells, facts["sha256"]] if "sha256" in facts else cells
+def _cells(entry: dict[str, Any]) -> list[str]:
+    begin, end = entry["data_offsets"]
+    shape = "x".join(map(str, entry["shape"])) or "scalar"
+    cells = [escape(entry["name"], 100), entry["dtype"], shape, str(end - begin)]
+    return [*cells, entry["sha256"]] if "sha256" in entry else cells
 
 
 if __name__ == "__main__":

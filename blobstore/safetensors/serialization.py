@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blobstore.core.escape import escape, quote
-from blobstore.core.files import replacing
+from blobstore.core.files import replacing, without_start
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.targets import check_target
 from blobstore.core.tensor import DType
@@ -335,11 +335,4 @@ def _batches(buffers: Iterable[Buffer]) -> Iterator[list[memoryview]]:
 def _write_batch(descriptor: int, views: list[memoryview]) -> None:
     """Write every byte; a single write may be short."""
     while views:
-        written = os.writev(descriptor, views)
-        done = 0
-        while done < len(views) and written >= len(views[done]):
-            written -= len(views[done])
-            done += 1
-        views = views[done:]
-        if written:
-            views[0] = views[0][written:]
+        views = without_start(views, os.writev(descriptor, views))

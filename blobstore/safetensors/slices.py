@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import escape
+from blobstore.core.slicing import expand
 from blobstore.errors import SafetensorError
 
 if TYPE_CHECKING:
@@ -92,15 +93,11 @@ def select(shape: Sequence[int], index: Any) -> Selection:
         SafetensorError: the index has another type, too many dimensions, or an integer out of range.
         TypeError: the bounds of a slice are not integers.
     """
-    items = index if isinstance(index, tuple) else (index,)
-    gaps = [position for position, item in enumerate(items) if item is ...]
-    if len(gaps) > 1:
+    full = expand(index, len(shape))
+    if any(item is ... for item in full):
         raise SafetensorError("Only one ellipsis (...) is allowed in slice index")
-    if len(items) - len(gaps) > len(shape):
+    if len(full) > len(shape):
         raise _failure(index, shape, "more slicing indexes than dimensions in tensor")
-    gap = gaps[0] if gaps else len(items)
-    filling = (slice(None),) * (len(shape) - len(items) + len(gaps))
-    full = (*items[:gap], *filling, *items[gap + 1 :])
     ranges = [
         _positions(item, size, dim, index, shape)
         for dim, (item, size) in enumerate(zip(full, shape, strict=True))

@@ -439,7 +439,7 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor has bytes of its own. Raises UnsupportedSource."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedSource(
-            f"tensor {quote(name)} is a {quote(type(tensor).__name__)}, whose bytes are elsewhere",
+            f"tensor {quote(name)} is a {quote(type(tensor).__name__)}, whose bytes are remote",
             advice="gather distributed tensors with full_tensor(), and dequantize others, before",
         )
     if tensor.layout is not torch.strided or tensor.is_meta:

@@ -1,6 +1,6 @@
-"""Bases: the blobs that cold ones are deltas against, kept and judged in whatever form they have.
+"""Bases: the blobs that cold ones are deltas against, kept and judged by whatever files they have.
 
-A base that is damaged in one form may be intact in another.
+One file of a base may be intact where another is damaged.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def states(store: BlobReader, digest: Digest) -> tuple[FileState | None, FileSta
 def which_are_whole(
     store: BlobReader, digest: Digest, size: int, progress: Callable[[int], None]
 ) -> tuple[bool, bool]:
-    """Return whether a blob is readable and intact, and whether its cold form is intact or absent.
+    """Return whether a blob is readable and intact, and whether its cold file is intact or absent.
 
     Raises:
         StoreError: a file cannot be read.
@@ -102,7 +102,7 @@ class WholeBases:
         self._store = store
         self._whole: dict[Digest, set[tuple[str, FileState]]] = {}
 
-    def form(self, digest: Digest) -> tuple[str, FileState] | None:
+    def file(self, digest: Digest) -> tuple[str, FileState] | None:
         """Return the path of the file that a base is read from, and its state; None if there is none."""
         store = self._store
         for path in (store.blob_path(digest), store.cold_path(digest), store.base_path(digest)):
@@ -111,23 +111,23 @@ class WholeBases:
                 return None if state is None else (path, state)
         return None
 
-    def whole_form(self, digest: Digest, size: int) -> tuple[str, FileState] | None:
-        """Return the form that a base is read from if it is intact, else None; each file is hashed once.
+    def intact_file(self, digest: Digest, size: int) -> tuple[str, FileState] | None:
+        """Return the file that a base is read from if it is intact, else None; each file is hashed once.
 
-        If the base is frozen or thawed in the meantime, its new form is hashed.
+        If the base is frozen or thawed in the meantime, its new file is hashed.
 
         Raises:
             StoreError: it cannot be read.
         """
         for _ in range(LOOKS):
-            form = self.form(digest)
-            if form is None or form in self._whole.get(digest, ()):
-                return form
-            is_intact = self._is_intact(digest, size, form[0])
-            if self.form(digest) == form:
+            file = self.file(digest)
+            if file is None or file in self._whole.get(digest, ()):
+                return file
+            is_intact = self._is_intact(digest, size, file[0])
+            if self.file(digest) == file:
                 if is_intact:
-                    self.add(digest, form)
-                return form if is_intact else None
+                    self.add(digest, file)
+                return file if is_intact else None
         return None
 
     def _is_intact(self, digest: Digest, size: int, path: str) -> bool:
@@ -142,6 +142,6 @@ class WholeBases:
             return False
         return True
 
-    def add(self, digest: Digest, form: tuple[str, FileState]) -> None:
+    def add(self, digest: Digest, file: tuple[str, FileState]) -> None:
         """Record a file that the caller has hashed."""
-        self._whole.setdefault(digest, set()).add(form)
+        self._whole.setdefault(digest, set()).add(file)

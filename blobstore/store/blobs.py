@@ -1,6 +1,6 @@
 """The blobs of a store, read and checked, whether they are hot or cold.
 
-A blob is trusted for its size when it is opened; its digest is checked only on request. The cold form is
+A blob is trusted for its size when it is opened; its digest is checked only on request. The cold file is
 looked for only if there is no hot one, so a store without cold blobs pays nothing for them. Another process
 may freeze or thaw a blob between two looks, so there are several.
 """
@@ -94,10 +94,10 @@ class BlobReader:
         if is_other:
             raise StoreError(f"the store {quote(self.root)} is not a folder")
 
-    # Which blobs there are, and in which form
+    # Which blobs there are, hot or cold
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is here, hot or cold, by its size; the digest is not computed.
+        """Return whether the blob exists, hot or cold, by its size; the digest is not computed.
 
         Raises:
             BlobDamaged: a file of that name has another size or is not a regular file.
@@ -109,15 +109,15 @@ class BlobReader:
         return True
 
     def has(self, digest: Digest) -> bool:
-        """Return whether the blob has a hot or a cold form, whatever its content."""
+        """Return whether the blob has a hot or a cold file, whatever its content."""
         return any(self._hot.has(digest) or self._cold.has(digest) for _ in range(LOOKS))
 
     def has_hot(self, digest: Digest) -> bool:
-        """Return whether the blob has a hot form, a file of its own, whatever its content."""
+        """Return whether the blob has a hot file, a file of its own, whatever its content."""
         return self._hot.has(digest)
 
     def has_cold(self, digest: Digest) -> bool:
-        """Return whether the blob has a cold form, whatever its content."""
+        """Return whether the blob has a cold file, whatever its content."""
         return self._cold.has(digest)
 
     def has_base_link(self, digest: Digest) -> bool:
@@ -130,11 +130,11 @@ class BlobReader:
         return True
 
     def is_cold(self, digest: Digest) -> bool:
-        """Return whether the blob is here in its cold form only."""
+        """Return whether the blob has a cold file only."""
         return not self._hot.has(digest) and self._cold.has(digest)
 
     def frozen(self) -> set[Digest]:
-        """Return the blobs that are here in their cold form only.
+        """Return the blobs that have a cold file only.
 
         Raises:
             StoreError: the cold blobs cannot be listed.
@@ -176,7 +176,7 @@ class BlobReader:
     # Checking
 
     def check_size(self, digest: Digest, size: int, *, as_base: bool = False) -> None:
-        """Check that the blob is here, hot or cold, and has ``size`` bytes.
+        """Check that the blob exists, hot or cold, and has ``size`` bytes.
 
         A blob that is needed only ``as_base`` may be here by its second hard link alone.
 
@@ -203,7 +203,7 @@ class BlobReader:
     ) -> None:
         """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
 
-        A cold blob is decoded. If the blob is hot and cold, only the hot form is read.
+        A cold blob is decoded. If the blob is hot and cold, only the hot file is read.
 
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open_blob`.
@@ -214,10 +214,10 @@ class BlobReader:
     def check_cold(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Decode the cold form of a blob and compare its digest.
+        """Decode the cold file of a blob and compare its digest.
 
         Raises:
-            BlobMissing: there is no cold form.
+            BlobMissing: there is no cold file.
             BlobDamaged: it cannot be decoded, or the digest differs.
         """
         self._cold.open(digest, size).check(progress)
@@ -261,29 +261,29 @@ class BlobReader:
         return _either(lambda: self._hot.open(digest, size), decode)
 
     def open_hot(self, digest: Digest, size: int) -> int:
-        """Open the hot form of a blob as :meth:`open_blob` does.
+        """Open the hot file of a blob as :meth:`open_blob` does.
 
         Raises:
-            BlobMissing: there is no hot form. Otherwise as :meth:`open_blob`.
+            BlobMissing: there is no hot file. Otherwise as :meth:`open_blob`.
         """
         return self._hot.open(digest, size)
 
     def open_cold(
         self, digest: Digest, size: int | None = None, read: Read | None = None
     ) -> ColdBlob:
-        """Open the cold form of a blob; see :meth:`ColdShelf.open`."""
+        """Open the cold file of a blob; see :meth:`ColdShelf.open`."""
         return self._cold.open(digest, size, read)
 
     def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        """Map the hot form of a blob into a slot of ``region``. Raises as :meth:`open_hot`."""
+        """Map the hot file of a blob into a slot of ``region``. Raises as :meth:`open_hot`."""
         self._hot.map(digest, size, slot, region)
 
     def mmap_hot(self, digest: Digest, size: int) -> memoryview:
-        """Return the mapped bytes of the hot form of a blob. Raises as :meth:`open_hot`."""
+        """Return the mapped bytes of the hot file of a blob. Raises as :meth:`open_hot`."""
         return self._hot.mmap(digest, size)
 
     def is_cached(self, digest: Digest, size: int) -> bool:
-        """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
+        """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
         return self._hot.is_cached(digest, size)
 
     def map_blob(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
@@ -299,13 +299,13 @@ class BlobReader:
 
         _either(lambda: self._hot.map(digest, size, slot, region), decode)
 
-    def base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
-        """Yield a base in each form that can be opened; see :meth:`ColdShelf.base_forms`."""
-        return self._cold.base_forms(digest, size)
+    def base_files(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield a base from each of its files that can be opened; see :meth:`ColdShelf.base_files`."""
+        return self._cold.base_files(digest, size)
 
     def base(self, digest: Digest, size: int) -> BaseBlob:
-        """Return a base in the cheapest form that can be opened. Raises as :meth:`base_forms`."""
-        return next(self.base_forms(digest, size))
+        """Return a base from the cheapest of its files that can be opened. Raises as :meth:`base_files`."""
+        return next(self.base_files(digest, size))
 
     # Reading
 
@@ -438,7 +438,7 @@ class BlobReader:
 
 
 def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:
-    """Return the result for whichever form of a blob exists; it may change while it is looked for."""
+    """Return the result for the hot file of a blob, or the cold one. A blob may be frozen or thawed in between."""
     for look in range(LOOKS):
         try:
             return hot()

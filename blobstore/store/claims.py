@@ -1,4 +1,4 @@
-"""Which blobs the processes of this machine are reading from elsewhere, so that each is read once.
+"""Which blobs the processes of this machine are reading from a remote, so that each is read once.
 
 A process claims a blob while it reads it and until the store has it: it locks one byte of a file, whose
 position is taken from the digest. A process that finds a blob claimed waits, and takes it from the store.

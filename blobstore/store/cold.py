@@ -1,8 +1,8 @@
-"""Cold blobs: the compressed forms of blobs, below ``.blobstore/cold/``.
+"""Cold blobs: compressed blobs, below ``.blobstore/cold/``.
 
 A cold blob is named by the digest of the decoded bytes. So manifests do not mention it, a blob may be hot,
 cold or both, and better codecs can replace it. Some are deltas against another blob, their base, which is
-hot, or cold without a base of its own: chains have one link. If the base has several forms and one is
+hot, or cold without a base of its own: chains have one link. If the base has several files and one is
 damaged, the others are tried. Nothing here writes: freezing and thawing are workflows.
 
 Decoded bytes have been checked chunk by chunk. A caller that must know the digest hashes them.
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from blobstore.store.hot import HotShelf
     from blobstore.store.layout import Layout
 
-    BaseForms = Callable[[Digest, int], Iterator[BaseBlob]]
-    """Yields the forms of the base with a digest and a size, each opened when it is asked for."""
+    BaseFiles = Callable[[Digest, int], Iterator[BaseBlob]]
+    """Yields the base with a digest and a size from each of its files, opened when it is asked for."""
 
     Read = Callable[[ColdFile], FileBytes | None]
     """Returns the bytes of a file whose ends it has read, or None if the mapped bytes will do."""
@@ -53,14 +53,14 @@ os.register_at_fork(
 _PIECE = 1 << 20
 """As large as the largest chunk, and still in the processor's cache when it is hashed or written."""
 LOOKS = 3
-"""How often a form is looked for: a blob may change its form between two looks."""
+"""How often a file is looked for: a blob may be frozen or thawed between two looks."""
 
 
 class ColdBlob:
     """A cold blob whose file is mapped. Threads may share it."""
 
     def __init__(
-        self, path: str, digest: Digest, base_forms: BaseForms, read: Read | None = None
+        self, path: str, digest: Digest, base_files: BaseFiles, read: Read | None = None
     ) -> None:
         """Open the cold blob of ``digest`` at ``path``.
 
@@ -85,7 +85,7 @@ class ColdBlob:
         """Bytes of the base."""
         self._path = path
         self._file = file
-        self._base_forms = base_forms
+        self._base_files = base_files
         self.stored = file.size
         """Bytes of its file."""
         with self._explained():
@@ -98,9 +98,9 @@ class ColdBlob:
         if table.base is not None:
             self.base, self.base_size = table.base.digest, table.base.size
         self._decoders = [] if self.base else [self.container]
-        """A decoder for each form of the base that was asked for so far."""
-        self._forms: Iterator[BaseBlob] | None = None if self.base else iter(())
-        """The other forms of the base; None before the first is asked for."""
+        """A decoder for each file of the base that was asked for so far."""
+        self._bases: Iterator[BaseBlob] | None = None if self.base else iter(())
+        """The base from its other files; None before the first is asked for."""
         self._lock = Lock()
         renew_lock_in_children(self)
 
@@ -172,23 +172,23 @@ class ColdBlob:
         return parse_header(text, self.size)
 
     def _all_decoders(self) -> Iterator[ColdBlobDecoder]:
-        """Yield a decoder for each form of the base; the next form is opened only if it is needed."""
+        """Yield a decoder for each file of the base; the next file is opened only if it is needed."""
         for number in itertools.count():
             if self.base is not None and number == len(self._decoders):
                 with self._lock:
                     if number == len(self._decoders):  # no other thread has opened it
-                        self._forms = self._forms or self._base_forms(self.base, self.base_size)
+                        self._bases = self._bases or self._base_files(self.base, self.base_size)
                         try:
-                            form = next(self._forms, None)
+                            base = next(self._bases, None)
                         except BaseException:
-                            self._forms = None  # look again next time: the base may be restored
+                            self._bases = None  # look again next time: the base may be restored
                             raise
-                        if form is not None:
-                            # Other threads may be decoding with an earlier form, so keep its decoder.
+                        if base is not None:
+                            # Other threads may be decoding with an earlier file, so keep its decoder.
                             is_first = number == 0
                             data = self._file.data
                             decoder = self.container if is_first else type(self.container)(data)
-                            decoder.give_base(form)
+                            decoder.give_base(base)
                             self._decoders.append(decoder)
             if number == len(self._decoders):
                 return
@@ -221,21 +221,21 @@ class ColdShelf:
         self._pinned = pinned
 
     def has(self, digest: Digest) -> bool:
-        """Return whether the blob has a cold form, whatever its content."""
+        """Return whether the blob has a cold file, whatever its content."""
         return os.path.lexists(self._layout.cold_blob(digest))
 
     def open(self, digest: Digest, size: int | None = None, read: Read | None = None) -> ColdBlob:
-        """Open the cold form of a blob, which has ``size`` bytes when decoded, if that is given.
+        """Open the cold file of a blob, which has ``size`` bytes when decoded, if that is given.
 
         See :class:`ColdBlob` for ``read``.
 
         Raises:
-            BlobMissing: there is no cold form.
+            BlobMissing: there is no cold file.
             BlobDamaged: it is not a cold blob, or that of another blob.
             StoreError: it cannot be read.
         """
         path = self._layout.cold_blob(digest)
-        blob = ColdBlob(path, digest, self.base_forms, read)
+        blob = ColdBlob(path, digest, self.base_files, read)
         if size is not None and blob.size != size:
             raise BlobDamaged(
                 f"cold blob {quote(path)} is damaged: it decodes to {blob.size} bytes, expected {size}",
@@ -257,14 +257,14 @@ class ColdShelf:
                     found[digest] = entry.stat(follow_symlinks=False)
         return found
 
-    def base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
-        """Yield a base of ``size`` bytes in each form that can be opened, the cheapest first.
+    def base_files(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield a base of ``size`` bytes from each of its files that can be opened, the cheapest first.
 
-        Nothing is hashed: the bytes that are decoded against a base are checked afterwards. One form may
+        Nothing is hashed: the bytes that are decoded against a base are checked afterwards. One file may
         be intact where another is damaged.
 
         Raises:
-            BlobDamaged: no form is here, or none has that size.
+            BlobDamaged: it has no file, or none has that size.
             ColdDamaged: it is a delta itself.
             StoreError: it cannot be read.
         """
@@ -272,9 +272,9 @@ class ColdShelf:
         faults: list[BlobDamaged | ColdDamaged | StoreError] = []
         is_here = False
         for _ in range(LOOKS):
-            for open_form in list(left):
+            for open_file in list(left):
                 try:
-                    base = open_form(digest, size)
+                    base = open_file(digest, size)
                 except BlobMissing:
                     continue
                 except (BlobDamaged, ColdDamaged, StoreError) as error:
@@ -282,7 +282,7 @@ class ColdShelf:
                 else:
                     yield base
                     is_here = True
-                left.remove(open_form)
+                left.remove(open_file)
         if faults and not is_here:
             raise faults[0]
         if not is_here:
@@ -311,5 +311,5 @@ class ColdShelf:
 
         state = FileState.of(self._layout.blob(digest))
         if state is not None and state == FileState.of(self._layout.base_blob(digest)):
-            raise BlobMissing(f"blob {digest} has no second file")  # it is the hot form
+            raise BlobMissing(f"blob {digest} has no second file")  # it is the hot file
         return BaseBlob.hot(self._pinned.mmap(digest, size), digest)

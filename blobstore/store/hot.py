@@ -49,7 +49,7 @@ class HotShelf:
         return os.path.lexists(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here and has ``size`` bytes."""
+        """Check that the blob exists and has ``size`` bytes."""
         interrupts.check()
         path = self._path(digest)
         try:

@@ -82,10 +82,10 @@ class LocalStore(BlobReader):
         self._history = History(self._layout)
         self._signatures = Signatures(self._layout)
         self.remote_cache = RemoteCache(self._layout)
-        """Models elsewhere whose blobs are kept here as a cache."""
+        """Remote models whose blobs are kept here as a cache."""
 
     @classmethod
-    def of(cls, store: LocalStore | str | os.PathLike[str] | None) -> LocalStore:
+    def of(cls, store: StoreLike) -> LocalStore:
         """Return ``store`` itself, or the store in that folder; None means :func:`default_root`."""
         return store if isinstance(store, LocalStore) else cls(store)
 
@@ -175,7 +175,7 @@ class LocalStore(BlobReader):
                 yield ingest
 
     def claims(self) -> BlobClaims:
-        """Return this process's claims of blobs that are read from elsewhere. Raises OSError."""
+        """Return this process's claims of blobs that are read from a remote. Raises OSError."""
         return BlobClaims.of(self._layout.claims)
 
     def partial_bytes(self, blob: BlobId) -> int:
@@ -565,3 +565,7 @@ class LocalStore(BlobReader):
             attempt = "reading" if is_dry else "writing to"
             otherwise = f"{attempt} the store {root} failed: {error.strerror}{place}"
             raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
+
+
+StoreLike = LocalStore | str | os.PathLike[str] | None
+"""A store, its folder, or None for that of :func:`default_root`."""

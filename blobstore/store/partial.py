@@ -145,7 +145,7 @@ class PartialBlob:
 
     @property
     def done(self) -> int:
-        """Bytes that are there."""
+        """Bytes that the file has."""
         return sum(self._done)
 
     @property

@@ -37,10 +37,10 @@ class BlobFetcher(Protocol):
     """Reads blobs by digest and size."""
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether the blob is here, without reading its content.
+        """Return whether the blob exists, without reading its content.
 
         Raises:
-            BlobDamaged: it is here with another size.
+            BlobDamaged: it has another size.
         """
         ...
 
@@ -51,7 +51,7 @@ class BlobFetcher(Protocol):
         releases its resources when it is exhausted or closed, and each call starts from the first byte.
 
         Raises:
-            BlobMissing: it is not here.
+            BlobMissing: it does not exist.
             BlobDamaged: it has another size, or its end cannot be read.
         """
         ...
@@ -78,15 +78,15 @@ class BlobWriter(Protocol):
 
         Raises:
             DamagedSource: the buffers do not have ``size`` bytes in all.
-            BlobDamaged: the blob is already here, and damaged.
+            BlobDamaged: the blob already exists, and is damaged.
         """
         ...
 
     def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that is already here and keep it until the import ends; None if it is not.
+        """Return a blob that already exists and keep it until the import ends; None if it does not.
 
         Raises:
-            BlobDamaged: it is here, and damaged.
+            BlobDamaged: it exists, and is damaged.
         """
         ...
 
@@ -111,7 +111,7 @@ class ManifestResolver(Protocol):
     """Finds manifests by name."""
 
     def references(self) -> Iterable[Reference]:
-        """Return the names that are here."""
+        """Return the names of the models."""
         ...
 
     def read_manifest(self, reference: str | Reference) -> bytes:
@@ -133,10 +133,10 @@ class ManifestPublisher(Protocol):
         """Make ``manifest`` the one of that name, in one step and durably; return another that it replaces.
 
         Readers see either the old manifest or the new one. The blobs come first: a name never refers to
-        a manifest whose blobs are not here.
+        a manifest whose blobs are missing.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob is not here with its size; nothing changes.
+            BlobMissing, BlobDamaged: a blob is missing, or has another size; nothing changes.
             NameConflict: another name differs from this one in case only; nothing changes.
         """
         ...
@@ -150,7 +150,7 @@ class BlobDescriber(Protocol):
     """Describes blobs by their sizes, their headers and, if they are small, their contents."""
 
     def check_size(self, digest: Digest, size: int) -> None:
-        """Check that the blob is here. Raises BlobMissing or BlobDamaged."""
+        """Check that the blob exists. Raises BlobMissing or BlobDamaged."""
         ...
 
     def read_blob(self, digest: Digest, size: int) -> bytes:
@@ -177,7 +177,7 @@ class ModelInspector(ModelReader, BlobDescriber, Protocol):
         ...
 
     def is_cold(self, digest: Digest) -> bool:
-        """Return whether the blob is here in its cold form only."""
+        """Return whether the blob has a cold file only."""
         ...
 
 
@@ -190,16 +190,16 @@ class BlobChecker(Protocol):
         """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
 
         Raises:
-            BlobMissing, BlobDamaged: it is not here with these bytes.
+            BlobMissing, BlobDamaged: it does not exist, or has other bytes.
         """
         ...
 
 
 class BlobAccess(BlobDescriber, BlobChecker, Protocol):
-    """What an open model needs of a store: its blobs in memory, from files or from elsewhere.
+    """What an open model needs of a store: its blobs in memory, from files or from a remote.
 
-    A *local* blob is read from the files of a local store: by its hot form if there is one, which can be
-    mapped, or its cold form. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
+    A *local* blob is read from the files of a local store: by its hot file if there is one, which can be
+    mapped, or its cold file. Others come by :meth:`load` and :meth:`read_ranges`, which read local blobs
     as well, but share no memory with other processes. A blob may become local at any time.
     """
 
@@ -209,11 +209,11 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         ...
 
     def blob_path(self, digest: Digest) -> str:
-        """Return the path that the hot form of a local blob has."""
+        """Return the path that the hot file of a local blob has."""
         ...
 
     def cold_path(self, digest: Digest) -> str:
-        """Return the path that the cold form of a local blob has."""
+        """Return the path that the cold file of a local blob has."""
         ...
 
     def is_local(self, digest: Digest) -> bool:
@@ -243,21 +243,21 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         ...
 
     def open_hot(self, digest: Digest, size: int) -> int:
-        """Open the hot form of a local blob. Raises BlobMissing if it does not exist."""
+        """Open the hot file of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def open_cold(
         self, digest: Digest, size: int | None = None, read: Read | None = None
     ) -> ColdBlob:
-        """Open the cold form of a local blob. Raises BlobMissing if it does not exist."""
+        """Open the cold file of a local blob. Raises BlobMissing if it does not exist."""
         ...
 
     def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
-        """Map the hot form of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
+        """Map the hot file of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
         ...
 
     def is_cached(self, digest: Digest, size: int) -> bool:
-        """Return whether most of the hot form is in the page cache. Raises as :meth:`open_hot`."""
+        """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
         ...
 
     def read_into(

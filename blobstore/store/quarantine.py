@@ -76,7 +76,7 @@ def put_in_place(store: BlobReader, digest: Digest, ready: Path) -> Path | None:
 
 
 def quarantine_cold(store: BlobReader, digest: Digest) -> Path | None:
-    """Move a damaged cold blob to quarantine, durably; the hot form must exist.
+    """Move a damaged cold blob to quarantine, durably; the hot file must exist.
 
     Returns and raises as :func:`put_in_place`.
     """

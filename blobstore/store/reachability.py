@@ -1,6 +1,6 @@
 """The blobs that the manifests of a store reference; a manifest is read again only when it has changed.
 
-Those of models elsewhere whose blobs the store keeps as a cache count as well.
+Those of remote models whose blobs the store keeps as a cache count as well.
 
 Callers that delete blobs must hold the exclusive lock while they use this, so that no manifest is published at
 the same time.

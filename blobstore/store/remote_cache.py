@@ -1,4 +1,4 @@
-"""The models elsewhere whose blobs a store keeps as a cache.
+"""The remote models whose blobs a store keeps as a cache.
 
 Each is a file with the bytes of the manifest, named by their digest, whose time says when the model was last
 used. Garbage collection keeps the blobs of these manifests. All of the files may be deleted at any time.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def bases_of(store: LocalStore, blobs: Iterable[Descriptor]) -> dict[Digest, Descriptor]:
-    """Return the bases of those blobs whose cold form is a delta.
+    """Return the bases of those blobs whose cold file is a delta.
 
     Cold blobs that cannot be read are skipped: reading the blob reports the error.
     """
@@ -48,7 +48,7 @@ def damaged_blobs(
     progress: Progress | None = None,
     verified: VerifiedBlobs | None = None,
     pace: RateLimiter | None = None,
-    forms_of: LocalStore | None = None,
+    cold_files_of: LocalStore | None = None,
     as_bases: bool = False,
 ) -> Iterator[tuple[Descriptor, BlobstoreError]]:
     """Read every blob completely, in parallel; yield those that are missing or damaged, with the error.
@@ -62,9 +62,9 @@ def damaged_blobs(
         progress: called with the bytes that were read.
         verified: records the results, also if the work is interrupted.
         pace: limits the bytes per second.
-        forms_of: a store whose cold forms of hot blobs are read too. They are read after the hot form and do
+        cold_files_of: a store whose cold files of hot blobs are read too. They are read after the hot file and do
             not count as progress.
-        as_bases: a blob may be in ``forms_of`` by its second hard link alone.
+        as_bases: a blob may be in ``cold_files_of`` by its second hard link alone.
     """
     pool = WorkerPool(jobs, progress, sum(blob.size for blob in blobs))
 
@@ -83,16 +83,16 @@ def damaged_blobs(
             try:
                 store.check_digest(blob.digest, blob.size, count)
             except BlobMissing:
-                if forms_of is None or not as_bases:
+                if cold_files_of is None or not as_bases:
                     raise
-                forms_of.check_base_link(blob.digest, blob.size, count)
+                cold_files_of.check_base_link(blob.digest, blob.size, count)
         if (
-            forms_of is not None
-            and forms_of.has_cold(blob.digest)
-            and forms_of.has_hot(blob.digest)
+            cold_files_of is not None
+            and cold_files_of.has_cold(blob.digest)
+            and cold_files_of.has_hot(blob.digest)
         ):
             with contextlib.suppress(BlobMissing):
-                forms_of.check_cold(blob.digest, blob.size, pause)
+                cold_files_of.check_cold(blob.digest, blob.size, pause)
 
     # The largest first, so that no thread is left with a large blob when the others are done.
     in_order = sorted(blobs, key=lambda blob: blob.size, reverse=True)

@@ -18,7 +18,6 @@ from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.spans import Span, mark_duplicates, spans_of
 from blobstore.compression.table import (
-    FOOTER_SIZE,
     PREFIX,
     Chunk,
     Part,
@@ -30,6 +29,7 @@ from blobstore.compression.table import (
 )
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
+from blobstore.core.trailer import FOOTER_SIZE
 from blobstore.errors import ColdDamaged
 from tests.support.cold import cold, decoded, noise, safetensors, weights
 

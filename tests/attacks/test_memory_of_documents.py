@@ -224,7 +224,7 @@ def test_small_files_beyond_the_limit_of_all_are_read_when_they_are_asked_for(
 
 
 class OneRequest:
-    """A model elsewhere that answers the first request for a blob and no other."""
+    """A remote model that answers the first request for a blob and no other."""
 
     def __init__(self, sizes: list[int], header: int) -> None:
         self.blobs = [Descriptor("x", Digest.of(b"%d" % n), size) for n, size in enumerate(sizes)]

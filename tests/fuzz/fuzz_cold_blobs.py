@@ -29,7 +29,8 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.compression import chunks
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.decoder import ColdBlobDecoder
-    from blobstore.compression.table import FOOTER_SIZE, PREFIX
+    from blobstore.compression.table import PREFIX
+    from blobstore.core.trailer import FOOTER_SIZE
     from blobstore.errors import ColdDamaged
 
 from tests.fuzz.harness import run

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Literal, assert_type
 
 import blobstore
-from blobstore import BlobstoreError, Created, LocalStore, Model, Reference, Verified
+from blobstore import BlobstoreError, Created, LocalStore, Model, ModelPlan, Reference, Verified
 
 
 def import_and_load(folder: Path) -> None:
     """Import a model, load it and check it."""
     created = blobstore.create(folder, "llama:1b", store=folder / "store")
     assert_type(created, Created)
+    assert_type(blobstore.create(folder, "llama:1b", dry_run=True), ModelPlan)
     assert_type(created.reference, Reference)
     assert_type(created.bytes_written, int)
     with blobstore.open("llama:1b", framework="torch", store=str(folder / "store")) as model:
@@ -32,5 +33,5 @@ def choose_later(framework: Literal["numpy", "torch"]) -> None:
 def make_mistakes() -> None:
     """Do what type checkers must refuse."""
     blobstore.open("llama", framework="tensorflow")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    blobstore.create("folder")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    blobstore.create("folder")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     raise BlobstoreError(blobstore.nothing_of_that_name)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

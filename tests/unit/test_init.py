@@ -23,7 +23,7 @@ compare(reference, base, *, store, patterns, jobs, progress)
 convert(source, target, *, subtree, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
 copy_to_store(source, to, target, *, store, force, jobs, progress)
-create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, progress)
+create(source, reference, *, store, experts, quantize, group_size, policy, overrides, decode, weights, ignore_unindexed, subtree, keep_names, skip_unreadable, keep, exclude, paranoid, jobs, executor, dry_run, progress)
 create_all(folder, *, store, dry_run, progress, options)
 diff(ours, theirs, *, store, jobs, plain_http, progress)
 du(references, *, store)
@@ -38,7 +38,7 @@ ingest(items, target, *, executor, retries, on_done, options)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
 list(store, *, read_sources, on_error)
-open(reference, *, store, framework, device, verify, dequantize, read, prefetch, copy, thaw, cache, cache_limit, plan, progress)
+open(reference, *, store, framework, device, verify, dequantize, read, prefetch, thaw, cache, cache_limit, plan, progress)
 open_archive(path)
 open_checkpoint(path, *, subtree)
 pack(references, path, *, store, level, overwrite, jobs, progress)
@@ -61,8 +61,8 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
 Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo Named Packed Page Pulled Pushed ReadPlan Reference
-RemovedModels Repaired Signed SourceRecord StoreUsage Thawed Unpacked Verified
+ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed ReadPlan Reference
+RemovedModels Repaired Signed SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
 """
 
 

@@ -29,7 +29,6 @@ with optional_libraries():
     from blobstore.integrations.mlx_lm.weights import DECODED, Weights, naming_of
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Unpack
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
     from blobstore.integrations.model_files import OpenOptions
     from blobstore.manifests.reference import Reference
     from blobstore.operations.open import Model
-    from blobstore.store.local import LocalStore
+    from blobstore.store.local import StoreLike
 
 
 def load(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     lazy: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
@@ -80,7 +79,7 @@ def load(
 def load_all(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     lazy: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
@@ -102,7 +101,7 @@ def load_all(
 def load_model(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     lazy: bool = False,
     model_config: Mapping[str, Any] | None = None,
     **opening: Unpack[OpenOptions],
@@ -115,7 +114,7 @@ def load_model(
 @contextlib.contextmanager
 def _opened(
     name: str | Reference,
-    store: LocalStore | str | os.PathLike[str] | None,
+    store: StoreLike,
     opening: OpenOptions,
     patterns: Sequence[str] = ("*",),
 ) -> Iterator[tuple[Model, Weights, Path]]:

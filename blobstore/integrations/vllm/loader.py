@@ -132,7 +132,7 @@ class BlobstoreLoader(BaseModelLoader):  # type: ignore[misc] # vLLM need not be
             return device if stored.quantized else "cpu"
 
     def _takes_parts(self, stored: Model) -> bool:
-        """Return whether this process reads only what it copies, of a model elsewhere."""
+        """Return whether this process reads only what it copies, of a remote model."""
         is_one_of_many = get_current_vllm_config().parallel_config.world_size > 1
         if not is_one_of_many or self._device != "cpu" or self._is_published:
             return False

@@ -1,6 +1,6 @@
 """Tensors of which a rank reads only the part that it copies.
 
-vLLM gives each rank all tensors, and the rank copies its part of each. With a model elsewhere, the rest
+vLLM gives each rank all tensors, and the rank copies its part of each. With a remote model, the rest
 need not be read. So vLLM is given tensors without memory. What it copies of them is noted, and read later
 with many concurrent requests, at the latest when something else uses the memory that it was copied to.
 """

@@ -22,7 +22,7 @@ from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import MODELOPT_FILE
 from blobstore.remotes.addresses import is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ def _expected(key: str, value: object) -> str | None:
 def engine_options(
     name: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     verify: Verify = "size",
     read: Read = "mmap",
     prefetch: Prefetch | None = None,

@@ -8,7 +8,6 @@ before the members that are encoded against it, so there are no cycles.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from enum import IntEnum
 from itertools import accumulate
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.trailer import TrailerFormat
 from blobstore.errors import ArchiveDamaged, NameConflict
 
 if TYPE_CHECKING:
@@ -26,22 +26,24 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
 
-MAGIC: Final = b"\x8fBSARCH"
-VERSION: Final = 1
-PREFIX: Final = MAGIC + bytes([VERSION])
 MAX_MEMBERS: Final = 1 << 20
 MAX_NAMES: Final = 1 << 16
 MAX_NAME: Final = 600
 """Bytes; the grammar of names allows 593."""
 MAX_MANIFEST: Final = 64 << 20
-_END: Final = b"BSARCHE\x8f"
-_FOOTER: Final = struct.Struct("<Q32s8s")
 _HEAD: Final = struct.Struct("<II")
 _MEMBER: Final = struct.Struct("<B3xIQQ32s32s")
 _NAME: Final = struct.Struct("<IH")
 _RESERVED: Final = slice(1, 4)
-MIN_SIZE: Final = len(PREFIX) + _HEAD.size + _FOOTER.size
-"""Bytes of an archive without members."""
+_FORMAT: Final = TrailerFormat(
+    magic=b"\x8fBSARCH",
+    version=1,
+    end=b"BSARCHE\x8f",
+    min_table=_HEAD.size,
+    what="an archive of models",
+    error=ArchiveDamaged,
+)
+PREFIX: Final = _FORMAT.prefix
 
 
 class Kind(IntEnum):
@@ -85,7 +87,7 @@ class ArchiveTable(NamedTuple):
         Raises:
             ArchiveDamaged: the archive is truncated or altered, or breaks the format.
         """
-        table, begin = _find_table(archive)
+        table, begin = _FORMAT.find_table(archive)
         count, name_count = _HEAD.unpack_from(table)
         if count > MAX_MEMBERS or name_count > MAX_NAMES:
             raise ArchiveDamaged(
@@ -124,8 +126,7 @@ class ArchiveTable(NamedTuple):
         for name, number in self.names:
             text = name.encode("ascii")
             pieces += (_NAME.pack(number, len(text)), text)
-        table = b"".join(pieces)
-        return table + _FOOTER.pack(len(table), _table_digest(table), _END)
+        return _FORMAT.trailer(b"".join(pieces))
 
     def offsets(self) -> list[int]:
         """Return where in the archive each member begins, and where the last one ends."""
@@ -164,35 +165,6 @@ def check_case(references: Iterable[Reference]) -> None:
                     f"{quote(reference)} and another name begin with {quote('/'.join(parts))} and "
                     f"{quote('/'.join(first))}, which differ in case only: a store cannot have both"
                 )
-
-
-def _find_table(archive: memoryview) -> tuple[memoryview, int]:
-    """Return the table without its footer, and its offset."""
-    start = bytes(archive[: len(PREFIX)])
-    if start[: len(MAGIC)] != MAGIC[: len(start)]:
-        raise ArchiveDamaged("this is not a model archive: it does not start like one")
-    if len(archive) < MIN_SIZE:
-        raise ArchiveDamaged(f"the archive is cut short: no archive has only {len(archive)} bytes")
-    if start != PREFIX:
-        raise ArchiveDamaged(
-            f"archive version {start[-1]} is not supported; this program reads version {VERSION}"
-        )
-    size, digest, end = _FOOTER.unpack(archive[-_FOOTER.size :])
-    if end != _END:
-        raise ArchiveDamaged("it does not end like an archive: it is cut short or altered")
-    begin = len(archive) - _FOOTER.size - size
-    if begin < len(PREFIX) or size < _HEAD.size:
-        raise ArchiveDamaged(f"an archive of {len(archive)} bytes has no table of {size} bytes")
-    table = archive[begin : begin + size]
-    if _table_digest(table) != digest:
-        raise ArchiveDamaged("the table does not match its digest: the archive is altered")
-    return table, begin
-
-
-def _table_digest(table: bytes | memoryview) -> bytes:
-    digest = hashlib.sha256(PREFIX)
-    digest.update(table)
-    return digest.digest()
 
 
 def _decode_member(entry: memoryview, before: Sequence[Member]) -> Member:

@@ -43,7 +43,7 @@ from blobstore.operations.freeze.blob_encoder import (
     chunks_of,
     write_verified,
 )
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,7 +78,7 @@ def pack_models(
     references: Names,
     path: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     level: Level = "fast",
     overwrite: bool = False,
     jobs: int | None = None,
@@ -145,7 +145,7 @@ def pack_models(
     )
 
 
-class _Form(NamedTuple):
+class _Encoding(NamedTuple):
     """How a blob is stored."""
 
     kind: Kind
@@ -211,7 +211,7 @@ class _ArchiveWriter:
         return members
 
     def _write_blob(self, number: int, planned: PlannedMember) -> Member:
-        """Write a blob in its smallest form, and verify what is in the file.
+        """Write a blob in its smallest encoding, and verify what is in the file.
 
         Raises:
             BlobMissing, BlobDamaged: the blob is not intact, or the file does not have it.
@@ -220,21 +220,21 @@ class _ArchiveWriter:
         progress = BlobProgress(self._workers.report, planned.label, 2 * blob.size)
         try:
             with OrderedSlot(self._writer, number) as slot:
-                form = self._write_cold(planned, slot, progress.add)
-                if form is None:
-                    form = _Form(Kind.RAW)
+                encoding = self._write_cold(planned, slot, progress.add)
+                if encoding is None:
+                    encoding = _Encoding(Kind.RAW)
                     for piece in self._store.read_pieces(*blob):
                         slot.write(piece)
                         progress.add(memoryview(piece).nbytes)
                     if slot.digest != blob.digest:
                         raise self._fault(planned)
-                self._written[blob.digest] = _WrittenBlob(number, slot, form.kind)
+                self._written[blob.digest] = _WrittenBlob(number, slot, encoding.kind)
             if not slot.is_intact():
                 raise self._fault(planned)
         except Damaged as error:
             raise error.at(planned.label) from None
         progress.finish()
-        return Member(form.kind, blob.size, blob.digest, slot.size, slot.digest, form.base)
+        return Member(encoding.kind, blob.size, blob.digest, slot.size, slot.digest, encoding.base)
 
     def _fault(self, planned: PlannedMember) -> BlobDamaged:
         """Return the error for a blob that was not written correctly.
@@ -249,11 +249,11 @@ class _ArchiveWriter:
 
     def _write_cold(
         self, planned: PlannedMember, slot: OrderedSlot, report: Callable[[int], None]
-    ) -> _Form | None:
-        """Write the cold form of a blob; return None, with nothing written, if it is not smaller.
+    ) -> _Encoding | None:
+        """Compress a blob; return None, with nothing written, if it is not smaller.
 
         Raises:
-            BlobDamaged: the cold form does not decode to the blob.
+            BlobDamaged: the cold blob does not decode to the blob.
         """
         blob = planned.blob
         is_hot = self._store.has_hot(blob.digest)
@@ -279,7 +279,7 @@ class _ArchiveWriter:
                 data = mapped(file.fileno(), blob.size)
                 encoder = BlobEncoder(self._store, blob, self._level, data=data)
             try:
-                form = write_verified(
+                encoding = write_verified(
                     encoder,
                     slot,
                     is_gain=lambda: slot.size < blob.size,
@@ -289,10 +289,10 @@ class _ArchiveWriter:
                 )
             except ColdDamaged:
                 raise self._fault(planned) from None
-        return form
+        return encoding
 
-    def _verify(self, slot: OrderedSlot, report: Callable[[int], None]) -> _Form:
-        """Decode and hash the cold form in a slot, against the base that is in the archive.
+    def _verify(self, slot: OrderedSlot, report: Callable[[int], None]) -> _Encoding:
+        """Decode and hash the cold blob in a slot, against the base that is in the archive.
 
         Raises:
             ColdDamaged: it does not decode to the blob.
@@ -310,4 +310,4 @@ class _ArchiveWriter:
             )
         for piece in cold.pieces():
             report(len(piece))
-        return _Form(Kind.COLD) if base is None else _Form(Kind.DELTA, base.number)
+        return _Encoding(Kind.COLD) if base is None else _Encoding(Kind.DELTA, base.number)

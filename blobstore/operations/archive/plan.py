@@ -1,6 +1,6 @@
 """Plans an archive: which blobs it has, in what order, and the base of each.
 
-A blob that is cold in the store is copied in that form if its base is in the archive too. Other blobs
+A blob that is cold in the store is copied as it is if its base is in the archive too. Other blobs
 are compressed, against another blob of the archive where that saves space: one with equal tensors under
 other names, or the same layer of a similar model. A base has no base itself, and comes before its
 deltas. The plan depends only on the content of the store and on the level.
@@ -39,9 +39,9 @@ class PlannedMember(NamedTuple):
     label: str
     """Its model and layer, for messages."""
     cold: memoryview | None = None
-    """The cold form that is to be copied."""
+    """The cold file that is to be copied."""
     base: BlobId | None = None
-    """The base of the cold form, or the base to try."""
+    """The base of the cold file, or the base to try."""
 
     @property
     def is_too_small(self) -> bool:
@@ -102,11 +102,11 @@ def plan_members(
 def _plan_copies(
     store: LocalStore, members: dict[Digest, PlannedMember], estimator: SizeEstimator
 ) -> None:
-    """Plan to copy cold forms, with bases of other models if that saves space."""
+    """Plan to copy cold files, with bases of other models if that saves space."""
     deltas: dict[BlobId, list[PlannedMember]] = defaultdict(list)
     """By bases that none of the models has."""
     for digest, member in list(members.items()):
-        found = _with_cold_form(store, member)
+        found = _with_cold_file(store, member)
         if found.base is None or found.base.digest in members:
             members[digest] = found
         else:
@@ -114,7 +114,7 @@ def _plan_copies(
     for blob, group in deltas.items():
         base = PlannedMember(blob, f"the base of {group[0].label}")
         try:
-            base = _with_cold_form(store, base)
+            base = _with_cold_file(store, base)
             alone = estimator.estimate(blob) if base.cold is None else len(base.cold)
         except (BlobMissing, BlobDamaged):
             continue
@@ -129,8 +129,8 @@ def _plan_copies(
             members[digest] = member._replace(cold=None, base=None)
 
 
-def _with_cold_form(store: LocalStore, member: PlannedMember) -> PlannedMember:
-    """Return a member with the cold form of its blob, if it has one that can be read."""
+def _with_cold_file(store: LocalStore, member: PlannedMember) -> PlannedMember:
+    """Return a member with the cold file of its blob, if it has one that can be read."""
     try:
         found = store.open_cold(*member.blob)
     except BlobMissing:

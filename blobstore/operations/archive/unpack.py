@@ -27,7 +27,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -79,7 +79,7 @@ def unpack_archive(
     path: str | os.PathLike[str],
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     signatures: Iterable[str | os.PathLike[str]] = (),
     force: bool = False,
     jobs: int | None = None,

@@ -23,10 +23,9 @@ from blobstore.models.dequantize import plain_pieces, rows_at_once
 from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.safetensors.numpy import as_array
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable, Iterator, Sequence
 
     import numpy as np
@@ -177,7 +176,7 @@ def compare_models(
     reference: str | Reference,
     base: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     patterns: str | Sequence[str] = (),
     jobs: int | None = None,
     progress: Progress | None = None,

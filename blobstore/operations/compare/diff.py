@@ -19,10 +19,9 @@ from blobstore.manifests.check import say_the_same
 from blobstore.manifests.reference import Reference
 from blobstore.operations.compare.pairs import Pair, source_tensors
 from blobstore.remotes.addresses import is_address, reading_models
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
 
     from blobstore.core.progress import Progress
@@ -96,7 +95,7 @@ def diff_models(
     ours: str | Reference,
     theirs: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     jobs: int | None = None,
     plain_http: bool | None = None,
     progress: Progress | None = None,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from blobstore.core.arguments import one_or_more
 from blobstore.core.digest import Digest
@@ -37,13 +37,14 @@ from blobstore.operations.create.source_record import ImportOptions, source_reco
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.history import replacement_notices
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
+    from typing import Unpack
 
     from blobstore.core.progress import Progress
     from blobstore.manifests.source_record import SourceRecord
@@ -79,11 +80,52 @@ class Created:
     """Messages for the user, one line each."""
 
 
+class CreateOptions(TypedDict, total=False):
+    """The options of :func:`create` that say what a model becomes, and how."""
+
+    experts: ExpertForm
+    quantize: str | None
+    group_size: int | None
+    policy: PolicyName
+    overrides: str | Sequence[str]
+    decode: bool
+    weights: str | None
+    ignore_unindexed: bool
+    subtree: str | None
+    keep_names: bool
+    skip_unreadable: bool
+    keep: str | Sequence[str]
+    exclude: str | Sequence[str]
+    paranoid: bool
+    jobs: int | None
+    executor: Executor | None
+
+
+@overload
 def create(
     source: str | os.PathLike[str],
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
+    dry_run: Literal[False] = False,
+    progress: Progress | None = None,
+    **options: Unpack[CreateOptions],
+) -> Created: ...
+@overload
+def create(
+    source: str | os.PathLike[str],
+    reference: str | Reference,
+    *,
+    store: StoreLike = None,
+    dry_run: Literal[True],
+    progress: Progress | None = None,
+    **options: Unpack[CreateOptions],
+) -> ModelPlan: ...
+def create(
+    source: str | os.PathLike[str],
+    reference: str | Reference,
+    *,
+    store: StoreLike = None,
     experts: ExpertForm = "packed",
     quantize: str | None = None,
     group_size: int | None = None,
@@ -100,8 +142,9 @@ def create(
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
+    dry_run: bool = False,
     progress: Progress | None = None,
-) -> Created:
+) -> Created | ModelPlan:
     """Import a model under a name.
 
     Args:
@@ -133,6 +176,8 @@ def create(
         executor: runs the jobs instead of threads, for example a ``ProcessPoolExecutor`` or the
             ``Client.get_executor()`` of Dask. It stays open. Its workers open the source and the
             store by their paths, so all of them need the same file system.
+        dry_run: write nothing to the store, and return the plan of the model. Files of the Hub are
+            downloaded to its cache.
         progress: called with the name of a blob, bytes done and total bytes; by an executor's jobs
             once per blob.
 
@@ -166,6 +211,8 @@ def create(
         decode,
     )
     with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
+        if dry_run:
+            return options.plan(opened)
         return import_source(
             opened,
             reference,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
@@ -13,14 +13,15 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.sources.hub import cached_repository
 from blobstore.sources.selection import is_model_folder
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
+    from typing import Unpack
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.create.create import Created
+    from blobstore.operations.create.create import Created, CreateOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +39,10 @@ class CreatedModel:
 def create_all(
     folder: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[CreateOptions],
 ) -> list[CreatedModel]:
     """Import every model of a folder, and return what became of each.
 

@@ -81,7 +81,7 @@ class PlannedTensor(NamedTuple):
     bytes_before: int
     """In the source; 8-bit floats that are decoded count as BF16."""
     bytes_after: int
-    """In the store, with companions."""
+    """In the store, with scales and biases."""
     reason: str
 
     @property
@@ -98,7 +98,20 @@ class ModelPlan:
     policy: Policy | None
     quant_type: str
     """The type of the model as a whole; empty if it is not quantized."""
+    files: tuple[str, ...]
+    """Names of the small files that are stored as they are."""
     notices: tuple[str, ...]
+    """Messages for the user, one line each."""
+
+    @property
+    def tensors(self) -> int:
+        """Number of logical tensors."""
+        return sum(len(blob.tensors) for blob in self.blobs)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the blobs of tensors."""
+        return sum(blob.size for blob in self.blobs)
 
     def decisions(self) -> Iterator[PlannedTensor]:
         """Yield how each logical tensor is stored."""
@@ -176,4 +189,5 @@ def plan_source(
             f"{MAX_MANIFEST_SIZE >> 20} MiB"
         )
     kept = policy.notices() if policy is not None else ()
-    return ModelPlan(blobs, policy, quant_type, (*source.notices, *notices, *kept))
+    files = tuple(file.name for file in source.files)
+    return ModelPlan(blobs, policy, quant_type, files, (*source.notices, *notices, *kept))

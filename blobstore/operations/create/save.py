@@ -21,10 +21,9 @@ from blobstore.operations.create.create import import_source
 from blobstore.operations.create.source_record import ImportOptions
 from blobstore.sources.memory import MemorySource
 from blobstore.sources.small_files import MAX_SMALL_FILE
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping
 
     from typing_extensions import Buffer
@@ -45,7 +44,7 @@ def save(
     reference: str | Reference,
     *,
     files: Mapping[str, File] = ...,
-    store: LocalStore | str | os.PathLike[str] | None = ...,
+    store: StoreLike = ...,
     background: Literal[False] = ...,
     jobs: int | None = ...,
     progress: Progress | None = ...,
@@ -58,7 +57,7 @@ def save(
     reference: str | Reference,
     *,
     files: Mapping[str, File] = ...,
-    store: LocalStore | str | os.PathLike[str] | None = ...,
+    store: StoreLike = ...,
     background: Literal[True],
     jobs: int | None = ...,
     progress: Progress | None = ...,
@@ -70,7 +69,7 @@ def save(
     reference: str | Reference,
     *,
     files: Mapping[str, File] | None = None,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     background: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,

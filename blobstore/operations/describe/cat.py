@@ -9,10 +9,9 @@ from blobstore.core.digest import Digester
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobDamaged, FileNotFound
 from blobstore.models.files import ModelFiles, file_faults_located
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from blobstore.manifests.descriptor import Descriptor
@@ -60,7 +59,7 @@ def open_file(
     reference: str | Reference,
     name: str,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
 ) -> ModelFile:
     """Return a file of a model, other than its weights.
 
@@ -89,7 +88,7 @@ def read_file(
     reference: str | Reference,
     name: str,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
 ) -> bytes:
     """Return the bytes of a file of a model, other than its weights. Args as :func:`open_file`.
 

@@ -18,7 +18,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
 from blobstore.remotes.addresses import reading_models
 from blobstore.store.catalog import read_catalog, read_entries
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.scan import digest_of, walk_files
 
@@ -74,7 +74,7 @@ class StoreUsage:
     together_unique: Space
     """The blobs among these that no other name needs."""
     cold: Space
-    """Cold blobs, including those with a hot form. They also count in the other spaces."""
+    """Cold blobs, including those with a hot file. They also count in the other spaces."""
     saved: int
     """Bytes that compression saves, counted for blobs that are only cold."""
     names: int
@@ -146,7 +146,7 @@ class RemoteUsage:
 def measure_remote(
     address: str,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     plain_http: bool | None = None,
 ) -> RemoteUsage:
     """Return the size of a model in a registry, and how much of it a store has.
@@ -168,7 +168,7 @@ def measure_remote(
 def measure_usage(
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
 ) -> StoreUsage:
     """Return the disk usage of models and of the whole store.
 
@@ -273,7 +273,7 @@ class DiskBlobs(NamedTuple):
     sizes: Mapping[Digest, int]
     """Bytes of all blobs, hot and cold."""
     cold: Mapping[Digest, int]
-    """Bytes of the cold blobs, and of bases whose hot form is gone."""
+    """Bytes of the cold blobs, and of bases whose hot file is gone."""
     saved: int
     bases: AbstractSet[Digest]
     """The bases of referenced delta-encoded blobs."""

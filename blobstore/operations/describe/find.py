@@ -10,11 +10,10 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.tensors import tensors_of
 from blobstore.store.catalog import read_catalog
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start, is_pattern
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from blobstore.core.digest import BlobId, Digest
@@ -44,9 +43,7 @@ class FoundPlaces(NamedTuple):
     """Manifests and blobs that could not be read, so that they may have it too."""
 
 
-def find_content(
-    text: str, *, store: LocalStore | str | os.PathLike[str] | None = None
-) -> FoundPlaces:
+def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
     """Find the models that have a blob, a tensor or a file. Only manifests and headers are read.
 
     Args:

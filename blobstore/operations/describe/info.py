@@ -14,10 +14,9 @@ from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.describe.show import describe_model, model_source
 from blobstore.quantization.formats import type_name
 from blobstore.store.catalog import read_catalog, read_entry
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
     from blobstore.core.digest import Digest
@@ -53,9 +52,7 @@ class ModelInfo:
     """Bytes among them that no model of another ID needs."""
 
 
-def model_info(
-    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
-) -> ModelInfo:
+def model_info(reference: str | Reference, *, store: StoreLike = None) -> ModelInfo:
     """Collect what is known about a model. Only headers and small files are read.
 
     Args:

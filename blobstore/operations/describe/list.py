@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from blobstore.errors import Damaged
 from blobstore.store.catalog import read_catalog
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from blobstore.core.digest import Digest
@@ -44,7 +43,7 @@ class ListedModel:
 
 
 def list_models(
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     *,
     read_sources: bool = False,
     on_error: Callable[[StoreError], object] | None = None,

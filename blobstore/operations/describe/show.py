@@ -17,10 +17,9 @@ from blobstore.manifests import media_types
 from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
 from blobstore.remotes.addresses import is_address, reading_models
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Mapping
 
     from blobstore.core.digest import Digest
@@ -74,7 +73,7 @@ class BlobDescription:
     size: int
     digest: Digest
     is_frozen: bool
-    """Whether the blob is stored only in its cold form."""
+    """Whether the blob is stored only as a cold file."""
     fault: BlobstoreError | None = None
 
     @property
@@ -131,7 +130,7 @@ class ModelDescription:
 def describe_model(
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     plain_http: bool | None = None,
 ) -> ModelDescription:
     """Describe a model. Missing and damaged blobs are part of the description, not errors.
@@ -230,7 +229,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
 def model_source(
     reference: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     plain_http: bool | None = None,
 ) -> SourceRecord | None:
     """Return what a model was imported from; None if an earlier version imported it.

@@ -19,7 +19,7 @@ from blobstore.operations.export import writer
 from blobstore.operations.export.folder import is_adapter, plan_export
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -48,7 +48,7 @@ def export_model(
     reference: str | Reference,
     folder: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     shard_size: int | None = None,
     single: bool = False,
     dequantize: bool = False,

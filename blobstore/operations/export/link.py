@@ -29,7 +29,7 @@ from blobstore.operations.export import writer
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.reflink import clone_data
 from blobstore.quantization.mlx_layout import with_old_keys
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def link_model(
     reference: str | Reference,
     folder: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     hard: bool = False,
     old_keys: bool = False,
     force: bool = False,

@@ -5,5 +5,5 @@
 commits them in ``batches``. Archives use the same encoders and the same choice of bases.
 
 This package imports ``store``, ``compression`` and the layers below them. It changes no manifest, and it
-removes one form of a blob only after the other form was verified and is durable.
+removes one file of a blob only after the other one was verified and is durable.
 """

@@ -1,6 +1,6 @@
 """Compresses blobs, each alone or as a delta against a base, and estimates the compressed size.
 
-:func:`write_verified` is the only way to the cold form of a blob: what was encoded is decoded before it is
+:func:`write_verified` is the only way to the cold file of a blob: what was encoded is decoded before it is
 used. Whether a base saves enough is known once the blob is encoded against it. :class:`SizeEstimator` is
 for what must be known before.
 """
@@ -52,7 +52,7 @@ class SizeEstimator:
         """Return about the compressed size of a hot blob, with a base if that saves enough.
 
         Raises:
-            BlobMissing, BlobDamaged: the blob has no readable hot form.
+            BlobMissing, BlobDamaged: the blob has no readable hot file.
             StoreError: the store cannot be read.
         """
         key = blob, base
@@ -67,7 +67,7 @@ class SizeEstimator:
 
 
 class Output(Protocol):
-    """Where a cold form is written."""
+    """Where a cold file is written."""
 
     @property
     def size(self) -> int:
@@ -95,7 +95,7 @@ def write_verified(
 
     Args:
         encoder: compresses the blob.
-        output: receives the cold form. It is left empty if there is none.
+        output: receives the cold file. It is left empty if there is none.
         is_gain: says whether the output is small enough to be kept.
         verify: decodes the output and compares digests; returns None if the base cannot be used.
         report: gets the number of bytes of each chunk read.
@@ -130,10 +130,10 @@ def write_verified(
 class BlobEncoder:
     """Compresses a blob, against ``base`` if that is given and has similar tensors.
 
-    The bytes are those of the hot form, unless ``data`` is given.
+    The bytes are those of the hot file, unless ``data`` is given.
 
     Raises:
-        BlobMissing, BlobDamaged: the blob has no readable hot form.
+        BlobMissing, BlobDamaged: the blob has no readable hot file.
         StoreError: the store cannot be read.
     """
 

@@ -34,7 +34,7 @@ from blobstore.operations.freeze.freeze_blob import (
 )
 from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -99,7 +99,7 @@ class Frozen:
 def freeze_models(
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     level: Level = "fast",
     base: str | Reference | None = None,
     find_base: bool = True,

@@ -40,13 +40,13 @@ _ATTEMPTS: Final = 3
 
 
 class EncodedBlob(NamedTuple):
-    """A blob whose cold form is durable and was verified, or the reason why it has none."""
+    """A blob whose cold file is durable and was verified, or the reason why it has none."""
 
     blob: Descriptor
     path: Path | None = None
-    """The temporary file; None if the cold form has its final path already."""
+    """The temporary file; None if the cold file has its final path already."""
     state: FileState | None = None
-    """Identifies the verified file; None if there is no cold form."""
+    """Identifies the verified file; None if there is no cold file."""
     stored: int = 0
     base: Digest | None = None
     fault: BlobMissing | BlobDamaged | None = None
@@ -54,7 +54,7 @@ class EncodedBlob(NamedTuple):
 
 
 class _FileOutput:
-    """A temporary file that a cold form is written to."""
+    """A temporary file that a cold file is written to."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -73,7 +73,7 @@ class _FileOutput:
 
 
 class ColdBlobBuilder:
-    """Builds the cold forms of blobs. Threads share it."""
+    """Builds the cold files of blobs. Threads share it."""
 
     def __init__(
         self, store: LocalStore, estimator: SizeEstimator, bases: Mapping[Digest, BlobId]
@@ -97,13 +97,13 @@ class ColdBlobBuilder:
         if base is None or not (self.has_links or self._store.has_cold(base.digest)):
             return None
         # Checked again when the delta is decoded; checking it here saves an encoding in vain.
-        if self._verified.whole_form(*base) is not None:
+        if self._verified.intact_file(*base) is not None:
             return base
         self.fallbacks.add(blob.digest)
         return None
 
     def build(self, blob: Descriptor, files: TemporaryFiles, report: Report) -> EncodedBlob:
-        """Build the cold form of a blob, or verify the one that is there.
+        """Build the cold file of a blob, or verify an existing one.
 
         Args:
             blob: the blob.
@@ -117,7 +117,7 @@ class ColdBlobBuilder:
         try:
             encoded = None
             if self._store.has_cold(blob.digest):
-                # --keep-hot or an interrupted freeze left it. If it is damaged, the hot form replaces it.
+                # --keep-hot or an interrupted freeze left it. If it is damaged, the hot file replaces it.
                 with contextlib.suppress(BlobMissing, BlobDamaged):
                     self._store.open_cold(*blob.id)
                     where = self._store.cold_path(blob.digest)
@@ -165,28 +165,28 @@ class ColdBlobBuilder:
     def _verify(
         self, blob: Descriptor, where: str, path: Path | None, report: Callable[[int], None]
     ) -> EncodedBlob | None:
-        """Decode and hash the cold form at ``where``; return None if its base is damaged or changes.
+        """Decode and hash the cold file at ``where``; return None if its base is damaged or changes.
 
         Raises:
             BlobMissing, BlobDamaged: it is not there, or does not decode to the blob.
         """
 
-        def first_form(digest: Digest, size: int) -> Iterator[BaseBlob]:
-            return islice(self._store.base_forms(digest, size), 1)  # the one that was hashed
+        def first_file(digest: Digest, size: int) -> Iterator[BaseBlob]:
+            return islice(self._store.base_files(digest, size), 1)  # the one that was hashed
 
         state = FileState.of(where)
         for _ in range(_ATTEMPTS):
-            cold = ColdBlob(where, blob.digest, first_form)
-            form = None
+            cold = ColdBlob(where, blob.digest, first_file)
+            file = None
             if cold.base is not None:
-                form = self._verified.whole_form(cold.base, cold.base_size)
-                if form is None:
+                file = self._verified.intact_file(cold.base, cold.base_size)
+                if file is None:
                     return None
             cold.check(report)
             if cold.base is None and state is not None:
                 # Renaming keeps the state, so the committed file need not be hashed as a base.
                 self._verified.add(blob.digest, (self._store.cold_path(blob.digest), state))
-            if cold.base is None or self._verified.form(cold.base) == form:
+            if cold.base is None or self._verified.file(cold.base) == file:
                 return EncodedBlob(blob, path, state, cold.stored, cold.base)
         return None
 

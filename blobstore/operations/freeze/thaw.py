@@ -23,7 +23,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.store.bases import link_base
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import put_in_place
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Thawed:
 def thaw_models(
     references: Names,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     keep_cold: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
@@ -115,11 +115,11 @@ def thaw_models(
 
 
 class _DecodedBlob(NamedTuple):
-    """A blob whose hot form is durable and was verified, or the reason why it has none."""
+    """A blob whose hot file is durable and was verified, or the reason why it has none."""
 
     blob: Descriptor
     path: Path | None = None
-    """The temporary file; None if the hot form has its final path already."""
+    """The temporary file; None if the hot file has its final path already."""
     state: FileState | None = None
     """Identifies the verified file; None if there is none."""
     replaced: FileState | None = None
@@ -131,7 +131,7 @@ class _DecodedBlob(NamedTuple):
 def _decode(
     store: LocalStore, blob: Descriptor, files: TemporaryFiles, report: Report
 ) -> _DecodedBlob:
-    """Decode a blob into a temporary file, or verify the hot file that is there."""
+    """Decode a blob into a temporary file, or verify an existing hot file."""
     try:
         cold = store.open_cold(*blob.id)
         hot = store.blob_path(blob.digest)

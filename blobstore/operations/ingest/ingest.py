@@ -21,10 +21,9 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.ingest.executors import open_executor
 from blobstore.operations.ingest.task import Outcome, import_model
 from blobstore.remotes.addresses import is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Executor
 
@@ -96,7 +95,7 @@ def read_list(lines: Iterable[str]) -> list[Item]:
 
 def ingest(
     items: Iterable[tuple[str, str]],
-    target: LocalStore | str | os.PathLike[str] | None = None,
+    target: StoreLike = None,
     *,
     executor: str = "processes",
     retries: int = RETRIES,

@@ -15,7 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, NameTaken, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -50,7 +50,7 @@ def copy_to_store(
     to: LocalStore | str | os.PathLike[str],
     target: str | Reference | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     force: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,

@@ -29,7 +29,7 @@ from blobstore.core.files import FileVersion, allocated, read_regular, sync_fold
 from blobstore.errors import BlobDamaged, BlobstoreError, ImplausibleGarbage, UsageError
 from blobstore.manifests.check import MAX_CONFIG_SIZE, promise
 from blobstore.operations.sign.require_trust import unusable_signatures
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.locks import Leases, try_lock
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
 from blobstore.store.reachability import ReachableBlobs
@@ -121,7 +121,7 @@ class Collected:
 
 
 def collect_garbage(
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     *,
     older_than: float | None = None,
     dry_run: bool = False,
@@ -384,7 +384,7 @@ class _Collection:
         return contextlib.nullcontext() if self._is_dry else self._store.exclusive_lock()
 
     def _there(self) -> set[str]:
-        """Return the hex digests of the blobs that are here, hot or cold."""
+        """Return the hex digests of the blobs of the store, hot or cold."""
         folders = (self._store.folder("blobs"), self._store.folder("cold"))
         return {name.removeprefix(_PREFIX) for folder in folders for name in list_names(folder)}
 
@@ -455,7 +455,7 @@ class _Collection:
                 self._keep(below, size, "in use" if leases else "partial", leases, removable)
 
     def _remove_uploads(self) -> Iterator[Removed]:
-        """Remove notes of uploads, and their locks, that no process holds and no registry remembers."""
+        """Remove the entries of uploads, and their locks, that no process holds and no registry remembers."""
         for entry in scan_folder(self._store.folder("remotes")):
             if not entry.name.startswith(("upload-", "lock-")):
                 continue

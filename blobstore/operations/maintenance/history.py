@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -11,11 +10,8 @@ from blobstore.errors import InvalidManifest, ModelNotFound, NotFound, UsageErro
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import Named
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start
-
-if TYPE_CHECKING:
-    import os
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +31,7 @@ class FormerModel:
 
 
 def model_history(
-    reference: str | Reference, *, store: LocalStore | str | os.PathLike[str] | None = None
+    reference: str | Reference, *, store: StoreLike = None
 ) -> tuple[FormerModel, ...]:
     """Return the models that a name had before, each once, latest first.
 
@@ -82,7 +78,7 @@ def restore_model(
     reference: str | Reference,
     ident: str | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
 ) -> Named:
     """Give a name the model that it had before. The model that it has now becomes a former one.
 

@@ -21,7 +21,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -70,7 +70,7 @@ def copy_model(
     source: str | Reference,
     target: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     force: bool = False,
 ) -> Named:
     """Give a model a second name, durably. The manifest is copied byte for byte.
@@ -97,7 +97,7 @@ def rename_model(
     source: str | Reference,
     target: str | Reference,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     force: bool = False,
 ) -> Named:
     """Rename a model. Args and raises as :func:`copy_model`.
@@ -110,7 +110,7 @@ def rename_model(
 def remove_models(
     references: Names,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     dry_run: bool = False,
 ) -> RemovedModels:
     """Remove names durably: all of them, or none. Blobs stay until they are collected.

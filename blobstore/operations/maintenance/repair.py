@@ -31,7 +31,7 @@ from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.source_record import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
-    OtherForms,
+    OtherFiles,
     OtherStore,
     RebuiltBlobs,
     open_other_store,
@@ -40,7 +40,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.bases import states, which_are_whole
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import quarantine_cold, replace_damaged
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def repair_models(
     references: Names = (),
     source: str | os.PathLike[str] | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     overrides: str | Sequence[str] = (),
     weights: str | None = None,
     ignore_unindexed: bool = False,
@@ -115,7 +115,7 @@ def repair_models(
     Args:
         references: the models; none means all of the store.
         source: the source that a model was created from, or the folder of another store. With None,
-            only blobs that the store has in another form too are repaired.
+            only blobs are repaired of which the store has another file.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         overrides: the overrides that the model was quantized with; other settings are detected.
         weights: as for :func:`blobstore.create`.
@@ -293,7 +293,7 @@ class _Repair:
 
     def run(self, provider: BlobProvider | None) -> None:
         """Repair as many blobs as possible. Raises as :func:`repair_models`."""
-        own = OtherForms(self._store)
+        own = OtherFiles(self._store)
         if not self._wanted or (provider is None and not own.has_any(self._wanted)):
             return
         if self._is_dry:
@@ -305,7 +305,7 @@ class _Repair:
             # The lease only marks the temporary files as used; manifests reference the blobs.
             with self._store.lease() as self._lease:
                 for key, blob in list(self._wanted.items()):
-                    # A damaged cold blob whose hot form is intact is not needed.
+                    # A damaged cold blob whose hot file is intact is not needed.
                     seen = states(self._store, blob.digest)
                     if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
                         with self._store.exclusive_lock():
@@ -320,7 +320,7 @@ class _Repair:
         with interrupts.deferred():
             rewrite_indexes(self._store, {digest for digest, _ in self.intact})
 
-    def _try_providers(self, own: OtherForms, provider: BlobProvider | None) -> None:
+    def _try_providers(self, own: OtherFiles, provider: BlobProvider | None) -> None:
         self._try_all(own.rounds(self._wanted))
         self.reasons = {}
         if provider is not None:

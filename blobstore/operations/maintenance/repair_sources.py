@@ -1,4 +1,4 @@
-"""The places from which ``repair`` gets blobs: the model's source, another store, or other forms.
+"""The places from which ``repair`` gets blobs: the model's source, another store, or other files of the blob.
 
 The source layer of a manifest says with which options its model was created. If a model has none, the
 source is planned in every way that ``create`` supports. A planned blob with the name and size of a wanted
@@ -77,8 +77,8 @@ class OtherStore:
         yield found
 
 
-class OtherForms:
-    """The other forms of the store's own blobs, for blobs that are damaged in one form only."""
+class OtherFiles:
+    """The other files of the store's own blobs, for blobs of which one file is damaged."""
 
     def __init__(self, store: LocalStore) -> None:
         self._store = store
@@ -94,7 +94,7 @@ class OtherForms:
             yield [Candidate(blob, partial(pieces, blob.digest, blob.size)) for blob in there]
 
     def has_any(self, wanted: Wanted) -> bool:
-        """Return whether any of the blobs has another form."""
+        """Return whether any of the blobs has another file."""
         return any(
             self._store.has_cold(blob.digest) or self._store.has_base_link(blob.digest)
             for blob in wanted.values()

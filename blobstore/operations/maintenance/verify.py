@@ -40,12 +40,11 @@ from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
 from blobstore.operations.describe.show import check_options
 from blobstore.operations.export.original import plan_original
 from blobstore.safetensors.header import Header
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.verified_cache import VerifiedBlobs
 from blobstore.store.verify_blobs import bases_of, damaged_blobs
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import BlobId, Digest
@@ -88,7 +87,7 @@ class Verified:
 def verify_models(
     references: Names = (),
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     quick: bool = False,
     rate: float | None = None,
     jobs: int | None = None,
@@ -243,7 +242,7 @@ class _BlobCheck:
             progress=count,
             verified=VerifiedBlobs(self._store),
             pace=self._limiter,
-            forms_of=self._store,
+            cold_files_of=self._store,
             as_bases=as_bases,
         )
         self.damaged |= {blob.id: error for blob, error in found}

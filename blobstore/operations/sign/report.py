@@ -14,7 +14,7 @@ from blobstore.operations.sign.require_trust import envelopes, read_policy
 from blobstore.signatures.cosign import parse_envelope, read_envelope
 from blobstore.signatures.keys import PublicKey, read_key
 from blobstore.signatures.policy import Verdict, decide
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -85,7 +85,7 @@ def check_signatures(
     references: Names = (),
     *,
     keys: Sequence[str | os.PathLike[str]] = (),
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     on_error: Callable[[StoreError], object] | None = None,
 ) -> tuple[SignedModel, ...]:
     """Return who signed models, as far as that can be verified.

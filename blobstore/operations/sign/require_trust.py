@@ -188,7 +188,7 @@ def require_trust(
         store: the store, whose policy and signatures count.
         reference: the model's name.
         data: the bytes of its manifest.
-        attached: returns the signatures that are kept with a model elsewhere, which are read only if the
+        attached: returns the signatures that are kept with a remote model, which are read only if the
             policy needs them; it is called with what notes why they cannot be read.
     """
     errors: list[RemoteError] = []

@@ -40,7 +40,7 @@ from blobstore.signatures.bundle import (
 )
 from blobstore.signatures.keys import PrivateKey, read_key
 from blobstore.signatures.policy import decide
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
@@ -77,7 +77,7 @@ def sign_model(
     reference: str | Reference,
     key: str | os.PathLike[str],
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     out: str | os.PathLike[str] | None = None,
     layout: Layout = "export",
     passphrase: Callable[[], Passphrase] | None = None,

@@ -1,4 +1,4 @@
-"""The frozen form of a model in a registry, next to the manifest that it belongs to.
+"""The cold layers of a model in a registry, next to the manifest that it belongs to.
 
 Manifests list cold layers (:mod:`blobstore.remotes.cold_layers`) with the blobs that they decode to,
 and name the model's manifest as their subject. Ordinary clients see only the model.
@@ -65,12 +65,12 @@ def usable_layers(
     missing: Sequence[Descriptor],
     is_intact: Callable[[BlobId], bool],
 ) -> tuple[dict[Digest, ColdLayer], int]:
-    """Return the cold layers of missing blobs that spare bytes, and whose bases are here or are fetched too.
+    """Return the cold layers of missing blobs that spare bytes, and whose bases are in the store or are fetched too.
 
     The second result is the number of those whose bases are missing.
 
     Args:
-        store: the store, which may have parts of either form.
+        store: the store, which may have some of the blobs and bases.
         layers: the cold layers of the registry.
         missing: the blobs to fetch.
         is_intact: whether the store has a blob; asked once for each base.

@@ -55,7 +55,7 @@ class Fetched(NamedTuple):
 
 
 class _Fetch:
-    """A blob that is being fetched, or its cold form."""
+    """A blob that is being fetched, or its cold layer."""
 
     def __init__(self, blob: Descriptor, cold: ColdLayer | None = None) -> None:
         self.blob = blob
@@ -266,7 +266,7 @@ class Download:
         file.complete()
         try:
             added = self._ingest.add(
-                fetch.blob.size, lambda: cold.pieces(str(file.path), self._base_forms), once=True
+                fetch.blob.size, lambda: cold.pieces(str(file.path), self._base_files), once=True
             )
         except (BlobDamaged, BlobMissing, DamagedSource):
             return False
@@ -274,15 +274,15 @@ class Download:
             self.paths[fetch.blob.digest] = self._store.folder("temporary") / added.file
         return True
 
-    def _base_forms(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
-        """Yield the base of a delta: as it came with this pull, and in the forms that the store has."""
+    def _base_files(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+        """Yield the base of a delta: as it came with this pull, and from the files that the store has."""
         from blobstore.compression.base import BaseBlob  # imports numpy
 
         path = self.paths.get(digest)
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
                 yield BaseBlob.hot(_mapped(path, size), digest)
-        yield from self._store.base_forms(digest, size)
+        yield from self._store.base_files(digest, size)
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
         """Close the file of a blob that is done."""

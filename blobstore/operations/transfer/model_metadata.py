@@ -1,6 +1,6 @@
 """What a model's blobs say about it, for the configs that other tools read in a registry.
 
-Only headers and small files are read, and nothing is guessed: a fact that the model does not state is
+Only headers and small files are read, and nothing is guessed: a field that the model does not state is
 left out.
 """
 

@@ -38,10 +38,9 @@ from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.cold_layers import parse_cold_layers
 from blobstore.store.history import replacement_notices
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.core.digest import BlobId
@@ -94,7 +93,7 @@ def pull_model(
     remote: str | RemoteReference,
     name: str | Reference | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     streams: int = STREAMS,
     limit_rate: float | None = None,
     jobs: int | None = None,
@@ -226,8 +225,8 @@ def _check_name(
     store.check_name(reference)
     if force or not store.is_taken(reference, source.model.manifest):
         return
-    note = PullRecord.read(store, reference)
-    if note is None or note.remote != str(source.address):
+    record = PullRecord.read(store, reference)
+    if record is None or record.remote != str(source.address):
         raise NameTaken(
             f"another model has the name {quote(reference)}",
             advice="replace it with force=True, or choose another name for the model",
@@ -238,8 +237,8 @@ def _is_imported(
     store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, dry_run: bool
 ) -> bool:
     """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
-    note = PullRecord.read(store, reference)
-    if note is None or note[:2] != (str(source.address), str(source.root.digest)):
+    record = PullRecord.read(store, reference)
+    if record is None or record[:2] != (str(source.address), str(source.root.digest)):
         return False
     blobs = store.resolve(reference).blobs
     if dry_run:

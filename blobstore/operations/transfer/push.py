@@ -32,10 +32,10 @@ from blobstore.operations.transfer.registry_target import (
     open_registry,
     registry_address,
 )
-from blobstore.operations.transfer.send_cold import ColdForms
+from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects
-from blobstore.store.local import LocalStore
+from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _NEW: Final = ("sent", "resumed", "mounted")
 _COLD_WORK: Final = 4
-"""The cold form of a blob is encoded, decoded, sent, and perhaps read back."""
+"""The cold layer of a blob is encoded, decoded, sent, and perhaps read back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,11 @@ class Pushed:
     signatures: int
     """Signatures of the model that the remote has now."""
     cold_blobs: int
-    """Blobs whose cold form the remote has too."""
+    """Blobs whose cold layer the remote has too."""
     bytes_cold: int
-    """Bytes of these cold forms, which the other numbers include; with ``is_dry_run`` an estimate."""
+    """Bytes of these cold layers, which the other numbers include; with ``is_dry_run`` an estimate."""
     fallbacks: int
-    """Cold forms without a base, because their delta or their base is not intact."""
+    """Cold layers without a base, because their delta or their base is not intact."""
     is_dry_run: bool
     seconds: float
 
@@ -100,7 +100,7 @@ def push_model(
     reference: str | Reference,
     remote: str | RemoteReference | StoreAddress | None = None,
     *,
-    store: LocalStore | str | os.PathLike[str] | None = None,
+    store: StoreLike = None,
     layout: RemoteLayout = "oci",
     max_layers: int = MAX_LAYERS,
     mount_from: Sequence[str] = (),
@@ -187,11 +187,11 @@ def push_model(
         address = registry_address(reference, remote)
         opened = open_registry(store, reference, address, options, limiter, steps.begin)
     with opened as target:
-        forms = None
+        cold_blobs = None
         if cold:
             base = None if base is None else Reference.of(base)
-            forms = ColdForms(store, reference, level, base)
-        push = _Push(target, steps, forms, verify=verify, dry_run=dry_run)
+            cold_blobs = ColdBlobs(store, reference, level, base)
+        push = _Push(target, steps, cold_blobs, verify=verify, dry_run=dry_run)
         push.send_blobs()
         signatures = 0 if dry_run else target.send_signatures()
         push.send_cold(min(streams, os.cpu_count() or 1))
@@ -213,7 +213,7 @@ def push_model(
         signatures=signatures,
         cold_blobs=len(push.cold_sizes),
         bytes_cold=sum(push.cold_sizes),
-        fallbacks=0 if forms is None else forms.fallbacks,
+        fallbacks=0 if cold_blobs is None else cold_blobs.fallbacks,
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
     )
@@ -226,14 +226,14 @@ class _Push:
         self,
         target: PushTarget,
         steps: Steps,
-        forms: ColdForms | None,
+        cold_blobs: ColdBlobs | None,
         *,
         verify: bool,
         dry_run: bool,
     ) -> None:
         self._target = target
         self._steps = steps
-        self._forms = forms
+        self._cold_blobs = cold_blobs
         # A registry that has accepted the manifest had all blobs then; it may have lost some since.
         self._looks_for_all = verify or not (target.model.is_published and target.checks_manifests)
         self._verify = verify and not dry_run
@@ -241,12 +241,12 @@ class _Push:
         # The largest first, so that none of them is left over for a single stream at the end.
         self.blobs = sorted(target.model.blobs, key=attrgetter("size"), reverse=True)
         self._size = sum(blob.size for blob in self.blobs)
-        self._cold_work = 0 if forms is None else _COLD_WORK * forms.size
+        self._cold_work = 0 if cold_blobs is None else _COLD_WORK * cold_blobs.size
         self._to_read = self._size if self._verify else 0
         self.sent: Counter[Sent] = Counter()
         """Bytes by how the target got them."""
         self.cold_sizes: list[int] = []
-        """Of the cold forms that the target has."""
+        """Of the cold layers that the target has."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -278,11 +278,11 @@ class _Push:
         return counts
 
     def send_cold(self, jobs: int) -> None:
-        """Send the cold forms that the target lacks, or estimate them in a dry run; then list them.
+        """Send the cold layers that the target lacks, or estimate them in a dry run; then list them.
 
         They come after the name: without them, the model is complete.
         """
-        if (forms := self._forms) is None:
+        if (cold_blobs := self._cold_blobs) is None:
             return
         workers = self._steps.begin(self._cold_work, self._to_read, jobs)
         known = self._target.read_cold_layers(verify=self._verify)
@@ -291,38 +291,40 @@ class _Push:
         def send(blob: Descriptor) -> Mapping[Sent, int]:
             progress = BlobProgress(workers.report, blob.name, _COLD_WORK * blob.size)
             layer = known.get(blob.digest)
-            counts = self._send_form(forms, blob, layer, new, lambda count, _: progress.add(count))
+            counts = self._send_cold(
+                cold_blobs, blob, layer, new, lambda count, _: progress.add(count)
+            )
             progress.finish()
             return counts
 
-        with contextlib.nullcontext() if self._dry_run else forms.temporary_files(jobs):
-            for counts in workers.run(forms.blobs, send, self._target.abort):
+        with contextlib.nullcontext() if self._dry_run else cold_blobs.temporary_files(jobs):
+            for counts in workers.run(cold_blobs.blobs, send, self._target.abort):
                 self.sent.update(counts)
                 if size := sum(counts.values()):
                     self.cold_sizes.append(size)
             if new:
                 self._target.list_cold_layers(new)
 
-    def _send_form(
+    def _send_cold(
         self,
-        forms: ColdForms,
+        cold_blobs: ColdBlobs,
         blob: Descriptor,
         known: ColdLayer | None,
         new: list[ColdLayer],
         report: Report,
     ) -> Mapping[Sent, int]:
-        """Send the cold form of a blob, unless ``known`` will do; add it to ``new`` after that."""
-        size = forms.stored_size(blob)
+        """Send the cold layer of a blob, unless ``known`` will do; add it to ``new`` after that."""
+        size = cold_blobs.stored_size(blob)
         if known is not None and (size is None or known.stored.size <= size):
-            # A target may list a form that it has lost. One that is damaged there is encoded and sent again.
+            # A target may list a layer that it has lost. One that is damaged there is encoded and sent again.
             with contextlib.suppress(BlobDamaged, BlobMissing):
                 if self._verify:
                     self._read_back(known.stored, blob.name, report)
                 return {"present": known.stored.size}
         if self._dry_run:
-            size = forms.estimate(blob)
+            size = cold_blobs.estimate(blob)
             return {"sent": size} if count_blocks(size) < count_blocks(blob.size) else {}
-        with forms.encoded(blob, report) as file:
+        with cold_blobs.encoded(blob, report) as file:
             if file is None:  # it would not be smaller
                 return {}
             stored = PushedBlob(*file.layer.stored, blob.name, file.pieces)

@@ -1,4 +1,4 @@
-"""Manifests in registries that refer to another one, such as that of a model: its signatures, its cold form.
+"""Manifests in registries that refer to another one, such as that of a model: its signatures, its cold layer.
 
 A registry that does not list such manifests has an index of them under a tag.
 """

@@ -76,7 +76,7 @@ def _tar_digests(store: LocalStore, tars: Sequence[TarLayer], hashing: Hashing) 
     """
     digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
     for tar in tars:
-        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no note
+        with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no entry
             digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
     unknown = [tar for tar, digest in digests.items() if digest is None]
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))

@@ -118,9 +118,9 @@ def open_registry(
             address.host, plain_http=http, limiter=limiter, part_size=part_size
         ) as client,
         store.lease_if_writable(blob.digest for blob in plan.blobs),
-        PushCache(store, address) as notes,
+        PushCache(store, address) as cache,
     ):
-        yield RegistryTarget(store, client, address, plan, notes, options, key)
+        yield RegistryTarget(store, client, address, plan, cache, options, key)
 
 
 class RegistryTarget:
@@ -135,16 +135,16 @@ class RegistryTarget:
         client: RegistryClient,
         address: RemoteReference,
         plan: RemotePlan,
-        notes: PushCache,
+        cache: PushCache,
         options: RegistryOptions,
         key: PrivateKey | None,
     ) -> None:
         """Ask what the tag refers to."""
         self._store, self._client, self._key = store, client, key
         self._address, self._repository = address, address.repository
-        self._plan, self._notes = plan, notes
+        self._plan, self._cache = plan, cache
         self._mount_from = options.mount_from
-        self._sources = notes.sources() if options.mount else {}
+        self._sources = cache.sources() if options.mount else {}
         self._claimed: dict[Digest, Sent] = {}
         """Blobs that were not sent, because the registry says that it has or has mounted them."""
         self.model = PushedModel(
@@ -199,10 +199,10 @@ class RegistryTarget:
                 self._repository,
                 *blob.id,
                 pieces,
-                session=self._notes.session(blob.digest) if is_resumable else None,
-                on_session=partial(self._notes.keep_session, blob.digest),
+                session=self._cache.session(blob.digest) if is_resumable else None,
+                on_session=partial(self._cache.keep_session, blob.digest),
             )
-        self._notes.forget_session(blob.digest)
+        self._cache.forget_session(blob.digest)
         return resumed
 
     def publish(self, workers: WorkerPool, sent: Counter[Sent]) -> None:
@@ -213,7 +213,7 @@ class RegistryTarget:
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
                 self._put(str(part.digest), part, send_missing)
         self._put(self._address.tag, root, send_missing)
-        self._notes.add(blob.digest for blob in self.model.blobs)
+        self._cache.add(blob.digest for blob in self.model.blobs)
 
     def _send_missing(
         self, workers: WorkerPool, sent: Counter[Sent], named: frozenset[str]

@@ -49,8 +49,8 @@ class ColdFile(NamedTuple):
             at += len(piece)
 
 
-class ColdForms:
-    """The cold forms of a model's blobs; those that are not frozen are encoded one by one.
+class ColdBlobs:
+    """The cold layers of a model's blobs; those that are not frozen are encoded one by one.
 
     The store is not changed: what is encoded goes to temporary files.
     """
@@ -100,13 +100,13 @@ class ColdForms:
             yield
 
     def stored_size(self, blob: Descriptor) -> int | None:
-        """Return the size of the cold form of a frozen blob, None if it has none that can be opened."""
+        """Return the size of the cold layer of a frozen blob, None if it has none that can be opened."""
         with contextlib.suppress(BlobMissing, BlobDamaged):
             return self._store.open_cold(*blob.id).stored
         return None
 
     def estimate(self, blob: Descriptor) -> int:
-        """Return about how many bytes the cold form of a blob has.
+        """Return about how many bytes the cold layer of a blob has.
 
         Raises:
             BlobMissing, BlobDamaged: the blob is not intact.
@@ -115,7 +115,7 @@ class ColdForms:
 
     @contextlib.contextmanager
     def encoded(self, blob: Descriptor, report: Report) -> Iterator[ColdFile | None]:
-        """Yield the cold form of a blob, or None if that is not smaller.
+        """Yield the cold layer of a blob, or None if that is not smaller.
 
         Args:
             blob: the blob.
@@ -136,7 +136,7 @@ class ColdForms:
         path = str(item.path or self._store.cold_path(blob.digest))
         descriptor, size = open_regular(path)
         try:
-            base = base_of(ColdBlob(path, blob.digest, self._store.base_forms))
+            base = base_of(ColdBlob(path, blob.digest, self._store.base_files))
             file = ColdFile(ColdLayer(blob.id, blob.id, base), descriptor)
             stored = BlobId(Digest.of_pieces(file.pieces()), size)
             yield file._replace(layer=file.layer._replace(stored=stored))

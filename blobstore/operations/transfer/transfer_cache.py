@@ -1,8 +1,8 @@
 """What a store remembers of its transfers: unfinished uploads, blobs of repositories, and origins of names.
 
-All of it is a cache that may vanish or be wrong at any time. Without a note, an upload begins at its first
+All of it is a cache that may vanish or be wrong at any time. Without an entry, an upload begins at its first
 byte, a blob is uploaded that the registry could have mounted from another repository, and a pull needs
-``--force`` to replace what an earlier one fetched. ``gc`` removes notes of uploads after a week,
+``--force`` to replace what an earlier one fetched. ``gc`` removes the entries of uploads after a week,
 when registries have forgotten them too.
 """
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _MAX_REPOSITORIES: Final = 32
 """Per registry; the oldest are forgotten first."""
-_MAX_NOTE: Final = 64 * 2**20
+_MAX_ENTRY: Final = 64 * 2**20
 _UPLOAD: Final = "upload-"
 
 
 class PushCache:
-    """Notes about one repository.
+    """The entries about one repository.
 
     Two processes that went on with one upload would damage it. So the first one locks the uploads of the
     repository, and others neither read nor write them.
@@ -142,7 +142,7 @@ class PullRecord(NamedTuple):
 
     @classmethod
     def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
-        """Return the note about a name; None without one, or if the name has another model by now."""
+        """Return the entry about a name; None without one, or if the name has another model by now."""
         match _read(_pulled(store, reference)):
             case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
                 with contextlib.suppress(BlobstoreError):
@@ -160,17 +160,17 @@ def _pulled(store: LocalStore, reference: Reference) -> Path:
 
 
 def _write(path: Path, root: Path, value: Mapping[str, Any]) -> None:
-    """Write a note, unless the store cannot be written."""
+    """Write an entry, unless the store cannot be written."""
     with contextlib.suppress(OSError):
         make_folders(path.parent, root, durable=False)
         write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
 
 
 def _read(path: Path) -> Any:
-    """Return a note that this user has written; None if it is missing or malformed."""
+    """Return an entry that this user has written; None if it is missing or malformed."""
     try:
         if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository
             return None
-        return strict_json.loads(read_regular(path, _MAX_NOTE))
+        return strict_json.loads(read_regular(path, _MAX_ENTRY))
     except (OSError, ValueError, BlobstoreError):
         return None

@@ -101,22 +101,22 @@ def verify_remote(
                 RemoteFault(str(source.address), "compressed forms", error.message, digest)
             )
 
-        forms = _cold_forms(source, report_manifest)
-        blobs = [*source.model.blobs, *forms]
+        layers = _cold_layers(source, report_manifest)
+        blobs = [*source.model.blobs, *layers]
         workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
         read = workers.run(blobs, lambda blob: _verify(source, blob, workers), source.client.abort)
     return VerifiedRemote(
         remote=source.address,
         digest=source.root.digest,
         blobs=len(source.model.blobs),
-        cold_blobs=len(forms),
+        cold_blobs=len(layers),
         bytes_read=sum(blob.size for blob, fault in zip(blobs, read, strict=True) if not fault),
         faults=(*filter(None, read), *faults),
         seconds=time.monotonic() - started,
     )
 
 
-def _cold_forms(
+def _cold_layers(
     source: RemoteSource | ObjectSource, on_error: Callable[[Digest, BlobstoreError], None]
 ) -> list[Descriptor]:
     """Return the compressed forms that a pull would use, named after their layers."""

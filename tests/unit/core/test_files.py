@@ -22,6 +22,7 @@ from blobstore.core.files import (
     read_exactly,
     read_regular,
     replacing,
+    without_start,
     write_all,
     write_file,
 )
@@ -107,6 +108,14 @@ def test_writes_every_byte_to_a_slow_reader() -> None:
     with os.fdopen(reader, "rb") as stream:
         assert len(stream.read()) == 400_000
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_buffers_are_left_without_the_bytes_that_are_done(count: int) -> None:
+    buffers = [memoryview(part) for part in (b"abc", b"", b"d", b"efg")]
+    rest = without_start(buffers, count)
+    assert b"".join(rest) == b"abcdefg"[count:]
+    assert not rest or rest[0]
 
 
 @pytest.mark.parametrize("durable", [True, False])

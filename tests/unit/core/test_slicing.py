@@ -76,7 +76,7 @@ def test_accepts_integers_of_numpy() -> None:
         (4, "has 4 elements in a dimension; index 4 is out"),
         (-5, "has 4 elements in a dimension; index -5 is out"),
         ((0, 0, 0), "has 2 dimensions; the index .* has more"),
-        ((..., ...), "has 2 dimensions; the index .* has more"),
+        ((..., ...), "slices of step 1, got Ellipsis"),
         (slice(0, 4, 2), r"slices of step 1, got slice\(0, 4, 2\)"),
         (slice(None, None, -1), "slices of step 1"),
         (slice("a"), "slices of step 1"),

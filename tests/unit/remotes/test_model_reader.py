@@ -1,4 +1,4 @@
-"""Models elsewhere, read as from a store."""
+"""Remote models, read as from a store."""
 
 from __future__ import annotations
 

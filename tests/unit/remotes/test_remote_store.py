@@ -242,7 +242,7 @@ def test_all_blobs_can_be_read_before_the_model_is_used(
             blobstore.open(f"{objects.address}/one", store=other, **options)
 
 
-def test_thawing_a_model_elsewhere_is_refused(
+def test_thawing_a_remote_model_is_refused(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     push_model("one", objects.address, store=local)
@@ -263,7 +263,7 @@ def test_a_manifest_that_was_changed_elsewhere_is_refused(
         blobstore.open(f"{objects.address}/moe", store=other, cache="none")
 
 
-def test_a_file_elsewhere_can_be_read_and_has_no_path(
+def test_a_remote_file_can_be_read_and_has_no_path(
     tmp_path: Path, objects: ObjectStore, other: LocalStore
 ) -> None:
     local = LocalStore(tmp_path / "store")
@@ -271,7 +271,7 @@ def test_a_file_elsewhere_can_be_read_and_has_no_path(
     push_model("moe", objects.address, store=local)
     with blobstore.open(f"{objects.address}/moe", store=other, cache="none") as model:
         assert model.read_file("config.json")
-        with pytest.raises(BlobMissing, match=r"'config\.json' of model .* has no path here"):
+        with pytest.raises(BlobMissing, match=r"'config\.json' of model .* has no local path"):
             model.file_path("config.json")
     blobstore.pull(f"{objects.address}/moe", store=other)
     with blobstore.open(f"{objects.address}/moe", store=other) as model:
@@ -400,7 +400,7 @@ def test_parts_of_quantized_weights_are_those_of_the_local_store(
         assert dict(parts(model)) == dict(parts(expected))
 
 
-def test_a_model_elsewhere_uses_the_store_that_it_is_opened_with_and_its_settings(
+def test_a_remote_model_uses_the_store_that_it_is_opened_with_and_its_settings(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     push_model("one", objects.address, store=local)

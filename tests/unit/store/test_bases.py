@@ -120,7 +120,7 @@ def test_threads_share_the_forms(store: LocalStore, base: Descriptor) -> None:
 
 
 def test_a_form_is_opened_only_when_it_is_needed(store: LocalStore, base: Descriptor) -> None:
-    forms = store.base_forms(base.digest, base.size)
+    forms = store.base_files(base.digest, base.size)
     next(forms)
     Path(paths(store, base)["cold"]).write_bytes(b"no cold blob at all")
     assert list(forms) == []  # the second hard link is the first file
@@ -144,13 +144,13 @@ def test_a_file_is_intact_until_it_changes(store: LocalStore, base: Descriptor, 
     for other in set(found) - {form}:
         Path(found[other]).unlink()
     bases = WholeBases(store)
-    before = bases.whole_form(*base.id)
+    before = bases.intact_file(*base.id)
     assert before is not None
     assert before[0] == found[form]
-    assert bases.whole_form(*base.id) == before == bases.form(base.digest)
+    assert bases.intact_file(*base.id) == before == bases.file(base.digest)
     flip_in_place(found[form])
-    assert bases.form(base.digest) != before
-    assert bases.whole_form(*base.id) is None
+    assert bases.file(base.digest) != before
+    assert bases.intact_file(*base.id) is None
 
 
 def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Descriptor) -> None:
@@ -159,8 +159,8 @@ def test_a_base_must_be_a_regular_file_to_be_intact(store: LocalStore, base: Des
     Path(path).rename(path + "-real")
     Path(path).symlink_to(path + "-real")
     bases = WholeBases(store)
-    assert bases.form(base.digest) is None
-    assert bases.whole_form(*base.id) is None
+    assert bases.file(base.digest) is None
+    assert bases.intact_file(*base.id) is None
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_a_base_that_always_changes_while_it_is_hashed_is_not_intact(
         os.utime(store.blob_path(digest), (1, next(times)))
 
     monkeypatch.setattr(store, "check_digest", changing)
-    assert bases.whole_form(*base.id) is None
+    assert bases.intact_file(*base.id) is None
     monkeypatch.setattr(store, "check_digest", check)
-    assert bases.whole_form(*base.id) is not None
+    assert bases.intact_file(*base.id) is not None
 
 
 def test_a_base_whose_hot_file_is_removed_while_it_is_hashed_is_intact_in_its_cold_form(
@@ -227,6 +227,6 @@ def test_a_base_whose_hot_file_is_removed_while_it_is_hashed_is_intact_in_its_co
         check(digest, size)
 
     monkeypatch.setattr(store, "check_digest", freezing)
-    form = bases.whole_form(*base.id)
+    form = bases.intact_file(*base.id)
     assert form is not None
     assert form[0] == store.cold_path(base.digest)

@@ -1,4 +1,4 @@
-"""Claims of blobs that processes read from elsewhere."""
+"""Claims of blobs that processes read from a remote."""
 
 from __future__ import annotations
 

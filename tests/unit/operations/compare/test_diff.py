@@ -41,7 +41,7 @@ def make(
     **options: str,
 ) -> None:
     folder = write_folder(store.root.parent / name, tensors, files=files)
-    create(folder, name, store=store, **options)  # type: ignore[arg-type]
+    create(folder, name, store=store, **options)  # type: ignore[call-overload]
 
 
 def changes(found: Difference) -> dict[str, tuple[str, ...]]:

@@ -30,7 +30,7 @@ def make(
     store: LocalStore, name: str, tensors: Arrays, experts: ExpertForm = "packed", **options: str
 ) -> None:
     folder = write_folder(store.root.parent / name, tensors)
-    create(folder, name, store=store, experts=experts, **options)  # type: ignore[arg-type]
+    create(folder, name, store=store, experts=experts, **options)  # type: ignore[call-overload]
 
 
 def paired(store: LocalStore, model: str, base: str, *patterns: str) -> Pairing:

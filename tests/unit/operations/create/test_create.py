@@ -25,9 +25,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.create.plan import plan_source
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.sources.open import open_source
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
@@ -201,13 +199,21 @@ def test_rejects_stacking_unequal_experts(tmp_path: Path, store: LocalStore) -> 
     blobstore.create(model, "m", store=store)
 
 
-def test_planning_writes_nothing(folder: Path, store: LocalStore) -> None:
-    source = open_source(folder)
-    planned = plan_source(source)
-    source.close()
+def test_a_dry_run_returns_the_plan_and_writes_nothing(folder: Path, store: LocalStore) -> None:
+    planned = blobstore.create(folder, "m", store=store, dry_run=True)
+    assert not store.root.exists()
     blobstore.create(folder, "m", store=store)
     tensors = store.resolve(NAME).layers_of(media_types.TENSOR)
-    assert [blob.name for blob in planned.blobs] == [layer.name for layer in tensors]
+    assert [(blob.name, blob.size) for blob in planned.blobs] == [
+        (layer.name, layer.size) for layer in tensors
+    ]
+    assert planned.size == sum(layer.size for layer in tensors)
+    assert (
+        planned.tensors
+        == len([*planned.decisions()])
+        == len(blobstore.show("m", store=store).tensors)
+    )
+    assert set(planned.files) == {"config.json", *FILES}
 
 
 def test_progress_ends_with_all_bytes(folder: Path, store: LocalStore) -> None:
@@ -386,7 +392,7 @@ def test_the_source_is_closed(folder: Path, store: LocalStore, is_valid: bool) -
         blobstore.create(folder, "m", store=store)
     else:
         with pytest.raises(UsageError):
-            blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[arg-type]
+            blobstore.create(folder, "m", store=store, experts="x")  # type: ignore[call-overload]
     assert open_files(ANYWHERE) == before
 
 

@@ -157,5 +157,5 @@ def test_patterns_of_other_bytes_than_text_are_refused(
     option: str, store: LocalStore, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match="not valid Unicode"):
-        create(single(tmp_path).parent, NAME, store=store, **{option: ["\udcff*"]})  # type: ignore[arg-type]
+        create(single(tmp_path).parent, NAME, store=store, **{option: ["\udcff*"]})  # type: ignore[call-overload]
     assert list(store.references()) == []

@@ -17,7 +17,7 @@ from blobstore.errors import StoreError, UsageError
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.send_cold import ColdForms, send_cold_manifests
+from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.cold_layers import ColdLayer
@@ -252,16 +252,16 @@ def test_encoded_blobs_are_removed_as_soon_as_they_are_sent(
 ) -> None:
     store = LocalStore(tmp_path / "store")
     put(store, "m", {f"x{number}": number for number in range(8)})
-    encoded, most = ColdForms.encoded, 0
+    encoded, most = ColdBlobs.encoded, 0
 
     @contextlib.contextmanager
-    def counted(self: ColdForms, blob: Any, report: Any) -> Iterator[Any]:
+    def counted(self: ColdBlobs, blob: Any, report: Any) -> Iterator[Any]:
         nonlocal most
         with encoded(self, blob, report) as file:
             most = max(most, len(list(store.folder("temporary").iterdir())))
             yield file
 
-    monkeypatch.setattr(ColdForms, "encoded", counted)
+    monkeypatch.setattr(ColdBlobs, "encoded", counted)
     assert blobstore.push("m", remote, store=store, cold=True, streams=1).cold_blobs == 8
     assert most == 1
 
