@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core.escape import quote
+from blobstore.errors import InvalidManifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_DEPTH: Final = 3
 """Parts of a file's name."""
@@ -34,3 +40,21 @@ def is_safe_name(name: str) -> bool:
         and len(part.encode()) <= 255  # noqa: PLR2004 - the limit of file systems
         for part in parts
     )
+
+
+def check_paths(names: Iterable[str]) -> None:
+    """Check that files can be in one folder together.
+
+    Raises:
+        InvalidManifest: two have one name, or the folder of one is a file too.
+    """
+    known: set[str] = set()
+    for name in (listed := list(names)):
+        if name in known:
+            raise InvalidManifest(f"two files would both be {quote(name)}")
+        known.add(name)
+    for name in listed:
+        parts = name.split("/")[:-1]
+        for depth in range(1, len(parts) + 1):
+            if (folder := "/".join(parts[:depth])) in known:
+                raise InvalidManifest(f"{quote(folder)} would be both a file and a folder")

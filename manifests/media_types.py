@@ -1,4 +1,4 @@
-"""Media types of manifests, configs and layers: Ollama's, and the three of our own."""
+"""Media types of manifests, configs and layers: Ollama's, and the three of our own. And one annotation."""
 
 from __future__ import annotations
 

@@ -221,8 +221,9 @@ def new_buffer(size: int) -> memoryview:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # In small pages, allocating the memory takes as long as reading the bytes.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # In small pages, allocating the memory takes as long as reading the bytes. Some kernels have no others.
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
 

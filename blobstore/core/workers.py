@@ -136,13 +136,15 @@ class WorkerPool:
         except BrokenExecutor as lost:
             raise BlobstoreError(f"the executor lost a worker: {lost}") from lost
         finally:  # also after a request to stop
-            if not is_success:
-                self.stopping.set()
-                on_stop()
-            if self._executor is None:
-                executor.shutdown(cancel_futures=True)
-            else:
-                wait([future for future in futures if not future.cancel()])
+            try:
+                if not is_success:
+                    self.stopping.set()
+                    on_stop()
+            finally:  # no job may outlive what its caller closes
+                if self._executor is None:
+                    executor.shutdown(cancel_futures=True)
+                else:
+                    wait([future for future in futures if not future.cancel()])
         if not is_success:  # a job that another one has ended may have ended before that
             raise next(iter(_errors(futures)), BlobstoreError("the executor cancelled the jobs"))
 

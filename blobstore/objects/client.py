@@ -8,6 +8,7 @@ answers mean. Every call of obstore goes through :func:`_guarded`.
 from __future__ import annotations
 
 import fcntl
+import os
 import threading
 import time
 from datetime import timedelta
@@ -72,12 +73,23 @@ class ObjectInfo(NamedTuple):
     modified: datetime
 
 
+class ObjectTag(NamedTuple):
+    """What identifies a version of an object."""
+
+    etag: str
+    version: str | None
+    """The number of the version, which Google compares instead of the ETag."""
+
+
 class ObjectVersion(NamedTuple):
     """The content of a small object, and what identifies it."""
 
     data: bytes
-    tag: str | None
-    """The ETag."""
+    tag: ObjectTag | None
+
+
+_NO_VERSION: Final = ObjectTag('"0"', "0")
+"""The tag of no object that exists."""
 
 
 class ObjectPiece(NamedTuple):
@@ -123,7 +135,7 @@ class ObjectClient:
                     f"{self._name(key)}: {size} bytes, expected at most {limit}",
                     advice=limits.ADVICE,
                 )
-            return ObjectVersion(bytes(found.bytes()), _strong(found.meta["e_tag"]))
+            return ObjectVersion(bytes(found.bytes()), _tag(found.meta))
 
         return self._send(request, key, send)
 
@@ -164,8 +176,8 @@ class ObjectClient:
 
         self._send(request, key, send, may_repeat=whole)
 
-    def replace(self, key: str, data: bytes, tag: str | None) -> None:
-        """Write a small object if it still has the ETag ``tag``, or if there is none and ``tag`` is None.
+    def replace(self, key: str, data: bytes, tag: ObjectTag | None) -> None:
+        """Write a small object if it is still the version ``tag``, or if there is none and ``tag`` is None.
 
         Raises:
             Conflict: another process was faster.
@@ -178,7 +190,7 @@ class ObjectClient:
             if self._is_written(key, data, tag):
                 return
             meta = self._head(key, READ_FORMER)
-            is_same = meta is None if tag is None else meta and _strong(meta["e_tag"]) == tag
+            is_same = meta is None if tag is None else meta and _tag(meta) == tag
             if not is_same:
                 # The response to a write that succeeded may have been lost, and the write repeated.
                 if meta is not None and meta["size"] == len(data):
@@ -203,7 +215,9 @@ class ObjectClient:
         if self._is_proven or self.address.scheme == "file":
             return
         is_new = self._is_written(_PROBE, b"", None)
-        if (is_new and self._is_written(_PROBE, b"", None)) or self._is_written(_PROBE, b"", '"0"'):
+        if (is_new and self._is_written(_PROBE, b"", None)) or self._is_written(
+            _PROBE, b"", _NO_VERSION
+        ):
             raise RemoteError(
                 f"{quote(self.address)}: the server ignores conditional requests, so that two "
                 "processes could overwrite each other's models",
@@ -254,9 +268,11 @@ class ObjectClient:
             if _NO_TAG not in str(error):  # of an answer that means success
                 raise
 
-    def _is_written(self, key: str, data: bytes, tag: str | None) -> bool:
+    def _is_written(self, key: str, data: bytes, tag: ObjectTag | None) -> bool:
         """Write an object if its condition is met, and return whether it was."""
-        mode: Any = "create" if tag is None else {"e_tag": tag}
+        mode: Any = "create"
+        if tag is not None:
+            mode = {"e_tag": tag.etag} | ({"version": tag.version} if tag.version else {})
 
         def send() -> bool:
             if tag is not None and self.address.scheme == "file":
@@ -266,13 +282,13 @@ class ObjectClient:
 
         return self._send(WRITE_NEW if tag is None else WRITE_CHANGED, key, send) is True
 
-    def _is_file_replaced(self, key: str, data: bytes, tag: str) -> bool:
+    def _is_file_replaced(self, key: str, data: bytes, tag: ObjectTag) -> bool:
         """Replace a file, under a lock, because obstore compares no ETags of files."""
         folder = Path("/", self.address.prefix, ".blobstore")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "names.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self._api.head(self._reading, key)["e_tag"] != tag:
+            if self._api.head(self._reading, key)["e_tag"] != tag.etag:
                 return False
             self._put(key, data, use_multipart=False)
             return True
@@ -352,6 +368,9 @@ def _connect(address: StoreAddress, settings: Settings) -> tuple[Any, Any]:
             client["root_certificate"] = Path(bundle).read_bytes()
         if settings.provider is not None:
             options["credential_provider"] = settings.provider
+    else:  # for emulators; obstore reads no such options from the environment if others are given
+        variable = {"gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}[address.scheme]
+        client["allow_http"] = os.environ.get(variable, "").lower() in ("1", "true")
     kinds: dict[str, Any] = {"gs": store.GCSStore, "az": store.AzureStore, "s3": store.S3Store}
     reading, writing = (
         kinds[address.scheme](
@@ -371,6 +390,8 @@ def _settings(address: StoreAddress) -> Settings:
     return find_settings(address) if address.scheme == "s3" else Settings({})
 
 
-def _strong(tag: str | None) -> str | None:
-    """Return an ETag as the server compares it, which a proxy that compresses answers may have weakened."""
-    return None if tag is None else tag.removeprefix("W/")
+def _tag(meta: Any) -> ObjectTag | None:
+    """Return what identifies the version that obstore describes; None if the server does not say."""
+    etag = meta["e_tag"]
+    # The ETag as the server compares it: a proxy that compresses answers may have weakened it.
+    return None if etag is None else ObjectTag(etag.removeprefix("W/"), meta.get("version"))

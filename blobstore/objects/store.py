@@ -23,7 +23,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
-from blobstore.objects.client import ObjectClient, ObjectInfo
+from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
 from blobstore.objects.requests import (
     LIST_SIGNATURES,
     READ,
@@ -97,8 +97,8 @@ class ObjectStore:
 
     def read_version(
         self, reference: str | Reference, request: Request = READ
-    ) -> tuple[bytes, str | None]:
-        """Return the bytes of a manifest, and the ETag that :meth:`place` takes.
+    ) -> tuple[bytes, ObjectTag | None]:
+        """Return the bytes of a manifest, and the tag that :meth:`place` takes.
 
         Raises:
             ModelNotFound: there is no such name.
@@ -110,8 +110,8 @@ class ObjectStore:
             raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
         return found.data, found.tag
 
-    def place(self, reference: Reference, manifest: bytes, tag: str | None) -> None:
-        """Give a manifest a name, whose manifest must still have the ETag ``tag`` (None: must not exist).
+    def place(self, reference: Reference, manifest: bytes, tag: ObjectTag | None) -> None:
+        """Give a manifest a name, whose manifest must still have the tag ``tag`` (None: must not exist).
 
         Raises:
             Conflict: another process has given the name another manifest.

@@ -68,6 +68,7 @@ class Transport:
         self._limiter = limiter
         self._closed = threading.Event()
         self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._sockets_lock = threading.Lock()
         self._has_answered = False
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
@@ -93,7 +94,9 @@ class Transport:
         Closing a socket would not wake a thread that waits for its server; shutting it down does.
         """
         self._closed.set()
-        for connection in self._sockets.copy():
+        with self._sockets_lock:
+            connections = list(self._sockets)
+        for connection in connections:
             # The method of an encrypted socket would remove what another thread reads with.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
@@ -299,7 +302,8 @@ class Transport:
         if not event.endswith(("connect_tcp.complete", "start_tls.complete")):
             return
         stream = info["return_value"]
-        self._sockets.add(stream.get_extra_info("socket"))
+        with self._sockets_lock:
+            self._sockets.add(stream.get_extra_info("socket"))
         if self._closed.is_set():
             self.abort()
         read = stream.read

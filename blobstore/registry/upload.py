@@ -90,6 +90,7 @@ class Upload:
         """
         is_resumed = session is not None
         resumed = None if is_resumed else 0
+        furthest = 0
         retry = self._transport.retry()
         for attempt in retry:
             with attempt:
@@ -109,7 +110,10 @@ class Upload:
                     while self._has_parts and session.offset < self._size:
                         session = self._send_part(session)
                         self._on_session(session)
-                        retry.progress()
+                        # Parts that are sent again after a restart are no progress, or this might never end.
+                        if session.offset > furthest:
+                            furthest = session.offset
+                            retry.progress()
                     self._finish(session)
                 except TransientError:
                     is_resumed = True

@@ -12,7 +12,7 @@ import struct
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
-from blobstore.core import limits
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
@@ -53,6 +53,10 @@ class RemoteModelSource(Protocol):
     @property
     def client(self) -> RemoteClient:
         """What sends the requests."""
+
+    @property
+    def address(self) -> object:
+        """Where the model is; its text is printed."""
 
     @property
     def manifest(self) -> Manifest:
@@ -103,6 +107,8 @@ class RemoteReader:
         self._local = local
         self.starts: dict[Digest, bytes] = {}
         """The headers that were read, with their prefixes. Nothing shows yet that they are those of the blobs."""
+        self._index_keys: set[Digest] = set()
+        """Of the headers in the local cache."""
         self._owners = {
             blob.digest: (source, blob.size) for source in sources.values() for blob in source.blobs
         }
@@ -218,8 +224,11 @@ class RemoteReader:
 
     def _starts(self, blobs: Sequence[tuple[Digest, int]]) -> list[bytes | Damaged]:
         """Return the bytes of headers, from the local cache if it has them."""
-        text = "".join(f"{digest.hex} {size}\n" for digest, size in blobs)
-        key = Digest.of(b"headers of remote blobs\n" + text.encode())
+        # No digest shows that these are the headers of the blobs, so those of one address are used for no other.
+        addresses = sorted(str(source.address) for source in self._sources.values())
+        ids = [[digest.hex, size] for digest, size in blobs]
+        key = Digest.of(strict_json.dumps(["headers", addresses, ids]).encode())
+        self._index_keys.add(key)
         digests = {digest for digest, _ in blobs}
         cached = self._local.read_index(key) if self._local is not None else None
         known = unpack_headers(cached, digests)
@@ -244,6 +253,12 @@ class RemoteReader:
         if self._local is not None and len(found) == len(starts) and not is_cached:
             self._local.write_index(key, pack_headers(found))
         return starts
+
+    def forget_headers(self) -> None:
+        """Remove from the local cache headers of which one is not that of its blob."""
+        if self._local is not None:
+            for key in self._index_keys:
+                self._local.remove_index(key)
 
     def _start(self, digest: Digest, size: int, budget: limits.Budget) -> bytes | Damaged:
         """Return the header of a remote blob with its prefix, or the error that reading it raised."""

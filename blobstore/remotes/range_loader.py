@@ -50,6 +50,7 @@ class RangeLoader:
         layers: Mapping[Digest, ColdLayer],
         starts: Mapping[Digest, bytes],
         cache: BlobCache | None,
+        forget_headers: Callable[[], object],
     ) -> None:
         """Read nothing yet.
 
@@ -59,12 +60,14 @@ class RangeLoader:
             layers: compressed forms of its blobs; those that are of no use are left out here.
             starts: the headers by which the blobs are used, with their prefixes; checked when a blob is read.
             cache: keeps blobs that were read completely.
+            forget_headers: called if a header turns out to be that of no blob.
         """
         self._source = source
         self._local = local
         self._layers = {key: layer for key, layer in layers.items() if self._is_usable(layer)}
         self._starts = starts
         self._cache = cache
+        self._forget_headers = forget_headers
         self._sizes = {blob.digest: blob.size for blob in source.blobs}
 
     def is_local(self, digest: Digest) -> bool:
@@ -267,7 +270,11 @@ class RangeLoader:
     def _check_start(self, load: _Load) -> None:
         start = self._starts.get(load.blob.digest, b"")
         if load.memory[: len(start)] != start:
-            raise BlobDamaged(f"the remote sent another header for blob {load.blob.digest} before")
+            self._forget_headers()
+            raise BlobDamaged(
+                f"the remote sent another header for blob {load.blob.digest} before",
+                advice="open the model again; if that fails too, push it there again",
+            )
 
     def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
         """Decode a blob; return whether that succeeds."""

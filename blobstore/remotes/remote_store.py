@@ -85,7 +85,9 @@ class RemoteStore:
             cache_limit = parse_bytes(text)
         if cache == "keep":
             self._cache = BlobCache(local, source.data, needed, cache_limit)
-        loader = RangeLoader(source, local, layers, self._reader.starts, self._cache)
+        loader = RangeLoader(
+            source, local, layers, self._reader.starts, self._cache, self._reader.forget_headers
+        )
         self.load, self.read_ranges = loader.load, loader.read_ranges
         self.is_local, self.stored_size = loader.is_local, loader.stored_size
         self._load_small = loader.load_small

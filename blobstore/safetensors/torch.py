@@ -29,7 +29,7 @@ from blobstore.safetensors.shared_tensors import storage_ptr, storage_size
 if TYPE_CHECKING:
     import mmap
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     import numpy as np
     from typing_extensions import Buffer
@@ -439,12 +439,20 @@ def check_has_bytes(name: str, tensor: torch.Tensor) -> None:
     """Check that a tensor has bytes of its own. Raises UnsupportedSource."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedSource(
-            f"tensor {quote(name)} is a {quote(type(tensor).__name__)}, whose bytes are remote",
+            f"tensor {quote(name)} is a {quote(type(tensor).__name__)}, which holds its values in other tensors",
             advice="gather distributed tensors with full_tensor(), and dequantize others, before",
         )
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "has no data" if tensor.is_meta else "is sparse; make it dense with to_dense()"
+    is_empty = tensor.is_meta or torch.nn.parameter.is_lazy(tensor)
+    if is_empty or tensor.is_nested or tensor.layout is not torch.strided:
+        what = "has no data" if is_empty else "is sparse or nested; make it dense before"
         raise UnsupportedSource(f"tensor {quote(name)} {what}")
+
+
+def wait_for_devices(tensors: Iterable[object]) -> None:
+    """Wait until what was started on the streams of this thread is done: others threads may read then."""
+    devices = {one.device for one in tensors if isinstance(one, torch.Tensor) and one.is_cuda}
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _check_tensors(tensors: Mapping[str, object]) -> None:
@@ -487,7 +495,9 @@ def _getdtype(dtype_str: str) -> torch.dtype:
 def _to_ndarray(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], torch.Tensor]:
     """Return the bytes of a contiguous tensor, and the tensor on the CPU that holds them."""
     held = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return held.reshape(-1).view(torch.uint8).numpy(), held
+    # A tensor of one element counts as contiguous, whatever its strides are; view() looks at them.
+    flat = held.as_strided((held.numel(),), (1,))
+    return flat.view(torch.uint8).numpy(), held
 
 
 def file_bytes(tensor: torch.Tensor) -> memoryview:

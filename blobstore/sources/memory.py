@@ -6,17 +6,19 @@ an export of the model writes that file.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidHeader, UnsupportedSource, UsageError
-from blobstore.manifests.file_names import is_valid_name
+from blobstore.core.mmap import new_buffer
+from blobstore.errors import InvalidHeader, InvalidManifest, UnsupportedSource, UsageError
+from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.safetensors.header import encode_file_header, in_file_order
 from blobstore.sources.base import SourceFile
-from blobstore.sources.small_files import MAX_SMALL_FILE
+from blobstore.sources.small_files import MAX_SMALL_FILE, is_weight_index
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ _FILE = "model.safetensors"
 
 
 class MemorySource:
-    """Tensors in memory, which must not change until the source is closed. See :class:`TensorSource`."""
+    """Tensors in memory. See :class:`TensorSource`."""
 
     def __init__(
         self,
@@ -55,7 +57,15 @@ class MemorySource:
         self._read = {spec.name: read for spec, read in tensors.items()}
         if not in_order:
             raise UsageError("there are no tensors")
+        try:
+            check_paths([*files, _FILE])
+        except InvalidManifest as error:
+            raise UsageError(error.message) from None
         for name, content in files.items():
+            if is_weight_index(name):
+                raise UsageError(
+                    f"{quote(name)} is an index of weight files, and there is one file"
+                )
             if not is_valid_name(name):
                 raise UsageError(
                     f"a store cannot hold a file {quote(name)}: names have only letters, digits, '_', '.' "
@@ -90,10 +100,20 @@ class MemorySource:
         return SourceRecord(kind="memory", files=(file,))
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """See :class:`TensorSource`; the pieces are as large as ``buffer``, but not in it."""
+        """See :class:`TensorSource`."""
         data = memoryview(self._read[name]()).cast("B")
         for begin in range(0, len(data), len(buffer)):
-            yield data[begin : begin + len(buffer)]
+            # A copy, so that what is hashed is what is written, even if a thread changes the tensor.
+            piece = buffer[: len(data) - begin]
+            piece[:] = data[begin : begin + len(buffer)]
+            yield piece
+
+    def copy(self) -> None:
+        """Copy the bytes of all tensors, so that the caller may change them."""
+        for name, read in self._read.items():
+            memory = new_buffer(self.specs[name].nbytes)
+            memory[:] = memoryview(read()).cast("B")
+            self._read[name] = functools.partial(_same, memory)
 
     def close(self) -> None:
         """Forget the tensors."""
@@ -110,3 +130,7 @@ def _config(content: bytes | None) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise UsageError("config.json is not a JSON object")
     return value
+
+
+def _same(memory: memoryview) -> memoryview:
+    return memory

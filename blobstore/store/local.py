@@ -538,6 +538,11 @@ class LocalStore(BlobReader):
         with contextlib.suppress(OSError):
             write_file(self._layout.headers / key.hex, [data], durable=False)
 
+    def remove_index(self, key: Digest) -> None:
+        """Remove what :meth:`write_index` stored under ``key``, if the store can be written."""
+        with contextlib.suppress(OSError):
+            (self._layout.headers / key.hex).unlink(missing_ok=True)
+
     @contextlib.contextmanager
     def writing(self, *, is_dry: bool = False) -> Iterator[None]:
         """Convert an OSError of the block into an error that says why the store cannot be written.

@@ -231,7 +231,8 @@ class PartialBlob:
 
     def _begin(self) -> None:
         """Give a new file its size and counters: their disk space must not be missing later."""
-        os.ftruncate(self._descriptor, self.blob.size)
+        # With the counters at once: a file that has the size of the blob would seem to have all of its bytes.
+        os.ftruncate(self._descriptor, self.blob.size + _COUNTER.size * len(self._done))
         for part in range(len(self._done)):
             self._count(part, 0)
 

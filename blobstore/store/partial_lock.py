@@ -16,7 +16,9 @@ import secrets
 import stat
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.escape import quote
 from blobstore.core.files import give_to_owner, make_folders, read_exactly
+from blobstore.errors import StoreError
 from blobstore.store.locks import NOT_INHERITED, try_lock
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ OPEN_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 NOT_OURS: Final = {errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO}
 """Errors of opening a link, a pipe, or a file of another user."""
 SUFFIX: Final = ".lock"
+_MAX_FOREIGN: Final = 3
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 _MAX_LIST = 1 << 16
 """Bytes of the list that are read."""
@@ -54,6 +57,7 @@ class PartialLock:
         path, root = lock_path(folder, digest), folder.parent.parent
         if not folder.is_dir():
             make_folders(folder, root)
+        foreign = 0
         while True:
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o644)
@@ -70,6 +74,15 @@ class PartialLock:
                     continue  # another process has removed it
                 give_to_owner(path)
                 if not belongs_to_us(descriptor, folder):
+                    foreign += 1
+                    if (
+                        foreign == _MAX_FOREIGN
+                    ):  # others left the first; this process created the last
+                        raise StoreError(
+                            f"files that this user creates in {quote(folder)} belong to somebody else, as on "
+                            "network file systems that map root to nobody",
+                            advice="run the command as the owner of the store",
+                        )
                     path.unlink(missing_ok=True)
                     continue
                 is_ours = True

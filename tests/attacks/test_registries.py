@@ -614,3 +614,28 @@ def test_connection_that_is_refused_at_first_is_not_tried_again() -> None:
         pytest.raises(RemoteError, match=f"cannot connect to 'http://{host}'"),
     ):
         read(client)
+
+
+def test_an_upload_whose_end_always_fails_is_not_sent_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("blobstore.registry.upload.PART", len(DATA) // 2 + 1)
+    sizes: dict[str, int] = {}
+
+    def answer(request: Received) -> bytes:
+        place = f"/v2/r/blobs/uploads/{len(sizes) if request.method == 'POST' else 0}"
+        if request.method == "POST":
+            sizes[place] = 0
+            return reply(202, location=place)
+        if request.method == "PATCH":
+            sizes[request.path] += len(request.body)
+            return reply(202, location=request.path, range=f"0-{sizes[request.path] - 1}")
+        if request.method == "GET" and sizes.get(request.path):
+            return reply(204, location=request.path, range=f"0-{sizes[request.path] - 1}")
+        return reply(504 if request.method == "PUT" else 404)
+
+    def upload(client: RegistryClient) -> None:
+        client.upload_blob("r", Digest.of(DATA), len(DATA), lambda offset: [DATA[offset:]])
+
+    server = refused(answer, upload, RemoteError, "504")
+    assert sum(len(request.body) for request in server.requests) <= 3 * len(DATA)

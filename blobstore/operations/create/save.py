@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular
-from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
 from blobstore.manifests.reference import Reference
@@ -86,7 +87,8 @@ def save(
             ``{"config.json": model.config.to_dict()}``.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         background: copy the tensors, and return a future of the result. The caller may change the tensors
-            then; an error of the import is raised by ``future.result()``.
+            then; an error of the import is raised by ``future.result()``. Waits for earlier background
+            saves first.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a blob, bytes done and total bytes; with ``background`` on
             another thread.
@@ -104,8 +106,10 @@ def save(
     store.check_name(reference)
     frameworks = {name: _framework(name, tensor) for name, tensor in tensors.items()}
     found = dict(_described(frameworks[name], name, tensor) for name, tensor in tensors.items())
-    if background:
-        found = {spec: _copied(spec, read) for spec, read in found.items()}
+    if "torch" in frameworks.values():
+        from blobstore.safetensors import torch
+
+        torch.wait_for_devices(tensors.values())
     metadata = _METADATA.get(next(iter(frameworks.values()), ""), {})
     contents = {name: _content(name, file) for name, file in (files or {}).items()}
     source = MemorySource(found, metadata, contents)
@@ -124,29 +128,36 @@ def save(
 
     if not background:
         return run()
+    wait(list(_RUNNING))  # a name must not get older tensors, and each save needs memory for a copy
+    source.copy()
     thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-save")
     future = thread.submit(run)
     thread.shutdown(wait=False)
-    _wait_at_exit(future)
+    _register_exit()
+    _RUNNING.add(future)
+    future.add_done_callback(_RUNNING.discard)
     return future
 
 
 _RUNNING: set[Future[Created]] = set()
-
-
-def _wait_at_exit(future: Future[Created]) -> None:
-    """Let the interpreter wait for a background save before it ends the thread pools that the save uses."""
-    _register_wait()
-    _RUNNING.add(future)
-    future.add_done_callback(_RUNNING.discard)
+"""The saves in the background; a forked process has none."""
+os.register_at_fork(after_in_child=_RUNNING.clear)
 
 
 @functools.cache
-def _register_wait() -> None:
+def _register_exit() -> None:
+    """Let the interpreter wait for background saves before it ends the thread pools that they use."""
     # No public function runs that early. Without this one, the save fails, and the name stays what it was.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
-        register(lambda: wait(list(_RUNNING)))
+        register(_exit)
+
+
+def _exit() -> None:
+    for future in wait(list(_RUNNING)).done:
+        error = future.exception()
+        if error is not None:  # nobody can ask for the result any more
+            sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _framework(name: str, tensor: object) -> str:
@@ -170,6 +181,8 @@ def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Call
     """
     if not isinstance(name, str):
         raise UsageError(f"a tensor has the name {quote(name)}, which is not a text")
+    if hasattr(tensor, "mask"):  # numpy's masked arrays
+        raise UnsupportedSource(f"tensor {quote(name)} has a mask, which would be lost; fill it")
     try:
         if framework == "torch":
             from blobstore.safetensors import torch
@@ -189,15 +202,10 @@ def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Call
         ) from None
 
 
-def _copied(spec: TensorSpec, read: Callable[[], Buffer]) -> Callable[[], Buffer]:
-    """Copy the bytes of a tensor; return what returns the copy."""
-    memory = new_buffer(spec.nbytes)
-    memory[:] = memoryview(read()).cast("B")
-    return lambda: memory
-
-
 def _content(name: str, file: File) -> bytes:
     """Return the content of a small file. Raises UsageError if there is none."""
+    if not isinstance(name, str):
+        raise UsageError(f"a file has the name {quote(name)}, which is not a text")
     if isinstance(file, bytes):
         return file
     try:

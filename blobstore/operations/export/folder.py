@@ -11,7 +11,6 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
@@ -20,7 +19,7 @@ from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
-from blobstore.manifests.file_names import MAX_DEPTH, is_valid_name, is_valid_part
+from blobstore.manifests.file_names import MAX_DEPTH, check_paths, is_valid_name, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
 from blobstore.models.source_layers import left_out_tensors, read_source_record, read_stacks
 from blobstore.models.tensors import read_tensors
@@ -396,19 +395,6 @@ def small_files(manifest: Manifest) -> dict[str, Descriptor]:
             )
     check_paths(layer.name for layer in layers)  # the dict would lose duplicates
     return {layer.name: layer for layer in layers}
-
-
-def check_paths(names: Iterable[str]) -> None:
-    """Check that no two files clash. Raises InvalidManifest if they do."""
-    files: set[str] = set()
-    folders: set[str] = set()
-    for name in names:
-        if name in files:
-            raise InvalidManifest(f"two files would both be {quote(name)}")
-        files.add(name)
-        folders.update(str(parent) for parent in Path(name).parents)
-    if both := files & folders:
-        raise InvalidManifest(f"{quote(min(both))} would be both a file and a folder")
 
 
 def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]:

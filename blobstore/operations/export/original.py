@@ -13,13 +13,13 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
 from blobstore.manifests import media_types
+from blobstore.manifests.file_names import check_paths
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import at_layer, only_tensor, read_headers
 from blobstore.operations.export.folder import (
     ExportPlan,
     FolderTensor,
     check_no_gguf,
-    check_paths,
     small_files,
 )
 from blobstore.operations.export.shards import WeightFile

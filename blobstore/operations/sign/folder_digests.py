@@ -13,10 +13,10 @@ from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.manifests.file_names import check_paths
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.export.folder import (
     check_no_gguf,
-    check_paths,
     plan_export,
     small_files,
 )

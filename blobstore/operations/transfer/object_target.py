@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import StoreAddress
+    from blobstore.objects.client import ObjectTag
     from blobstore.store.local import LocalStore
 
 
@@ -72,7 +73,7 @@ class ObjectTarget:
         store.resolve(reference)  # checks it
         self._data, self._manifest = store.parse(reference)  # it may be another one by now
         former: bytes | None = None
-        self._tag: str | None = None
+        self._tag: ObjectTag | None = None
         with contextlib.suppress(ModelNotFound):
             former, self._tag = objects.read_version(reference, READ_FORMER)
         self.model = PushedModel(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.errors import InvalidManifest, UnsupportedSource
-from blobstore.manifests.file_names import is_safe_name
+from blobstore.manifests.file_names import check_paths, is_safe_name
 from blobstore.registry.layouts.plan import FILE_PATH, TITLE
 
 if TYPE_CHECKING:
@@ -85,19 +85,8 @@ def folder_of(layers: Sequence[RemoteDescriptor]) -> tuple[RemoteFile, ...]:
             )
         else:
             files.append(RemoteFile(path, layer.digest, layer.size))
-    _check_paths([file.path.casefold() for file in files if file.path])
+    check_paths([file.path.casefold() for file in files if file.path])
     return tuple(files)
-
-
-def _check_paths(paths: list[str]) -> None:
-    """Check that files can be in one folder together."""
-    known = set(paths)
-    for path in paths:
-        parents = path.split("/")[:-1]
-        if any("/".join(parents[:depth]) in known for depth in range(1, len(parents) + 1)):
-            raise InvalidManifest(f"the folder of {quote(path)} is a file too")
-    if len(known) < len(paths):
-        raise InvalidManifest("two layers are the same file")
 
 
 def _kind(layer: RemoteDescriptor) -> tuple[str, str]:

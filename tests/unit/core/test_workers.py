@@ -237,3 +237,24 @@ def test_an_executor_that_was_shut_down_is_reported() -> None:
     pool = WorkerPool(None, None, 0, executor=executor)
     with pytest.raises(BlobstoreError, match="^the executor refused a job: cannot schedule new"):
         pool.run([1], str)
+
+
+def test_jobs_have_ended_even_if_stopping_them_fails() -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def job(item: int) -> None:
+        if item:
+            started.set()
+            pool.stopping.wait()
+            ended.set()
+            return
+        started.wait()
+        raise DamagedSource("the first")
+
+    def fail() -> None:
+        raise RuntimeError("cannot stop")
+
+    pool = WorkerPool(2, None, 0)
+    with pytest.raises(RuntimeError, match="cannot stop"):
+        pool.run([0, 1], job, fail)
+    assert ended.is_set()

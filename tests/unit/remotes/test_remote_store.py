@@ -605,6 +605,29 @@ def test_a_header_that_is_not_that_of_the_blob_is_an_error_when_the_blob_is_read
         pytest.raises(BlobDamaged, match="another header"),
     ):
         model.tensors()
+    # Neither stays in the cache once the remote is right again.
+    objects.put_headers(digest, pack_headers(starts))
+    with blobstore.open(f"{objects.address}/one", store=other) as model:
+        assert len(model.tensors()) == len(blobs) - 1
+
+
+def test_headers_of_one_remote_are_not_used_for_another(
+    local: LocalStore, objects: ObjectStore, other: LocalStore, tmp_path: Path
+) -> None:
+    altered = f"file://{tmp_path}/altered"
+    for address in (objects.address, altered):
+        push_model("one", address, store=local)
+    digest = Digest.of(objects.read_manifest("one"))
+    file = tmp_path / "altered" / HEADERS / digest.hex
+    starts = unpack_headers(file.read_bytes(), [one.digest for one in local.resolve("one").blobs])
+    changed = {key: start.replace(b'"BF16"', b'"I16" ') for key, start in starts.items()}
+    file.write_bytes(pack_headers(changed))
+    found = []
+    for address in (altered, objects.address):
+        with blobstore.open(f"{address}/one", store=other) as model:
+            found.append({spec.dtype.value for spec in model.specs.values()})
+    assert found[0] != found[1]
+    assert "BF16" in found[1]
 
 
 def test_a_blob_that_the_manifest_does_not_list_with_that_size_is_refused(

@@ -504,3 +504,9 @@ def test_metadata_of_the_name_of_a_tied_tensor_are_refused() -> None:
     weight = torch.ones(3)
     with pytest.raises(RuntimeError, match="remove that name from the metadata"):
         save({"a": weight, "b": weight}, {"b": "x"}, tied=True)
+
+
+def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    tensor = torch.arange(6.0).reshape(2, 3)[1:2, 2]
+    save_file({"x": tensor}, tmp_path / "x.safetensors")
+    assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [5.0]

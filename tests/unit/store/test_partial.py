@@ -424,3 +424,33 @@ def test_a_damaged_blob_is_replaced_by_a_complete_file(store: LocalStore) -> Non
         ingest.publish()
         assert list(ingest.repaired) == [BLOB.digest]
     assert path.read_bytes() == DATA
+
+
+def test_a_file_whose_counters_could_not_be_written_does_not_replace_an_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(folder) as file:
+        fill(file, 0)
+    write = os.pwrite
+
+    def full(descriptor: int, data: bytes, place: int) -> int:
+        if place >= BLOB.size:
+            raise OSError(errno.ENOSPC, "no space")
+        return write(descriptor, data, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="no space"):
+            PartialBlob.open(folder, BLOB)
+    with opened(folder) as file:
+        assert file.missing == [1, 2]
+        fill(file, 1, 2)
+        assert file.has_right_digest()
+
+
+def test_files_that_get_another_owner_are_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.store.partial_lock.belongs_to_us", lambda *_: False)
+    with pytest.raises(StoreError, match="files that this user creates in .* somebody else"):
+        PartialBlob.open(folder, BLOB)

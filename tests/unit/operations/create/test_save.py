@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -179,14 +181,15 @@ def test_tensors_of_torch_may_be_strided_shared_and_need_gradients(store: LocalS
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda torch: torch.eye(2).to_sparse(), "is sparse; make it dense"),
+        (lambda torch: torch.eye(2).to_sparse(), "is sparse or nested; make it dense"),
+        (lambda torch: torch.nn.parameter.UninitializedParameter(), "has no data"),
         (lambda torch: torch.empty(2, device="meta"), "has no data"),
         (lambda torch: torch.zeros(2, dtype=torch.complex128), "is of type torch.complex128"),
         (
             lambda torch: __import__(
                 "torch.testing._internal.two_tensor", fromlist=["TwoTensor"]
             ).TwoTensor(torch.ones(2), torch.ones(2)),
-            "is a 'TwoTensor', whose bytes are elsewhere",
+            "is a 'TwoTensor', which holds its values in other tensors",
         ),
     ],
 )
@@ -205,3 +208,66 @@ def test_the_interpreter_waits_for_a_background_save(store: LocalStore) -> None:
     )
     subprocess.run([sys.executable, "-c", program, str(store.root)], check=True)
     assert np.asarray(blobstore.open("m", store=store)["x"]).all()
+
+
+def test_a_tensor_that_changes_while_it_is_saved_does_not_make_a_wrong_blob(
+    store: LocalStore,
+) -> None:
+    tensor = np.zeros(1 << 22, np.uint8)
+    numbers = itertools.count(1)
+
+    def change(*_: object) -> None:
+        tensor[:] = next(numbers) % 251
+
+    save({"x": tensor}, "m", store=store, progress=change)
+    assert not blobstore.verify("m", store=store).faults
+
+
+def test_background_saves_of_one_name_keep_their_order(store: LocalStore) -> None:
+    futures = [
+        save({"x": np.full(1 << 20, step)}, "m", store=store, background=True) for step in range(4)
+    ]
+    assert all(future.done() for future in futures[:-1])
+    futures[-1].result()
+    assert np.asarray(blobstore.open("m", store=store)["x"])[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"model.safetensors": b""}, "two files would both be 'model.safetensors'"),
+        ({"a": b"", "a/b": b""}, "'a' would be both a file and a folder"),
+        ({"model.safetensors.index.json": b"{}"}, "is an index of weight files"),
+        ({7: b""}, "which is not a text"),
+    ],
+)
+def test_refuses_files_that_an_export_could_not_write(
+    store: LocalStore, files: dict[Any, bytes], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        save(TENSORS, "m", files=files, store=store)
+
+
+def test_refuses_arrays_with_a_mask(store: LocalStore) -> None:
+    with pytest.raises(UnsupportedSource, match="has a mask, which would be lost"):
+        save({"x": np.ma.masked_array([1.0], [True])}, "m", store=store)
+
+
+def test_a_process_that_is_forked_during_a_background_save_can_end(store: LocalStore) -> None:
+    save({"x": np.zeros(1 << 24, np.uint8)}, "m", store=store, background=True)
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_an_error_of_a_save_that_the_interpreter_waits_for_is_printed(tmp_path: Path) -> None:
+    program = (
+        "import sys, numpy, blobstore; store = blobstore.LocalStore(sys.argv[1]); "
+        "store.publish = lambda *_: 1 / 0; "
+        "blobstore.save({'x': numpy.ones(1 << 20)}, 'm', store=store, background=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=True, text=True
+    )
+    assert "ZeroDivisionError" in done.stderr
