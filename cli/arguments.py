@@ -9,7 +9,7 @@ import click
 
 from blobstore.cli.output import show_note
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.errors import BlobstoreError, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,7 +174,7 @@ def _completion_store(ctx: click.Context) -> LocalStore:
 
 
 def models(
-    store: LocalStore, texts: Sequence[str], *, needs_name: bool = False
+    store: LocalStore, texts: Sequence[str], *, needs_name: bool = False, needs_store: bool = False
 ) -> tuple[Reference, ...]:
     """Return the models that the user named: by name, by glob, or by the start of the ID.
 
@@ -184,10 +184,15 @@ def models(
         store: the store of the models.
         texts: what the user wrote.
         needs_name: refuse an ID that has several names.
+        needs_store: fail if there is no store, even if the user named no model.
     """
     from blobstore.store.name_patterns import select_references
     from blobstore.store.permissions import name_concerns
 
+    if needs_store:
+        store.check_root()
+        if not store.root.exists():
+            raise NotFound(f"there is no store at {quote(store.root)}")
     references = tuple(select_references(store, texts, needs_name=needs_name))
     show_note(*name_concerns(store, references))
     return references

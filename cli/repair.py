@@ -10,7 +10,7 @@ from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
 from blobstore.cli.verify import FAULT_FIELDS, fault_line
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, NotFound
+from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,10 +73,7 @@ def command(
     """
     from blobstore.operations.maintenance.repair import repair_models
 
-    store.check_root()
-    if not store.root.exists():
-        raise NotFound(f"there is no store at {quote(store.root)}")
-    chosen = arguments.models(store, names)
+    chosen = arguments.models(store, names, needs_store=True)
     with progress_bar() as progress:
         repaired = repair_models(
             chosen,

@@ -8,8 +8,8 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
-from blobstore.core.escape import escape, quote
-from blobstore.errors import Damaged, NotFound, StoreError
+from blobstore.core.escape import escape
+from blobstore.errors import Damaged, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,11 +86,8 @@ def command(
     from blobstore.manifests.check import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
-    store.check_root()
-    if not store.root.exists():
-        raise NotFound(f"there is no store at {quote(store.root)}")
     unreadable: list[StoreError] = []
-    chosen = arguments.models(store, names)
+    chosen = arguments.models(store, names, needs_store=True)
     with progress_bar() as progress:
         verified = verify_models(
             chosen,
