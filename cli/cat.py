@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.store.local import LocalStore
 
 
 @click.command("cat", short_help="Print a file of a model.")
-@click.argument("name", type=options.MODEL)
-@click.argument("file", type=options.MODEL_FILE)
-@options.store_option
-@options.json_option
-def command(name: str, file: str, store: LocalStore, as_json: bool) -> None:
+@click.argument("name", type=arguments.MODEL)
+@click.argument("file", type=arguments.MODEL_FILE)
+@options.shared("store", "json")
+def command(name: str, file: str, store: LocalStore, out: Output) -> None:
     """Print the FILE of the model NAME, such as config.json, byte for byte.
 
     The bytes are hashed while they are printed; a damaged file ends with an error. On a terminal,
@@ -25,15 +25,14 @@ def command(name: str, file: str, store: LocalStore, as_json: bool) -> None:
     """
     from blobstore.operations.describe.cat import open_file
 
-    with options.model(store, name) as model:
-        found = open_file(model, file, store=store)
-    if as_json:
-        data = found.read()
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            text = None
-        shown = render.record(found, "name=reference file=layer.name bytes=layer.size")
-        render.show_json(shown | {"digest": str(found.layer.digest), "text": text})
-    else:
-        render.show_pieces(found.pieces())
+    found = open_file(arguments.model(store, name), file, store=store)
+    if not out.is_json:
+        output.show_pieces(found.pieces())
+        return
+    data = found.read()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        text = None
+    fields = "name=reference file=layer.name bytes=layer.size digest=layer.digest"
+    output.show_json(output.record(found, fields) | {"text": text})

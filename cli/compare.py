@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.operations.compare.compare import Comparison, TensorError
     from blobstore.operations.compare.metrics import WorstGroup
     from blobstore.store.local import LocalStore
@@ -61,16 +62,13 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 
 
 @click.command("compare", short_help="Measure the tensors of a model against those of another.")
-@click.argument("name", type=options.MODEL)
-@click.argument("base", type=options.MODEL)
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
-@options.store_option
-@click.option(
-    "--sort",
-    "order",
-    type=click.Choice(["error", "snr", "name", "size"]),
-    help="Order of the rows; the model's by default. Worst first for error and snr, largest first "
-    "for size.",
+@click.argument("name", type=arguments.MODEL)
+@click.argument("base", type=arguments.MODEL)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.TENSORS)
+@options.shared("store")
+@options.sort_option(
+    get_args(Order),
+    "Order of the rows; the model's by default. Worst first for error and snr, largest first for size.",
 )
 @click.option(
     "--top",
@@ -81,13 +79,12 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 @click.option(
     "--html",
     metavar="FILE",
-    type=options.FILE,
+    type=arguments.FILE,
     help="Also write a page with a grid of layers by modules, coloured by error. An existing file is "
     "replaced.",
 )
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors too.")
-@options.jobs_option
-@options.json_option
+@options.shared("jobs", "json")
 def command(
     name: str,
     base: str,
@@ -98,7 +95,7 @@ def command(
     html: str | None,
     shows_all: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Measure the tensors of the model NAME, quantized for example, against those of BASE.
 
@@ -121,12 +118,8 @@ def command(
     from blobstore.pages.write import free_target, write_page_file
 
     target = None if html is None else free_target(html)
-    begin = time.monotonic()
-    with (
-        options.model(store, name) as model,
-        options.model(store, base) as other,
-        render.progress_bar() as progress,
-    ):
+    model, other = arguments.model(store, name), arguments.model(store, base)
+    with progress_bar() as progress:
         compared = compare_models(
             model, other, store=store, patterns=patterns, jobs=jobs, progress=progress
         )
@@ -135,22 +128,22 @@ def command(
     order = order or ("error" if top else None)
     tensors = sorted(compared.tensors, key=_SORT_KEYS[order]) if order else compared.tensors
     rows = tensors[:top]
-    if as_json:
-        listed = render.records(rows, _TENSOR_FIELDS)
-        for row, shown in zip(rows, listed, strict=True):
-            worst = row.worst and render.record(row.worst, " ".join(row.worst._fields))
-            shown["worst_group"] = worst
-        count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
-        fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
-        total = count | render.record(compared, _TOTAL_FIELDS)
-        shown = render.record(compared, fields) | {"tensors": listed, "total": total}
-        render.show_json(shown | {"seconds": render.since(begin)})
-        return
-    if not (patterns or order or shows_all):
-        rows = [row for row in rows if not row.is_equal]
-    render.show("\n".join(_as_text(compared, rows)))
-    if target is not None:
-        render.show_note(f"wrote {target}")
+    shown = rows if patterns or order or shows_all else [row for row in rows if not row.is_equal]
+    out.result(
+        lambda: _as_json(compared, rows) | {"seconds": out.seconds},
+        _as_text(compared, shown),
+        notes=[] if target is None else [f"wrote {target}"],
+    )
+
+
+def _as_json(compared: Comparison, rows: Sequence[TensorError]) -> dict[str, Any]:
+    listed = output.records(rows, _TENSOR_FIELDS)
+    for row, shown in zip(rows, listed, strict=True):
+        shown["worst_group"] = row.worst and output.record(row.worst, " ".join(row.worst._fields))
+    count = {"tensors": len(compared.tensors), "differing": len(compared.differing)}
+    fields = "name=reference base tensors only_in_name=only_in_model only_in_base"
+    total = count | output.record(compared, _TOTAL_FIELDS)
+    return output.record(compared, fields) | {"tensors": listed, "total": total}
 
 
 def _as_text(compared: Comparison, rows: Sequence[TensorError]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import click
 
-from blobstore.cli import render
+from blobstore.cli import output
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -46,4 +46,4 @@ def command(ctx: click.Context, shell: Shell) -> None:
 
     completer: Any = get_completion_class(shell)
     script = completer(ctx.find_root().command, {}, "blobstore", "_BLOBSTORE_COMPLETE")
-    render.show(_BASH % script.source_vars() if shell == "bash" else script.source())
+    output.show(_BASH % script.source_vars() if shell == "bash" else script.source())

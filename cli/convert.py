@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import time
+from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape, quote
+
+if TYPE_CHECKING:
+    from blobstore.cli.output import Output
 
 SUFFIX = ".safetensors"
 
@@ -19,35 +23,21 @@ def _parse_target(ctx: click.Context, param: click.Parameter, value: str) -> str
 
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
-@click.argument("source", type=options.FILE)
-@click.argument("out", metavar="OUT.safetensors", type=options.FILE, callback=_parse_target)
-@click.option(
-    "--subtree", metavar="PATH", help="Part of a PyTorch checkpoint; '.' is the whole checkpoint."
-)
-@click.option(
-    "--weights", metavar="PATTERN", help="File names of the weights, if a folder has several sets."
-)
-@click.option(
-    "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llamas."
-)
-@click.option(
-    "--skip-unreadable",
-    is_flag=True,
-    help="Skip tensors of a PyTorch checkpoint whose type safetensors does not have.",
-)
+@click.argument("source", type=arguments.FILE)
+@click.argument("target", metavar="OUT.safetensors", type=arguments.FILE, callback=_parse_target)
+@options.shared("subtree", "weights", "keep-names", "skip-unreadable")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@options.jobs_option
-@options.json_option
+@options.shared("jobs", "json")
 def command(
     source: str,
-    out: str,
+    target: str,
     subtree: str | None,
     weights: str | None,
     keep_names: bool,
     skip_unreadable: bool,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Write the tensors of SOURCE, a checkpoint or a model folder, to the file OUT.
 
@@ -55,11 +45,10 @@ def command(
     """
     from blobstore.operations.export.convert import convert_checkpoint
 
-    begin = time.monotonic()
-    with render.progress_bar() as progress:
+    with progress_bar() as progress:
         copied = convert_checkpoint(
             source,
-            out,
+            target,
             subtree=subtree,
             weights=weights,
             keep_names=keep_names,
@@ -68,13 +57,9 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    for notice in copied.notices:
-        render.show_note(notice)
-    if as_json:
-        shown = render.record(copied, "file=path tensors bytes_written notices")
-        render.show_json(shown | {"seconds": render.since(begin)})
-        return
-    render.show(
+    output.show_note(*copied.notices)
+    out.result(
+        output.record(copied, "file=path tensors bytes_written notices") | {"seconds": out.seconds},
         f"wrote {escape(str(copied.path))}: {render.count_of(copied.tensors, 'tensor')}, "
-        f"{render.human_bytes(copied.bytes_written)}"
+        f"{render.human_bytes(copied.bytes_written)}",
     )

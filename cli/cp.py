@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.names import Named
     from blobstore.store.local import LocalStore
@@ -23,46 +25,38 @@ _force_option = click.option(
 
 def naming_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that cp, mv and tag share."""
-    for option in (options.json_option, options.wait_option, options.store_option, _force_option):
-        command = option(command)
-    return command
+    return _force_option(options.shared("store", "wait", "json")(command))
 
 
-def show_named(named: Named, done: str, *, as_json: bool) -> None:
+def show_named(named: Named, done: str, out: Output) -> None:
     """Print the new name of a model, and whether it belonged to another model."""
-    if as_json:
-        render.show_json(render.record(named, "source name=target digest replaced"))
-        return
-    if not named.is_new and done == "copied":
-        render.show(
-            f"nothing to do: {render.cell(named.target)} is {render.cell(named.source)} already"
-        )
-        return
+    source, target = render.cell(named.source), render.cell(named.target)
     replaced = ", which was the name of another model" if named.replaced else ""
-    render.show(f"{done} {render.cell(named.source)} to {render.cell(named.target)}{replaced}")
+    text = f"{done} {source} to {target}{replaced}"
+    if not named.is_new and done == "copied":
+        text = f"nothing to do: {target} is {source} already"
+    out.result(output.record(named, "source name=target digest replaced"), text)
 
 
 @click.command("cp", short_help="Give a model a second name, or copy it to another store.")
-@click.argument("source", metavar="SRC", type=options.MODEL)
-@click.argument("target", metavar="[DST]", required=False, type=options.NEW_NAME)
+@click.argument("source", metavar="SRC", type=arguments.MODEL)
+@click.argument("target", metavar="[DST]", required=False, type=arguments.NEW_NAME)
 @click.option(
     "--to",
     metavar="STORE",
-    type=options.FOLDER,
+    type=arguments.FOLDER,
     help="Copy the model to another store, under the name DST, or else under its own.",
 )
 @naming_options
-@options.jobs_option
-@click.pass_context
+@options.shared("jobs")
 def command(
-    ctx: click.Context,
     source: str,
     target: Reference | None,
     to: str | None,
     store: LocalStore,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Give the model SRC the additional name DST. Both names share all blobs; no data is copied.
 
@@ -71,13 +65,12 @@ def command(
     from blobstore.operations.maintenance.names import copy_model
 
     if to is not None:
-        _copy_to_store(source, target, to, store, force=force, jobs=jobs, as_json=as_json)
+        _copy_to_store(source, target, to, store, force=force, jobs=jobs, out=out)
         return
     if target is None:
-        raise click.UsageError("missing argument 'DST'", ctx)
-    with options.model(store, source) as model:
-        named = copy_model(model, target, store=store, force=force)
-    show_named(named, "copied", as_json=as_json)
+        raise click.UsageError("missing argument 'DST'")
+    named = copy_model(arguments.model(store, source), target, store=store, force=force)
+    show_named(named, "copied", out)
 
 
 def _copy_to_store(
@@ -88,22 +81,22 @@ def _copy_to_store(
     *,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     from blobstore.operations.maintenance.copy_to_store import copy_to_store
 
-    with options.model(store, source) as model, render.progress_bar() as progress:
+    model = arguments.model(store, source)
+    with progress_bar() as progress:
         copied = copy_to_store(
             model, to, target, store=store, force=force, jobs=jobs, progress=progress
         )
-    if as_json:
-        fields = "source name=target store digest replaced bytes_written bytes_present seconds"
-        render.show_json(render.record(copied, fields))
-        return
     replaced = ", which was the name of another model" if copied.replaced else ""
-    render.show(
+    out.result(
+        output.record(
+            copied, "source name=target store digest replaced bytes_written bytes_present seconds"
+        ),
         f"copied {render.cell(copied.source)} to {render.cell(copied.target)} in "
         f"{escape(str(copied.store))}{replaced}: {render.human_bytes(copied.bytes_written)} written, "
         f"{render.human_bytes(copied.bytes_present)} already there, "
-        f"{render.human_seconds(copied.seconds)}"
+        f"{render.human_seconds(copied.seconds)}",
     )

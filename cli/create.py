@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from typing import Unpack
 
+    from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.create.create import CreateOptions
     from blobstore.operations.create.create_all import CreatedModel
     from blobstore.operations.create.plan import ModelPlan, PlannedTensor
     from blobstore.store.local import LocalStore
-
-ExpertForm = Literal["packed", "stacked"]
-PolicyName = Literal["recommended", "uniform"]
 
 _CREATED_FIELDS = (
     "tensors blobs bytes_written bytes_present blobs_repaired repository commit replaced seconds "
@@ -27,9 +28,9 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
-@click.argument("source", type=options.FILE)
-@click.argument("name", required=False, type=options.NEW_NAME)
-@options.store_option
+@click.argument("source", type=arguments.FILE)
+@click.argument("name", required=False, type=arguments.NEW_NAME)
+@options.shared("store")
 @click.option(
     "--experts",
     type=click.Choice(["packed", "stacked"]),
@@ -39,9 +40,8 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 )
 @click.option(
     "--quantize",
-    "quant_type",
     metavar="TYPE",
-    type=options.QUANT_TYPE,
+    type=arguments.QUANT_TYPE,
     help="Quantize the weights to int4, int8, nvfp4, mxfp8 or mxfp4.",
 )
 @click.option(
@@ -65,43 +65,14 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     help="Type of the tensors that match, or none to keep them. The last match decides.",
 )
 @click.option("--decode", is_flag=True, help="Decode FP8 weights to BF16.")
-@click.option(
-    "--weights", metavar="PATTERN", help="File names of the weights, if a folder has several sets."
-)
-@click.option(
-    "--ignore-unindexed", is_flag=True, help="Skip tensors that the weight index does not name."
-)
-@click.option(
-    "--subtree",
-    metavar="PATH",
-    help="Part of a PyTorch checkpoint to import; '.' is the whole checkpoint.",
-)
+@options.shared("weights", "ignore-unindexed", "subtree")
 @click.option(
     "--list",
     "is_list",
     is_flag=True,
     help="Print the parts of a PyTorch checkpoint for --subtree; write nothing.",
 )
-@click.option(
-    "--keep-names", is_flag=True, help="Keep the tensor names and the row order of Meta's Llama."
-)
-@click.option(
-    "--skip-unreadable",
-    is_flag=True,
-    help="Skip tensors of a PyTorch checkpoint whose type safetensors does not have.",
-)
-@click.option(
-    "--keep",
-    metavar="GLOB",
-    multiple=True,
-    help="Store other files as they are too, for example '*.onnx'.",
-)
-@click.option(
-    "--exclude",
-    metavar="GLOB",
-    multiple=True,
-    help="Ignore files and folders of SOURCE, for example '*.txt'.",
-)
+@options.shared("keep-names", "skip-unreadable", "keep", "exclude")
 @click.option(
     "--all",
     "is_all",
@@ -109,39 +80,22 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     help="Import every model of SOURCE, a Hub cache or a folder of model folders.",
 )
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
-@options.jobs_option
-@options.wait_option
+@options.shared("jobs", "wait")
 @click.option(
     "--dry-run",
     is_flag=True,
     help="Print the plan; write nothing to the store. Files of the Hub are downloaded to its cache.",
 )
-@options.json_option
-@click.pass_context
+@options.shared("json")
 def command(
-    ctx: click.Context,
     source: str,
     name: Reference | None,
     store: LocalStore,
-    experts: ExpertForm,
-    quant_type: str | None,
-    group_size: int | None,
-    policy: PolicyName,
-    overrides: tuple[str, ...],
-    decode: bool,
-    weights: str | None,
-    ignore_unindexed: bool,
-    subtree: str | None,
     is_list: bool,
-    keep_names: bool,
-    skip_unreadable: bool,
-    keep: tuple[str, ...],
-    exclude: tuple[str, ...],
     is_all: bool,
-    paranoid: bool,
-    jobs: int | None,
     dry_run: bool,
-    as_json: bool,
+    out: Output,
+    **choices: Unpack[CreateOptions],
 ) -> None:
     """Import SOURCE into the store under NAME.
 
@@ -154,94 +108,71 @@ def command(
     if is_list:
         from blobstore.cli.inspect import show_parts
 
-        show_parts(source, as_json=as_json)
+        show_parts(source, out)
         return
-    choices: dict[str, Any] = {
-        "experts": experts,
-        "quantize": quant_type,
-        "group_size": group_size,
-        "policy": policy,
-        "overrides": overrides,
-        "decode": decode,
-        "weights": weights,
-        "ignore_unindexed": ignore_unindexed,
-        "subtree": subtree,
-        "keep_names": keep_names,
-        "skip_unreadable": skip_unreadable,
-        "keep": keep,
-        "exclude": exclude,
-        "paranoid": paranoid,
-        "jobs": jobs,
-    }
     if is_all:
         if name is not None:
-            raise click.UsageError("--all takes no NAME: models are named after their sources", ctx)
-        _create_all(ctx, source, store, choices, dry_run=dry_run, as_json=as_json)
+            raise click.UsageError("--all takes no NAME: models are named after their sources")
+        _create_all(source, store, choices, out, dry_run=dry_run)
         return
     if name is None:
-        raise click.UsageError("Missing argument 'NAME'.", ctx)
+        raise click.UsageError("Missing argument 'NAME'.")
     from blobstore.operations.create.create import create
 
     if dry_run:
-        with render.progress_bar() as progress:
+        with progress_bar() as progress:
             planned = create(source, name, store=store, dry_run=True, progress=progress, **choices)
-        _show_plan(name, planned, as_json=as_json)
+        output.show_note(*planned.notices)
+        out.result(lambda: {"name": name} | _plan_as_json(planned), _plan_as_text(planned))
         return
-    with render.progress_bar() as progress:
+    with progress_bar() as progress:
         created = create(source, name, store=store, progress=progress, **choices)
-    for notice in created.notices:
-        render.show_note(notice)
-    if as_json:
-        render.show_json(render.record(created, f"name=reference {_CREATED_FIELDS}"))
-        return
+    output.show_note(*created.notices)
     replaced = ", which was the name of another model" if created.replaced else ""
-    render.show(
+    out.result(
+        output.record(created, f"name=reference {_CREATED_FIELDS}"),
         f"created {created.reference}{replaced}: {render.count_of(created.tensors, 'tensor')} in "
         f"{render.count_of(created.blobs, 'blob')}, "
         f"{render.human_bytes(created.bytes_written)} written, "
         f"{render.human_bytes(created.bytes_present)} already there, "
-        f"{render.human_seconds(created.seconds)}"
+        f"{render.human_seconds(created.seconds)}",
     )
 
 
 def _create_all(
-    ctx: click.Context,
-    folder: str,
-    store: LocalStore,
-    choices: dict[str, Any],
-    *,
-    dry_run: bool,
-    as_json: bool,
+    folder: str, store: LocalStore, choices: CreateOptions, out: Output, *, dry_run: bool
 ) -> None:
     from blobstore.operations.create.create_all import create_all
 
-    with render.progress_bar() as progress:
+    with progress_bar() as progress:
         models = create_all(folder, store=store, dry_run=dry_run, progress=progress, **choices)
     made = [model.created for model in models if model.created is not None]
     failed = [model for model in models if model.error is not None]
     for model in models:
         for notice in model.created.notices if model.created is not None else ():
-            render.show_note(f"{model.name}: {notice}")
-    for model in failed:
-        render.show_error(f"{model.name}: {model.error}")
-    if as_json:
-        entries = render.records(models, "name source error")
-        for entry, model in zip(entries, models, strict=True):
-            if model.created is not None:
-                entry.update(render.record(model.created, _CREATED_FIELDS))
-            if model.error is not None:
-                kind, code = type(model.error).__name__, model.error.exit_code
-                entry["error"] = {"kind": kind, "message": str(model.error), "exit_code": code}
-        render.show_json({"dry_run": dry_run, "models": entries})
-    else:
-        render.show(_table_of_all(models))
-        counts = f"{render.count_of(len(models), 'model')}, {len(failed)} failed"
-        written = render.human_bytes(sum(item.bytes_written for item in made))
-        present = render.human_bytes(sum(item.bytes_present for item in made))
-        totals = "nothing was written" if dry_run else f"{written} written, {present} already there"
-        render.show(f"{counts}; {totals}")
-    if failed:
-        ctx.exit(max(model.error.exit_code for model in failed if model.error is not None))
+            output.show_note(f"{model.name}: {notice}")
+    counts = f"{render.count_of(len(models), 'model')}, {len(failed)} failed"
+    written = render.human_bytes(sum(item.bytes_written for item in made))
+    present = render.human_bytes(sum(item.bytes_present for item in made))
+    totals = "nothing was written" if dry_run else f"{written} written, {present} already there"
+    out.result(
+        {"dry_run": dry_run, "models": list(map(_created_as_json, models))},
+        (_table_of_all(models), f"{counts}; {totals}"),
+    )
+    output.exit_with(
+        (f"{model.name}: {model.error}" for model in failed),
+        max((model.error.exit_code for model in failed if model.error is not None), default=0),
+    )
+
+
+def _created_as_json(model: CreatedModel) -> dict[str, Any]:
+    entry = output.record(model, "name source error")
+    if model.created is not None:
+        entry |= output.record(model.created, _CREATED_FIELDS)
+    if model.error is not None:
+        kind, code = type(model.error).__name__, model.error.exit_code
+        entry["error"] = {"kind": kind, "message": str(model.error), "exit_code": code}
+    return entry
 
 
 def _table_of_all(models: Sequence[CreatedModel]) -> str:
@@ -257,39 +188,37 @@ def _table_of_all(models: Sequence[CreatedModel]) -> str:
     return render.table(headings, rows, right=(2, 3, 4), alarming=alarming)
 
 
-def _show_plan(name: Reference, planned: ModelPlan, *, as_json: bool) -> None:
-    for notice in planned.notices:
-        render.show_note(notice)
-    if as_json:
-        result: dict[str, Any] = {
-            "name": name,
-            "tensors": planned.tensors,
-            "bytes": planned.size,
-            "blobs": render.records(planned.blobs, "name tensors bytes=size"),
-            "decisions": render.records(planned.decisions(), _DECISION_FIELDS),
-            "files": planned.files,
-            "notices": planned.notices,
-        }
-        for blob in result["blobs"]:
-            blob["tensors"] = [recipe.spec.name for recipe in blob["tensors"]]
-        render.show_json(result)
-        return
+def _plan_as_json(planned: ModelPlan) -> dict[str, Any]:
+    blobs = output.records(planned.blobs, "name tensors bytes=size")
+    for blob in blobs:
+        blob["tensors"] = [recipe.spec.name for recipe in blob["tensors"]]
+    return {
+        "tensors": planned.tensors,
+        "bytes": planned.size,
+        "blobs": blobs,
+        "decisions": output.records(planned.decisions(), _DECISION_FIELDS),
+        "files": planned.files,
+        "notices": planned.notices,
+    }
+
+
+def _plan_as_text(planned: ModelPlan) -> Iterator[str]:
     if planned.policy is None:
         rows = [
             (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(blob.size))
             for blob in planned.blobs
         ]
-        render.show(render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2)))
+        yield render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2))
     else:
-        _show_decisions(list(planned.decisions()))
-    render.show(
+        yield from _decisions_as_text(list(planned.decisions()))
+    yield (
         f"{render.count_of(planned.tensors, 'tensor')} in "
         f"{render.count_of(len(planned.blobs), 'blob')}, {render.human_bytes(planned.size)}; "
         f"{render.count_of(len(planned.files), 'file')}; nothing was written"
     )
 
 
-def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
+def _decisions_as_text(decisions: Sequence[PlannedTensor]) -> Iterator[str]:
     rows = [
         (
             render.cell(row.name),
@@ -302,10 +231,8 @@ def _show_decisions(decisions: Sequence[PlannedTensor]) -> None:
         for row in decisions
     ]
     headings = ("TENSOR", "FROM", "TO", "BEFORE", "AFTER", "REASON")
-    render.show(render.table(headings, rows, right=(3, 4)))
+    yield render.table(headings, rows, right=(3, 4))
     before = sum(row.bytes_before for row in decisions)
     after = sum(row.bytes_after for row in decisions)
     bits = after * 8 / max(sum(row.elements for row in decisions), 1)
-    render.show(
-        f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits per weight"
-    )
+    yield f"{render.human_bytes(before)} become {render.human_bytes(after)}, {bits:.3g} bits per weight"

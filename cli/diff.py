@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.compare.diff import Difference, FileDifference, TensorDifference
     from blobstore.operations.compare.pairs import SourceTensor
@@ -22,13 +23,10 @@ _DIFFERENT = 1
 
 
 @click.command("diff", short_help="Show the differences between two models.")
-@click.argument("ours", metavar="A", type=options.MODEL_OR_ADDRESS)
-@click.argument("theirs", metavar="B", type=options.MODEL_OR_ADDRESS)
+@click.argument("ours", metavar="A", type=arguments.MODEL_OR_ADDRESS)
+@click.argument("theirs", metavar="B", type=arguments.MODEL_OR_ADDRESS)
 @click.option("--all", "shows_all", is_flag=True, help="List equal tensors and files too.")
-@options.plain_http_option
-@options.store_option
-@options.jobs_option
-@options.json_option
+@options.shared("plain-http", "store", "jobs", "json")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -38,7 +36,7 @@ def command(
     shows_all: bool,
     jobs: int | None,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Show which tensors and files differ between the models A and B, or are in only one of them.
 
@@ -53,19 +51,15 @@ def command(
     """
     from blobstore.operations.compare.diff import diff_models
 
-    begin = time.monotonic()
-    with (
-        options.model_or_address(store, ours) as first,
-        options.model_or_address(store, theirs) as second,
-        render.progress_bar() as progress,
-    ):
+    first = arguments.model_or_address(store, ours)
+    second = arguments.model_or_address(store, theirs)
+    with progress_bar() as progress:
         found = diff_models(
             first, second, store=store, jobs=jobs, plain_http=plain_http, progress=progress
         )
-    if as_json:
-        _show_json(found, seconds=render.since(begin))
-    else:
-        _show_text(found, shows_all=shows_all)
+    out.result(
+        lambda: _as_json(found) | {"seconds": out.seconds}, _as_text(found, shows_all=shows_all)
+    )
     if not found.is_same:
         ctx.exit(_DIFFERENT)
 
@@ -100,7 +94,7 @@ def _file_cell(side: Descriptor | None) -> str:
     return "-" if side is None else f"{side.digest.short} {render.human_bytes(side.size)}"
 
 
-def _show_text(found: Difference, *, shows_all: bool) -> None:
+def _as_text(found: Difference, *, shows_all: bool) -> Iterator[str]:
     rows = [
         (
             ", ".join(item.changes) or _change(item),
@@ -123,23 +117,23 @@ def _show_text(found: Difference, *, shows_all: bool) -> None:
     ]
     if rows:
         headings = ("CHANGE", "NAME", f"A: {found.ours}", f"B: {found.theirs}")
-        render.show(render.table(headings, rows))
-    render.show(f"tensors: {_counts(found.tensors)}\nfiles: {_counts(found.files)}")
+        yield render.table(headings, rows)
+    yield f"tensors: {_counts(found.tensors)}\nfiles: {_counts(found.files)}"
 
 
-def _show_json(found: Difference, *, seconds: float) -> None:
+def _as_json(found: Difference) -> dict[str, Any]:
     def pairs(
         items: Sequence[TensorDifference | FileDifference], fields: str, side_fields: str
     ) -> list[dict[str, Any]]:
-        shown = render.records(items, fields)
+        shown = output.records(items, fields)
         for item, pair in zip(items, shown, strict=True):
             pair["change"] = _change(item)
             for key, side in (("a", item.ours), ("b", item.theirs)):
-                pair[key] = side and render.record(side, side_fields)
+                pair[key] = side and output.record(side, side_fields)
         return shown
 
     side = "type group_size shape bytes=nbytes digest=blob"
     tensors = pairs(found.tensors, "name differs_in=changes same_blob=is_shared", side)
     files = pairs(found.files, "name media_type", "digest bytes=size")
-    whole = render.record(found, "a=ours b=theirs same=is_same")
-    render.show_json(whole | {"tensors": tensors, "files": files, "seconds": seconds})
+    whole = output.record(found, "a=ours b=theirs same=is_same")
+    return whole | {"tensors": tensors, "files": files}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from blobstore.cli import options, render
-from blobstore.errors import Damaged
+from blobstore.cli import arguments, options, output, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.operations.describe.disk_usage import ModelUsage, Space, StoreUsage
     from blobstore.store.local import LocalStore
 
@@ -33,26 +32,17 @@ _SPACES = {
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL_OR_ADDRESS)
-@click.option(
-    "--sort",
-    "order",
-    type=click.Choice(["name", "size", "unique"]),
-    default="name",
-    show_default=True,
-    help="Order of the models; largest first for size and unique.",
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_ADDRESS)
+@options.sort_option(
+    get_args(Order), "Order of the models; largest first for size and unique.", default="name"
 )
-@options.plain_http_option
-@options.store_option
-@options.json_option
-@click.pass_context
+@options.shared("plain-http", "store", "json")
 def command(
-    ctx: click.Context,
     names: tuple[str, ...],
     store: LocalStore,
     order: Order,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Show the disk usage of the models NAME, or of all models, and of the whole store.
 
@@ -68,41 +58,37 @@ def command(
 
     if any(map(is_address, names)):
         if not all(map(is_address, names)):
-            raise click.UsageError("names and addresses in registries cannot be combined", ctx)
-        _show_remote(store, names, plain_http, as_json=as_json)
+            raise click.UsageError("names and addresses in registries cannot be combined")
+        _show_remote(store, names, plain_http, out)
         return
-    begin = time.monotonic()
-    with options.models(store, names) as chosen:
-        usage = measure_usage(chosen, store=store)
+    usage = measure_usage(arguments.models(store, names), store=store)
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
     rows = sorted(usage.models, key=key, reverse=not by_name)
-    if as_json:
-        _show_json(usage, rows, seconds=render.since(begin))
-    elif usage.size:
-        render.show("\n".join(_as_text(usage, rows, is_chosen=bool(names))))
-    elif not store.root.exists():
-        render.show_note(f"there is no store at {store.root} yet")
+    notes = [] if store.root.exists() else [f"there is no store at {store.root} yet"]
+    out.result(
+        lambda: _as_json(usage, rows) | {"seconds": out.seconds},
+        _as_text(usage, rows, is_chosen=bool(names)) if usage.size else (),
+        notes=notes,
+    )
+    output.exit_with(_errors(usage))
+
+
+def _errors(usage: StoreUsage) -> Iterator[str]:
     for model in usage.models:
         if model.faults:
             more = f"; and {len(model.faults) - 1:,} more of its blobs" * (len(model.faults) > 1)
-            render.show_error(f"model {model.reference}: {model.faults[0]}{more}")
+            yield f"model {model.reference}: {model.faults[0]}{more}"
     for error in usage.unreadable:
-        render.show_error(f"{error}; its blobs count as needed by no model")
-    if usage.unreadable or any(model.faults for model in usage.models):
-        ctx.exit(Damaged.exit_code)
+        yield f"{error}; its blobs count as needed by no model"
 
 
 def _show_remote(
-    store: LocalStore, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
+    store: LocalStore, addresses: Sequence[str], plain_http: bool | None, out: Output
 ) -> None:
     from blobstore.operations.describe.disk_usage import measure_remote
 
     models = [measure_remote(address, store=store, plain_http=plain_http) for address in addresses]
-    if as_json:
-        fields = "name=address blobs bytes=size bytes_present=present bytes_missing=missing"
-        render.show_json({"models": render.records(models, fields)})
-        return
     rows = [
         (
             render.cell(model.address),
@@ -111,8 +97,11 @@ def _show_remote(
         )
         for model in models
     ]
-    render.show(
-        render.table(("NAME", "SIZE", "IN STORE", "TO FETCH", "BLOBS"), rows, right=(1, 2, 3, 4))
+    fields = "name=address blobs bytes=size bytes_present=present bytes_missing=missing"
+    headings = ("NAME", "SIZE", "IN STORE", "TO FETCH", "BLOBS")
+    out.result(
+        {"models": output.records(models, fields)},
+        render.table(headings, rows, right=(1, 2, 3, 4)),
     )
 
 
@@ -157,30 +146,24 @@ def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) 
     yield f"  {render.human_bytes(usage.size)} in all"
 
 
-def _show_json(usage: StoreUsage, rows: Sequence[ModelUsage], *, seconds: float) -> None:
-    models = render.records(
+def _as_json(usage: StoreUsage, rows: Sequence[ModelUsage]) -> dict[str, Any]:
+    models = output.records(
         rows, "name=reference blobs bytes=size unique_bytes=unique shared_bytes=shared faults error"
     )
     for model in models:
         if model["error"]:
             model.update(dict.fromkeys(("blobs", "bytes", "unique_bytes", "shared_bytes")))
-    render.show_json(
-        {
-            "models": models,
-            "together": render.record(
-                usage, "bytes=together.size unique_bytes=together_unique.size"
-            ),
-            "cold": render.record(
-                usage,
-                "files=cold.files bytes=cold.size hot_bytes=hot saved_bytes=saved saved_share",
-            ),
-            "store": render.record(
-                usage,
-                "models=names blobs=referenced.files bytes=referenced.size "
-                "bytes_without_sharing=without_sharing dedup_ratio bytes_in_all=size",
-            ),
-            **{name: render.record(getattr(usage, name), "files bytes=size") for name in _SPACES},
-            "errors": usage.unreadable,
-            "seconds": seconds,
-        }
-    )
+    return {
+        "models": models,
+        "together": output.record(usage, "bytes=together.size unique_bytes=together_unique.size"),
+        "cold": output.record(
+            usage, "files=cold.files bytes=cold.size hot_bytes=hot saved_bytes=saved saved_share"
+        ),
+        "store": output.record(
+            usage,
+            "models=names blobs=referenced.files bytes=referenced.size "
+            "bytes_without_sharing=without_sharing dedup_ratio bytes_in_all=size",
+        ),
+        **{name: output.record(getattr(usage, name), "files bytes=size") for name in _SPACES},
+        "errors": usage.unreadable,
+    }

@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.store.local import LocalStore
 
 
 @click.command("export", short_help="Write the files that a model was imported from.")
-@click.argument("name", type=options.MODEL)
-@click.argument("folder", metavar="DIR", type=options.FOLDER)
-@options.store_option
+@click.argument("name", type=arguments.MODEL)
+@click.argument("folder", metavar="DIR", type=arguments.FOLDER)
+@options.shared("store")
 @click.option(
     "--shards",
     "--shard-size",
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
     "--dequantize", is_flag=True, help="Write quantized weights as plain values, not packed."
 )
 @click.option("--force", is_flag=True, help="Replace an older folder of this model.")
-@options.jobs_option
-@options.json_option
+@options.shared("jobs", "json")
 def command(
     name: str,
     folder: str,
@@ -43,7 +44,7 @@ def command(
     dequantize: bool,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Write the files that the model NAME was imported from to the new folder DIR.
 
@@ -52,7 +53,8 @@ def command(
     """
     from blobstore.operations.export.export import export_model
 
-    with options.model(store, name) as model, render.progress_bar() as progress:
+    model = arguments.model(store, name)
+    with progress_bar() as progress:
         exported = export_model(
             model,
             folder,
@@ -64,14 +66,12 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    if as_json:
-        fields = "folder files tensors shards bytes_written original=is_original seconds"
-        render.show_json({"name": model} | render.record(exported, fields))
-        return
-    render.show(
+    fields = "folder files tensors shards bytes_written original=is_original seconds"
+    out.result(
+        {"name": model} | output.record(exported, fields),
         f"exported {model} to {escape(str(exported.folder))}: "
         f"{render.count_of(exported.tensors, 'tensor')} in "
         f"{render.count_of(exported.shards, 'file')} of {render.count_of(exported.files, 'file')}, "
         f"{render.human_bytes(exported.bytes_written)}, "
-        f"{'as in the source, ' * exported.is_original}{render.human_seconds(exported.seconds)}"
+        f"{'as in the source, ' * exported.is_original}{render.human_seconds(exported.seconds)}",
     )

@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import options, output, render
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, NotFound
+from blobstore.errors import NotFound
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.store.local import LocalStore
 
 
 @click.command("find", short_help="Find the models that have a blob, a tensor or a file.")
 @click.argument("what", metavar="DIGEST|NAME")
-@options.store_option
-@options.json_option
-@click.pass_context
-def command(ctx: click.Context, what: str, store: LocalStore, as_json: bool) -> None:
+@options.shared("store", "json")
+def command(what: str, store: LocalStore, out: Output) -> None:
     """Find the models that have a blob whose digest begins with DIGEST, or a tensor or file NAME.
 
     DIGEST is four or more hexadecimal digits; it may be that of a manifest too. NAME may be a glob
@@ -30,22 +29,19 @@ def command(ctx: click.Context, what: str, store: LocalStore, as_json: bool) -> 
     found = find_content(what, store=store)
     if not (found.places or found.errors):
         raise NotFound(f"no model has a blob, tensor or file {quote(what)}")
-    if as_json:
-        places = render.records(found.places, "model=reference kind name bytes=size digest")
-        render.show_json({"places": places, "errors": found.errors})
-    elif found.places:
-        rows = [
-            (
-                render.cell(place.reference),
-                place.kind,
-                render.cell(place.name) or "-",
-                render.human_bytes(place.size),
-                place.digest.short,
-            )
-            for place in found.places
-        ]
-        render.show(render.table(("MODEL", "KIND", "NAME", "SIZE", "DIGEST"), rows, right=(3,)))
-    for error in found.errors:
-        render.show_error(str(error))
-    if found.errors:
-        ctx.exit(Damaged.exit_code)
+    rows = [
+        (
+            render.cell(place.reference),
+            place.kind,
+            render.cell(place.name) or "-",
+            render.human_bytes(place.size),
+            place.digest.short,
+        )
+        for place in found.places
+    ]
+    places = output.records(found.places, "model=reference kind name bytes=size digest")
+    out.result(
+        {"places": places, "errors": found.errors},
+        render.table(("MODEL", "KIND", "NAME", "SIZE", "DIGEST"), rows, right=(3,)) if rows else "",
+    )
+    output.exit_with(found.errors)

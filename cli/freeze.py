@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import join_some
-from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from blobstore.cli.output import Output
     from blobstore.compression.level import Level
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.store.local import LocalStore
@@ -27,19 +28,10 @@ _MAX_NAMED = 3
 
 
 @click.command("freeze", short_help="Compress models losslessly.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
-@click.option(
-    "--level",
-    type=click.Choice(["fast", "small"]),
-    default="fast",
-    show_default=True,
-    help="Fast to compress and decompress, or as small as possible.",
-)
-@click.option(
-    "--base",
-    metavar="NAME",
-    type=options.MODEL,
-    help="Encode the other models as deltas against NAME; by default a base is searched for.",
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
+@options.level_option("Fast to compress and decompress, or as small as possible.")
+@options.base_option(
+    "Encode the other models as deltas against NAME; by default a base is searched for."
 )
 @click.option(
     "--no-base",
@@ -47,21 +39,13 @@ _MAX_NAMED = 3
     help="Compress every blob on its own, even one that repeats tensors of another.",
 )
 @click.option("--keep-hot", is_flag=True, help="Keep the uncompressed files too.")
-@click.option(
-    "--older-than",
-    metavar="TIME",
-    callback=options.parse_duration,
-    help="Freeze only models not created, copied or thawed within TIME (12h, 30d). "
-    "With no NAME, applies to every model.",
+@options.older_than_option(
+    "Freeze only models not created, copied or thawed within TIME (12h, 30d). "
+    "With no NAME, applies to every model."
 )
 @click.option("--dry-run", is_flag=True, help="Write nothing; estimate the savings from samples.")
-@options.store_option
-@options.jobs_option
-@options.wait_option
-@options.json_option
-@click.pass_context
+@options.shared("store", "jobs", "wait", "json")
 def command(
-    ctx: click.Context,
     names: tuple[str, ...],
     store: LocalStore,
     level: Level,
@@ -71,7 +55,7 @@ def command(
     older_than: float | None,
     dry_run: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Compress the tensors of the models NAME losslessly, and remove the uncompressed files.
 
@@ -82,12 +66,10 @@ def command(
     from blobstore.operations.freeze.freeze import freeze_models
 
     if base is not None and no_base:
-        raise click.UsageError("--base and --no-base contradict each other", ctx)
-    with (
-        options.models(store, names) as chosen,
-        options.models(store, [base] if base else []) as bases,
-        render.progress_bar() as progress,
-    ):
+        raise click.UsageError("--base and --no-base contradict each other")
+    chosen = arguments.models(store, names)
+    bases = arguments.models(store, [base] if base else [])
+    with progress_bar() as progress:
         frozen = freeze_models(
             chosen,
             store=store,
@@ -100,27 +82,17 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    if as_json:
-        fields = (
-            "names=references bases bytes=size stored_bytes=stored blobs needed_by faults fallbacks "
-            "seconds"
-        )
-        blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
-        result = (
-            {"dry_run": dry_run}
-            | render.record(frozen, fields)
-            | {
-                "bases": {str(name): base for name, base in frozen.bases},
-                "blobs": render.records(frozen.blobs, blob_fields),
-            }
-        )
-        render.show_json(result)
-    else:
-        render.show("\n".join(_as_text(frozen, dry_run=dry_run)))
-    for fault in frozen.faults:
-        render.show_error(str(fault))
-    if frozen.faults:
-        ctx.exit(Damaged.exit_code)
+    out.result(lambda: {"dry_run": dry_run} | _as_json(frozen), _as_text(frozen, dry_run=dry_run))
+    output.exit_with(frozen.faults)
+
+
+def _as_json(frozen: Frozen) -> dict[str, Any]:
+    fields = "names=references bases bytes=size stored_bytes=stored blobs needed_by faults fallbacks seconds"
+    blob_fields = "digest name bytes=size stored_bytes=stored outcome base"
+    return output.record(frozen, fields) | {
+        "bases": {str(name): base for name, base in frozen.bases},
+        "blobs": output.records(frozen.blobs, blob_fields),
+    }
 
 
 def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
@@ -157,7 +129,7 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
             )
     if not frozen.blobs:
         yield "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
-    if render.is_verbose():
+    if output.is_verbose():
         rows = [
             (
                 render.cell(blob.name),

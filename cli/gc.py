@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import options, output, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.operations.maintenance.gc import Collected, KeptBlob
+    from blobstore.operations.maintenance.gc_objects import CollectedObjects
     from blobstore.store.local import LocalStore
 
 
 @click.command("gc", short_help="Remove blobs that no model references.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
-@click.option(
-    "--older-than",
-    metavar="TIME",
-    callback=options.parse_duration,
-    help="Keep files written within TIME, such as 30m, 1h or 2d; 1h by default, and 7d for unfinished downloads.",
+@options.older_than_option(
+    "Keep files written within TIME, such as 30m, 1h or 2d; 1h by default, and 7d for unfinished downloads."
 )
 @click.option(
     "--force", is_flag=True, help="Remove blobs even if these are all or nearly all of the store."
@@ -32,16 +31,14 @@ if TYPE_CHECKING:
     metavar="ADDRESS",
     help="Collect a store in object storage instead, such as s3://bucket/prefix; there, TIME is 1d by default.",
 )
-@options.store_option
-@options.wait_option
-@options.json_option
+@options.shared("store", "wait", "json")
 def command(
     store: LocalStore,
     dry_run: bool,
     older_than: float | None,
     force: bool,
     remote: str | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Remove blobs that no model references, files of dead processes, and empty folders.
 
@@ -52,82 +49,80 @@ def command(
     and with --dry-run.
     """
     if remote is not None:
-        _collect_objects(remote, older_than, dry_run=dry_run, force=force, as_json=as_json)
+        _collect_objects(remote, older_than, out, dry_run=dry_run, force=force)
         return
     from blobstore.operations.maintenance.gc import collect_garbage
 
-    begin = time.monotonic()
     collected = collect_garbage(store, older_than=older_than, dry_run=dry_run, force=force)
-    if as_json:
-        result = {
-            "dry_run": dry_run,
-            "bytes": collected.size,
-            "blobs": render.records(collected.blobs, "path bytes=size"),
-            "leftovers": render.records(collected.leftovers, "path bytes=size"),
-            "folders": collected.folders,
-            "kept": render.record(collected, "blobs=kept bytes=kept_size"),
-            "kept_as_bases": render.record(collected, "blobs=bases bytes=bases_size"),
-            "kept_blobs": [
-                record | {"removable": render.timestamp(record["removable"])}
-                for record in render.records(
-                    collected.kept_blobs, "path bytes=size reason processes removable"
-                )
-            ],
-            "refusal": collected.refusal or None,
-            "seconds": render.since(begin),
-        }
-        render.show_json(result)
-    else:
-        render.show("\n".join(_as_text(collected, dry_run=dry_run)))
-    if collected.refusal:
-        render.show_note(f"gc refuses to do this without --force: {collected.refusal}")
+    out.result(
+        lambda: {"dry_run": dry_run} | _as_json(collected) | {"seconds": out.seconds},
+        _as_text(collected, dry_run=dry_run),
+    )
+    _note_refusal(collected.refusal)
 
 
 def _collect_objects(
-    remote: str, older_than: float | None, *, dry_run: bool, force: bool, as_json: bool
+    remote: str, older_than: float | None, out: Output, *, dry_run: bool, force: bool
 ) -> None:
     from blobstore.operations.maintenance.gc_objects import GRACE, collect_objects
 
-    begin = time.monotonic()
     grace = GRACE if older_than is None else older_than
     collected = collect_objects(remote, older_than=grace, dry_run=dry_run, force=force)
-    if as_json:
-        result = {
-            "dry_run": dry_run,
-            "bytes": collected.size,
-            "blobs": render.records(collected.removed, "path=key bytes=size"),
-            "young": collected.young,
-            "leased": collected.leased,
-            "complete": collected.is_complete,
-            "refusal": collected.refusal or None,
-            "seconds": render.since(begin),
-        }
-        render.show_json(result)
-    else:
-        verb = "would remove" if dry_run else "removed"
-        if dry_run or render.is_verbose():
-            for item in collected.removed:
-                render.show(f"{verb} {render.cell(item.key)} ({render.human_bytes(item.size)})")
-        blobs, size = (
-            render.count_of(len(collected.removed), "blob"),
-            render.human_bytes(collected.size),
-        )
-        render.show(f"{verb} {blobs}, {size} in all" if collected.removed else "nothing to remove")
-        for count, why in (
-            (collected.young, "too young; with --older-than 0s at once"),
-            (collected.leased, "in use by imports"),
-        ):
-            if count:
-                render.show(f"kept {render.count_of(count, 'blob')}: {why}")
+    data = {
+        "dry_run": dry_run,
+        "bytes": collected.size,
+        "blobs": output.records(collected.removed, "path=key bytes=size"),
+        "young": collected.young,
+        "leased": collected.leased,
+        "complete": collected.is_complete,
+        "refusal": collected.refusal or None,
+        "seconds": out.seconds,
+    }
+    out.result(data, _objects_as_text(collected, dry_run=dry_run))
     if not collected.is_complete:
-        render.show_note("time was up; run it again")
-    if collected.refusal:
-        render.show_note(f"gc refuses to do this without --force: {collected.refusal}")
+        output.show_note("time was up; run it again")
+    _note_refusal(collected.refusal)
+
+
+def _note_refusal(refusal: str) -> None:
+    if refusal:
+        output.show_note(f"gc refuses to do this without --force: {refusal}")
+
+
+def _as_json(collected: Collected) -> dict[str, Any]:
+    return {
+        "bytes": collected.size,
+        "blobs": output.records(collected.blobs, "path bytes=size"),
+        "leftovers": output.records(collected.leftovers, "path bytes=size"),
+        "folders": collected.folders,
+        "kept": output.record(collected, "blobs=kept bytes=kept_size"),
+        "kept_as_bases": output.record(collected, "blobs=bases bytes=bases_size"),
+        "kept_blobs": output.records(
+            collected.kept_blobs, "path bytes=size reason processes removable"
+        ),
+        "refusal": collected.refusal or None,
+    }
+
+
+def _objects_as_text(collected: CollectedObjects, *, dry_run: bool) -> Iterator[str]:
+    verb = "would remove" if dry_run else "removed"
+    if dry_run or output.is_verbose():
+        for item in collected.removed:
+            yield f"{verb} {render.cell(item.key)} ({render.human_bytes(item.size)})"
+    blobs = render.count_of(len(collected.removed), "blob")
+    size = render.human_bytes(collected.size)
+    yield f"{verb} {blobs}, {size} in all" if collected.removed else "nothing to remove"
+    for count, why in (
+        (collected.young, "too young; with --older-than 0s at once"),
+        (collected.leased, "in use by imports"),
+    ):
+        if count:
+            yield f"kept {render.count_of(count, 'blob')}: {why}"
 
 
 def _as_text(collected: Collected, *, dry_run: bool) -> Iterator[str]:
     verb = "would remove" if dry_run else "removed"
-    if dry_run or render.is_verbose():
+    if dry_run or output.is_verbose():
         for item in (*collected.blobs, *collected.leftovers):
             yield f"{verb} {render.cell(item.path)} ({render.human_bytes(item.size)})"
         for folder in collected.folders:

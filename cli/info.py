@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
-from blobstore.errors import Damaged
+from blobstore.cli import arguments, options, output, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from blobstore.cli.output import Output
     from blobstore.operations.describe.info import ModelInfo
     from blobstore.store.local import LocalStore
 
 
 @click.command("info", short_help="Show what is known about a model, on one page.")
-@click.argument("name", type=options.MODEL)
-@options.store_option
-@options.json_option
-@click.pass_context
-def command(ctx: click.Context, name: str, store: LocalStore, as_json: bool) -> None:
+@click.argument("name", type=arguments.MODEL)
+@options.shared("store", "json")
+def command(name: str, store: LocalStore, out: Output) -> None:
     """Show the architecture, source, types, license, base, names and disk usage of the model NAME.
 
     License and base are what the model card and the configs say.
     """
     from blobstore.operations.describe.info import model_info
 
-    with options.model(store, name) as model:
-        info = model_info(model, store=store)
-    if as_json:
-        _show_json(info)
-    else:
-        width = max(len(key) for key, _ in _rows(info))
-        render.show("\n".join(f"{key.ljust(width)}  {value}" for key, value in _rows(info)))
-    for blob in info.description.faults:
-        render.show_error(f"model {model}: {blob.fault}")
-    if info.description.faults:
-        ctx.exit(Damaged.exit_code)
+    model = arguments.model(store, name)
+    info = model_info(model, store=store)
+    out.result(_as_json(info), _as_text(info))
+    output.exit_with(f"model {model}: {blob.fault}" for blob in info.description.faults)
+
+
+def _as_text(info: ModelInfo) -> str:
+    rows = list(_rows(info))
+    width = max(len(key) for key, _ in rows)
+    return "\n".join(f"{key.ljust(width)}  {value}" for key, value in rows)
 
 
 def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
@@ -82,22 +79,21 @@ def _size(count: int) -> str:
     return render.human_bytes(count)
 
 
-def _show_json(info: ModelInfo) -> None:
-    shown = render.record(
-        info.description,
-        "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size",
+def _as_json(info: ModelInfo) -> dict[str, Any]:
+    model = info.description
+    fields = "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size"
+    shown = output.record(model, fields) | output.record(
+        info, "digest aliases license bases source"
     )
-    for key in ("architecture", "model_type"):
-        shown[key] = shown[key] or None
-    shown |= render.record(info, "digest aliases license bases source")
     if info.source is not None:
-        shown["source"] = render.record(info.source, "kind repository commit options")
-    shown["modified"] = render.timestamp(info.modified)
-    shown["tensors"] = len(info.description.tensors)
-    shown["types"] = [
-        {"type": name, "tensors": count, "bytes": size} for name, count, size in info.types
-    ]
-    shown["files"] = [file.name for file in info.description.files]
-    shown["disk"] = render.record(info, "blobs bytes=disk_size unique_bytes=unique_size")
-    shown["faults"] = [blob.fault for blob in info.description.faults]
-    render.show_json(shown)
+        shown["source"] = output.record(info.source, "kind repository commit options")
+    return shown | {
+        "modified": output.timestamp(info.modified),
+        "tensors": len(model.tensors),
+        "types": [
+            {"type": name, "tensors": count, "bytes": size} for name, count, size in info.types
+        ],
+        "files": [file.name for file in model.files],
+        "disk": output.record(info, "blobs bytes=disk_size unique_bytes=unique_size"),
+        "faults": [blob.fault for blob in model.faults],
+    }

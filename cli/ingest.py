@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.operations.ingest.ingest import IngestedModel, Item
     from blobstore.store.local import LocalStore
 
@@ -36,14 +37,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="Try a model again after a failure that may pass.",
 )
-@click.option("--quantize", "quant_type", type=options.QUANT_TYPE, help="As for create.")
+@click.option("--quantize", "quant_type", type=arguments.QUANT_TYPE, help="As for create.")
 @click.option("--dry-run", is_flag=True, help="Import nothing; list the models and their names.")
-@options.store_option
-@options.wait_option
-@options.json_option
-@click.pass_context
+@options.shared("store", "wait", "json")
 def command(
-    ctx: click.Context,
     list_: Any,
     store: LocalStore,
     target: str | None,
@@ -51,7 +48,7 @@ def command(
     retries: int,
     quant_type: str | None,
     dry_run: bool,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Import the models of LIST, a file or - for standard input, each as one task of an engine.
 
@@ -64,56 +61,49 @@ def command(
     try:
         items = read_list(list_)
     except UnicodeDecodeError as error:
-        raise click.UsageError(f"{list_.name} is not UTF-8 at byte {error.start}", ctx) from None
+        raise click.UsageError(f"{list_.name} is not UTF-8 at byte {error.start}") from None
     if dry_run:
-        _show_items(items, as_json=as_json)
+        _show_items(items, out)
         return
 
     def show(model: IngestedModel, done: int, total: int) -> None:
-        if not as_json:
-            render.show(f"[{done}/{total}] {_as_text(model)}")
+        out.line(f"[{done}/{total}] {_as_text(model)}")
 
     choices = {} if quant_type is None else {"quantize": quant_type}
     models = ingest(
         items, target or store, executor=executor, retries=retries, on_done=show, **choices
     )
     failed = [model for model in models if model.error]
-    if as_json:
-        _show_models(models)
-    else:
-        written = render.human_bytes(sum(model.bytes_written for model in models))
-        present = sum(model.is_present for model in models)
-        render.show(
-            f"{render.count_of(len(models), 'model')}, {len(failed)} failed, {present} already "
-            f"there; {written} written"
-        )
-        for model in failed:
-            render.show_error(f"{model.name}: {model.error}")
-    if failed:
-        ctx.exit(max(model.exit_code for model in failed))
+    written = render.human_bytes(sum(model.bytes_written for model in models))
+    present = sum(model.is_present for model in models)
+    out.result(
+        lambda: {"dry_run": False, "models": list(map(_as_json, models))},
+        f"{render.count_of(len(models), 'model')}, {len(failed)} failed, {present} already there; "
+        f"{written} written",
+    )
+    output.exit_with(
+        (f"{model.name}: {model.error}" for model in failed),
+        max((model.exit_code for model in failed), default=0),
+    )
 
 
-def _show_models(models: list[IngestedModel]) -> None:
+def _as_json(model: IngestedModel) -> dict[str, Any]:
     fields = "source name present=is_present blobs bytes_written attempts seconds"
-    entries = render.records(models, fields)
-    for entry, model in zip(entries, models, strict=True):
-        entry["error"] = None
-        if model.error:
-            entry["error"] = {
-                "kind": model.kind,
-                "message": model.error,
-                "exit_code": model.exit_code,
-            }
-    render.show_json({"dry_run": False, "models": entries})
+    failure = None
+    if model.error:
+        failure = output.record(model, "kind message=error exit_code")
+    return output.record(model, fields) | {"error": failure}
 
 
-def _show_items(items: list[Item], *, as_json: bool) -> None:
-    if as_json:
-        render.show_json({"dry_run": True, "models": render.records(items, "source name")})
-        return
+def _show_items(items: list[Item], out: Output) -> None:
     rows = [(render.cell(item.name), render.cell(item.source)) for item in items]
-    render.show(render.table(("NAME", "SOURCE"), rows))
-    render.show(f"{render.count_of(len(items), 'model')}; nothing was imported")
+    out.result(
+        {"dry_run": True, "models": output.records(items, "source name")},
+        (
+            render.table(("NAME", "SOURCE"), rows),
+            f"{render.count_of(len(items), 'model')}; nothing was imported",
+        ),
+    )
 
 
 def _as_text(model: IngestedModel) -> str:

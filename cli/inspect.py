@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import escape, quote
 from blobstore.errors import CheckpointRefused, SourceNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.state_dict import Subtree
 
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 @click.command(
     "inspect", short_help="Show the contents of a PyTorch checkpoint without executing it."
 )
-@click.argument("file", type=options.FILE)
+@click.argument("file", type=arguments.FILE)
 @click.option("--subtree", metavar="PATH", help="List the tensors below these keys.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
-@options.json_option
+@options.shared("json")
 @click.pass_context
 def command(
-    ctx: click.Context, file: str, subtree: str | None, with_tensors: bool, as_json: bool
+    ctx: click.Context, file: str, subtree: str | None, with_tensors: bool, out: Output
 ) -> None:
     """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
@@ -39,8 +40,8 @@ def command(
 
     if _is_listed(file):
         if subtree or with_tensors:
-            raise click.UsageError("--subtree and --tensors apply only to PyTorch checkpoints", ctx)
-        show_path(file, (), as_json=as_json)
+            raise click.UsageError("--subtree and --tensors apply only to PyTorch checkpoints")
+        show_path(file, (), out)
         return
     try:
         inspected = inspect_checkpoint(file, subtree=subtree)
@@ -48,20 +49,9 @@ def command(
         raise SourceNotFound(
             error.message, advice="for a model in the store, use 'blobstore show'"
         ) from None
-    if as_json:
-        fields = (
-            "file=path bytes=size kind refusal globals parts=subtrees tensors unreadable notices"
-        )
-        result = render.record(inspected, fields) | {
-            "globals": render.records(inspected.globals, "name use pickle offset"),
-            "parts": render.records(inspected.subtrees, "path tensors"),
-            "tensors": render.records(
-                inspected.tensors, "name dtype=dtype.value shape bytes=nbytes"
-            ),
-        }
-        render.show_json(result)
-    else:
-        render.show("\n\n".join(_sections(inspected, with_tensors=with_tensors)))
+    out.result(
+        lambda: _as_json(inspected), "\n\n".join(_sections(inspected, with_tensors=with_tensors))
+    )
     if inspected.refusal is not None:
         ctx.exit(CheckpointRefused.exit_code)
 
@@ -80,16 +70,22 @@ def _is_listed(file: str) -> bool:
         return False
 
 
-def show_parts(file: str, *, as_json: bool) -> None:
+def show_parts(file: str, out: Output) -> None:
     """Print the parts of a checkpoint that ``--subtree`` can name."""
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
     with open_checkpoint(file) as checkpoint:
         parts = checkpoint.subtrees
-    if as_json:
-        render.show_json(render.records(parts, "path tensors"))
-    else:
-        render.show(_parts_table(parts))
+    out.result(output.records(parts, "path tensors"), _parts_table(parts))
+
+
+def _as_json(inspected: Inspection) -> dict[str, Any]:
+    fields = "file=path bytes=size kind refusal globals parts=subtrees tensors unreadable notices"
+    return output.record(inspected, fields) | {
+        "globals": output.records(inspected.globals, "name use pickle offset"),
+        "parts": output.records(inspected.subtrees, "path tensors"),
+        "tensors": output.records(inspected.tensors, "name dtype=dtype.value shape bytes=nbytes"),
+    }
 
 
 def _sections(inspected: Inspection, *, with_tensors: bool) -> Iterator[str]:

@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from blobstore.cli.output import Output
     from blobstore.operations.export.link import Linked
     from blobstore.store.local import LocalStore
 
 
 @click.command("link", short_help="Create a Hugging Face folder of links to a model's blobs.")
-@click.argument("name", type=options.MODEL)
-@click.argument("folder", metavar="DIR", type=options.FOLDER)
-@options.store_option
+@click.argument("name", type=arguments.MODEL)
+@click.argument("folder", metavar="DIR", type=arguments.FOLDER)
+@options.shared("store")
 @click.option(
     "--hard",
     is_flag=True,
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
 )
 @click.option("--thaw", is_flag=True, help="Thaw the model first, if it is frozen.")
 @click.option("--force", is_flag=True, help="Replace an older folder of this model.")
-@options.jobs_option
-@options.wait_option
-@options.json_option
+@options.shared("jobs", "wait", "json")
 def command(
     name: str,
     folder: str,
@@ -44,7 +44,7 @@ def command(
     thaw: bool,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Create the new folder DIR, from which servers load the model NAME as from an export.
 
@@ -54,7 +54,8 @@ def command(
     from blobstore.cli.thaw import thaw_whole
     from blobstore.operations.export.link import link_model
 
-    with options.model(store, name) as model, render.progress_bar() as progress:
+    model = arguments.model(store, name)
+    with progress_bar() as progress:
         if thaw:
             thaw_whole(model, store, progress)
         linked = link_model(
@@ -67,19 +68,13 @@ def command(
             jobs=jobs,
             progress=progress,
         )
-    for notice in linked.notices:
-        render.show_note(notice)
-    if as_json:
-        fields = (
-            "folder files tensors links bytes_linked shared bytes_shared copied bytes_copied notices "
-            "seconds"
-        )
-        render.show_json({"name": model} | render.record(linked, fields))
-        return
-    render.show(
+    output.show_note(*linked.notices)
+    fields = "folder files tensors links bytes_linked shared bytes_shared copied bytes_copied notices seconds"
+    out.result(
+        {"name": model} | output.record(linked, fields),
         f"linked {model} in {escape(str(linked.folder))}: "
         f"{render.count_of(linked.tensors, 'tensor')} in {', '.join(_kinds(linked))}; "
-        f"{render.human_seconds(linked.seconds)}"
+        f"{render.human_seconds(linked.seconds)}",
     )
 
 

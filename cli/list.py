@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.operations.describe.list import ListedModel
     from blobstore.store.local import LocalStore
 
@@ -25,26 +26,19 @@ _FIELDS = (
 
 
 @click.command("list", short_help="List the models of the store.")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.MODEL_OR_ADDRESS)
-@click.option(
-    "--sort",
-    "order",
-    type=click.Choice(["name", "size", "shared", "frozen", "modified"]),
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.MODEL_OR_ADDRESS)
+@options.sort_option(
+    get_args(Order),
+    "Order of the models: by name, largest first, or latest first for modified.",
     default="name",
-    show_default=True,
-    help="Order of the models: by name, largest first, or latest first for modified.",
 )
-@options.plain_http_option
-@options.store_option
-@options.json_option
-@click.pass_context
+@options.shared("plain-http", "store", "json")
 def command(
-    ctx: click.Context,
     patterns: tuple[str, ...],
     order: Order,
     store: LocalStore,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """List the models of the store, or those that a PATTERN matches.
 
@@ -64,79 +58,73 @@ def command(
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
-        _show_tags(ctx, patterns, plain_http, as_json=as_json)
+        _show_remote(patterns, plain_http, out)
         return
     unreadable: list[StoreError] = []
     models: Sequence[ListedModel] = list_models(
-        store, read_sources=as_json, on_error=unreadable.append
+        store, read_sources=out.is_json, on_error=unreadable.append
     )
     models = _selected(models, patterns, unreadable)
     if order != "name":
         models = sorted(models, key=attrgetter(order), reverse=True)
-    if as_json:
-        _show_json(models, unreadable)
-    elif models:
-        render.show(_as_table(models))
-    elif not store.root.exists():
-        render.show_note(f"there is no store at {store.root} yet")
+    out.result(
+        lambda: _as_json(models, unreadable),
+        _as_table(models) if models else "",
+        names=[model.reference for model in models],
+        notes=[] if store.root.exists() else [f"there is no store at {store.root} yet"],
+    )
     errors = [listed.error for listed in models if listed.error is not None]
-    for error in (*errors, *unreadable):
-        render.show_error(str(error))
-    if errors or unreadable:
-        ctx.exit(Damaged.exit_code if errors else StoreError.exit_code)
+    exit_code = Damaged.exit_code if errors else StoreError.exit_code
+    output.exit_with((*errors, *unreadable), exit_code)
 
 
-def _show_tags(
-    ctx: click.Context, addresses: Sequence[str], plain_http: bool | None, *, as_json: bool
-) -> None:
+def _show_remote(addresses: Sequence[str], plain_http: bool | None, out: Output) -> None:
     from blobstore.registry.store import list_tags
     from blobstore.remotes.addresses import is_in_objects
 
     if len(addresses) > 1:
-        raise click.UsageError("a repository cannot be combined with other patterns", ctx)
+        raise click.UsageError("a repository cannot be combined with other patterns")
     if is_in_objects(addresses[0]):
-        _show_objects(addresses[0], as_json=as_json)
+        _show_objects(addresses[0], out)
         return
     found = list_tags(addresses[0], plain_http=plain_http)
-    if as_json:
-        models = [{"name": str(name), "digest": digest and str(digest)} for name, digest in found]
-        render.show_json({"models": models})
-    elif render.is_quiet():
-        render.show("\n".join(render.cell(name) for name, _ in found))
-    else:
-        rows = [(render.cell(name), digest.short if digest else "-") for name, digest in found]
-        render.show(render.table(("NAME", "ID"), rows))
+    rows = [(render.cell(name), digest.short if digest else "-") for name, digest in found]
+    out.result(
+        {
+            "models": [
+                {"name": str(name), "digest": digest and str(digest)} for name, digest in found
+            ]
+        },
+        render.table(("NAME", "ID"), rows),
+        names=[name for name, _ in found],
+    )
 
 
-def _show_objects(address: str, *, as_json: bool) -> None:
+def _show_objects(address: str, out: Output) -> None:
     from blobstore.objects.address import StoreAddress
     from blobstore.objects.store import ObjectStore
 
-    found = sorted(ObjectStore(StoreAddress.parse(address)).list_manifests())
-    if as_json:
-        models = [
-            {"name": str(name), "modified": render.timestamp(item.modified.timestamp())}
-            for name, item in found
-        ]
-        render.show_json({"models": models})
-    elif render.is_quiet():
-        render.show("\n".join(render.cell(name) for name, _ in found))
-    else:
-        rows = [
-            (render.cell(name), render.human_age(item.modified.timestamp())) for name, item in found
-        ]
-        render.show(render.table(("NAME", "MODIFIED"), rows))
+    found = [
+        (name, item.modified.timestamp())
+        for name, item in sorted(ObjectStore(StoreAddress.parse(address)).list_manifests())
+    ]
+    rows = [(render.cell(name), render.human_age(moment)) for name, moment in found]
+    models = [{"name": str(name), "modified": output.timestamp(moment)} for name, moment in found]
+    out.result(
+        {"models": models},
+        render.table(("NAME", "MODIFIED"), rows),
+        names=[name for name, _ in found],
+    )
 
 
-def _show_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> None:
-    shown = render.records(models, _FIELDS)
+def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> dict[str, Any]:
+    shown = output.records(models, _FIELDS)
     for model in shown:
-        model["modified"] = render.timestamp(model["modified"])
         if model["error"]:
             model.update(dict.fromkeys(("bytes", "shared_bytes", "frozen_bytes")))
         if model["source"]:
-            model["source"] = render.record(model["source"], "kind repository commit options")
-    render.show_json({"models": shown, "unreadable": list(map(str, unreadable))})
+            model["source"] = output.record(model["source"], "kind repository commit options")
+    return {"models": shown, "unreadable": list(map(str, unreadable))}
 
 
 def _selected(
@@ -167,8 +155,6 @@ def _matches(model: ListedModel, pattern: str) -> bool:
 
 
 def _as_table(models: Sequence[ListedModel]) -> str:
-    if render.is_quiet():
-        return "\n".join(render.cell(model.reference) for model in models)
     sizes = {"SIZE": "size", "SHARED": "shared"}
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"

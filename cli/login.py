@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import options
+from blobstore.cli.prompt import ask
 from blobstore.core import interrupts
 from blobstore.core.escape import escape
 from blobstore.errors import UsageError
+
+if TYPE_CHECKING:
+    from blobstore.cli.output import Output
 
 _MAX_PASSWORD = 64 * 2**10
 
@@ -19,8 +24,8 @@ _MAX_PASSWORD = 64 * 2**10
 @click.argument("registry", metavar="REGISTRY")
 @click.option("--username", "-u", metavar="USER", help="The user; asked for by default.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from standard input.")
-@options.json_option
-def command(registry: str, username: str | None, password_stdin: bool, as_json: bool) -> None:
+@options.shared("json")
+def command(registry: str, username: str | None, password_stdin: bool, out: Output) -> None:
     """Log in at the registry REGISTRY, which is host[:port], and keep the password.
 
     The password is kept where Podman or Docker has one for the registry, or else where Docker keeps
@@ -35,22 +40,21 @@ def command(registry: str, username: str | None, password_stdin: bool, as_json: 
     host = host_in(registry)
     if not (password_stdin and username) and not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask; give --username and --password-stdin")
-    user = username or options.ask("Username")
+    user = username or ask("Username")
     check_user(user)
-    password = _read_password() if password_stdin else options.ask("Password", is_hidden=True)
+    password = _read_password() if password_stdin else ask("Password", is_hidden=True)
     if not password:
         raise UsageError("the password is empty")
     login = Login(user, password)
     with RegistryClient(host, credentials=GivenLogin(login)) as client:
         is_checked = client.check_login()
     place = LoginFiles().store(host, login)
-    if as_json:
-        kept = {"host": host, "user": user, "checked": is_checked, "path": place}
-        render.show_json(kept)
-        return
-    if not is_checked:
-        render.show_note("the registry did not ask for a password, so it was not checked")
-    render.show(f"logged in at {escape(host)} as {escape(user)}; the password is in {place}")
+    notes = ["the registry did not ask for a password, so it was not checked"]
+    out.result(
+        {"host": host, "user": user, "checked": is_checked, "path": place},
+        f"logged in at {escape(host)} as {escape(user)}; the password is in {place}",
+        notes=[] if is_checked else notes,
+    )
 
 
 def _read_password() -> str:

@@ -20,7 +20,8 @@ import click
 
 import blobstore
 from blobstore.cli import options
-from blobstore.cli.render import OutputClosed, is_verbose, printable_lines, show_error, show_json
+from blobstore.cli.output import OutputClosed, is_verbose, show_error, show_json
+from blobstore.cli.render import printable_lines
 from blobstore.core import interrupts
 from blobstore.core.escape import escape, quote
 from blobstore.core.interrupts import Stopped

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape, quote
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.cli.output import Output
     from blobstore.compression.level import Level
+    from blobstore.operations.archive.pack import Packed
     from blobstore.store.local import LocalStore
 
 SUFFIX = ".bsar"
@@ -28,30 +33,21 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 
 @click.command("pack", short_help="Write models to one archive file.")
-@click.argument("names", metavar="NAME...", nargs=-1, type=options.MODEL)
+@click.argument("names", metavar="NAME...", nargs=-1, type=arguments.MODEL)
 @click.argument("file", metavar="FILE.bsar", callback=parse_file)
-@click.option(
-    "--level",
-    type=click.Choice(["fast", "small"]),
-    default="fast",
-    show_default=True,
-    help="Fast to compress and decompress, or small. Frozen tensors are copied at either level.",
+@options.level_option(
+    "Fast to compress and decompress, or small. Frozen tensors are copied at either level."
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@options.store_option
-@options.jobs_option
-@options.wait_option
-@options.json_option
-@click.pass_context
+@options.shared("store", "jobs", "wait", "json")
 def command(
-    ctx: click.Context,
     names: tuple[str, ...],
     file: str,
     store: LocalStore,
     level: Level,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Write the models NAME to the new archive FILE.bsar, losslessly compressed.
 
@@ -61,24 +57,28 @@ def command(
     from blobstore.operations.archive.pack import pack_models
 
     if not names:  # the last argument is always the file
-        raise click.UsageError("missing argument 'NAME...'", ctx)
-    with options.models(store, names) as chosen, render.progress_bar() as progress:
+        raise click.UsageError("missing argument 'NAME...'")
+    chosen = arguments.models(store, names)
+    with progress_bar() as progress:
         packed = pack_models(
             chosen, file, store=store, level=level, overwrite=force, jobs=jobs, progress=progress
         )
-    if as_json:
-        fields = "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks seconds"
-        render.show_json(render.record(packed, fields))
-        return
+    fields = (
+        "file=path names=references blobs deltas bytes=size stored_bytes=stored fallbacks seconds"
+    )
+    out.result(output.record(packed, fields), _as_text(packed))
+
+
+def _as_text(packed: Packed) -> Iterator[str]:
     share = f" ({1 - packed.stored / packed.size:.1%} less)" if packed.stored < packed.size else ""
-    render.show(
+    yield (
         f"packed {render.count_of(len(packed.references), 'model')} into "
         f"{escape(str(packed.path))}: {render.count_of(packed.blobs, 'blob')} of "
         f"{render.human_bytes(packed.size)} take {render.human_bytes(packed.stored)}{share}; "
         f"{render.human_seconds(packed.seconds)}"
     )
     if packed.fallbacks:
-        render.show(
+        yield (
             f"  {render.count_of(packed.fallbacks, 'blob')} compressed without a base: "
             "the delta could not be verified"
         )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.store.local import LocalStore
 
 
 @click.command("page", short_help="Write a web page with pictures of the store and its models.")
-@click.argument("words", metavar="[NAME]... OUT.html", nargs=-1, type=options.MODEL_OR_PATH)
-@options.store_option
+@click.argument("words", metavar="[NAME]... OUT.html", nargs=-1, type=arguments.MODEL_OR_PATH)
+@options.shared("store")
 @click.option(
     "--measure",
     is_flag=True,
@@ -35,18 +36,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="The port of --serve; 0 for any free one.",
 )
-@options.jobs_option
-@options.json_option
-@click.pass_context
+@options.shared("jobs", "json")
 def command(
-    ctx: click.Context,
     words: tuple[str, ...],
     store: LocalStore,
     measure: bool,
     serve: bool,
     port: int,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Write a page that shows the store, and the tensors of the models NAME, to OUT.html.
 
@@ -57,33 +55,31 @@ def command(
     measures models on request.
     """
     if serve:
-        if measure or as_json:
-            raise click.UsageError("--serve measures on request, and prints no JSON", ctx)
+        if measure or out.is_json:
+            raise click.UsageError("--serve measures on request, and prints no JSON")
         _serve(store, words, port)
         return
     if not words:
-        raise click.UsageError("missing argument 'OUT.html'", ctx)
+        raise click.UsageError("missing argument 'OUT.html'")
     *names, file = words
     from blobstore.pages.write import write_page
 
-    begin = time.monotonic()
-    with options.models(store, names) as chosen, render.progress_bar() as progress:
+    chosen = arguments.models(store, names)
+    with progress_bar() as progress:
         page = write_page(file, chosen, store=store, measure=measure, jobs=jobs, progress=progress)
-    if as_json:
-        shown = render.record(page, "path bytes=size models")
-        render.show_json(shown | {"seconds": render.since(begin)})
-        return
     models = render.count_of(page.models, "model")
-    render.show(f"wrote {page.path}: {models}, {render.human_bytes(page.size)}")
+    out.result(
+        output.record(page, "path bytes=size models") | {"seconds": out.seconds},
+        f"wrote {page.path}: {models}, {render.human_bytes(page.size)}",
+    )
 
 
 def _serve(store: LocalStore, names: Sequence[str], port: int) -> None:
     from blobstore.pages.serve import serve_page
 
-    with options.models(store, names) as chosen:
-        serve_page(
-            store,
-            chosen,
-            port=port,
-            on_ready=lambda address: render.show(f"serving {address}; stop with Ctrl-C"),
-        )
+    serve_page(
+        store,
+        arguments.models(store, names),
+        port=port,
+        on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
+    )

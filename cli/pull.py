@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import resumable_progress
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.transfer.pull import Pulled
     from blobstore.store.local import LocalStore
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("pull", short_help="Fetch a model from a registry.")
 @click.argument("remote", metavar="REMOTE")
-@click.argument("name", metavar="[NAME]", required=False, type=options.NEW_NAME)
+@click.argument("name", metavar="[NAME]", required=False, type=arguments.NEW_NAME)
 @click.option(
     "--dry-run", "--plan", is_flag=True, help="Fetch no blobs; report what would be fetched."
 )
@@ -28,13 +30,7 @@ if TYPE_CHECKING:
 @click.option(
     "--no-cold", is_flag=True, help="Fetch the blobs as they are, not their compressed forms."
 )
-@options.streams_option
-@options.limit_rate_option
-@options.plain_http_option
-@options.store_option
-@options.jobs_option
-@options.wait_option
-@options.json_option
+@options.shared("streams", "limit-rate", "plain-http", "store", "jobs", "wait", "json")
 def command(
     remote: str,
     name: Reference | None,
@@ -42,11 +38,11 @@ def command(
     dry_run: bool,
     force: bool,
     no_cold: bool,
+    jobs: int | None,
     streams: int,
     limit_rate: int | None,
     plain_http: bool | None,
-    jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Fetch the model at REMOTE from a registry or object storage, and name it NAME.
 
@@ -59,32 +55,33 @@ def command(
     """
     from blobstore.operations.transfer.pull import pull_model
 
-    with render.resumable_progress() as progress:
+    with resumable_progress() as progress:
         pulled = pull_model(
             remote,
             name,
             store=store,
-            streams=streams,
-            limit_rate=limit_rate,
             jobs=jobs,
             force=force,
             cold=not no_cold,
             dry_run=dry_run,
+            streams=streams,
+            limit_rate=limit_rate,
             plain_http=plain_http,
             progress=progress,
         )
-    for notice in pulled.notices:
-        render.show_note(notice)
-    if as_json:
-        fields = (
-            "remote name=reference digest remote_shape=layout blobs blobs_fetched bytes_fetched bytes_resumed "
-            "bytes_saved bytes_present signatures replaced seconds"
-        )
-        render.show_json({"dry_run": dry_run} | render.record(pulled, fields))
-        return
-    render.show(_as_text(pulled, dry_run=dry_run))
-    for digest, path in pulled.repaired.items():
-        render.show_note(f"blob {digest} was damaged; it was replaced and is now at {path}")
+    output.show_note(*pulled.notices)
+    fields = (
+        "remote name=reference digest remote_shape=layout blobs blobs_fetched bytes_fetched "
+        "bytes_resumed bytes_saved bytes_present signatures replaced seconds"
+    )
+    out.result(
+        {"dry_run": dry_run} | output.record(pulled, fields),
+        _as_text(pulled, dry_run=dry_run),
+        notes=[
+            f"blob {digest} was damaged; it was replaced and is now at {path}"
+            for digest, path in pulled.repaired.items()
+        ],
+    )
 
 
 def _as_text(pulled: Pulled, *, dry_run: bool) -> str:

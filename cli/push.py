@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import resumable_progress
+from blobstore.cli.prompt import read_passphrase
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.compression.level import Level
     from blobstore.operations.transfer.push import Pushed
     from blobstore.registry.layouts.plan import RemoteLayout
@@ -18,7 +21,7 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 
 
 @click.command("push", short_help="Push a model to a registry or to object storage.")
-@click.argument("name", metavar="NAME", type=options.MODEL)
+@click.argument("name", metavar="NAME", type=arguments.MODEL)
 @click.argument("remote", metavar="[REMOTE]", required=False)
 @click.option(
     "--layout",
@@ -52,31 +55,15 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 @click.option(
     "--sign-key",
     metavar="FILE",
-    type=options.FILE,
+    type=arguments.FILE,
     help="Private key in PEM, to sign what the registry gets.",
 )
 @click.option("--cold", is_flag=True, help="Add the compressed form, deltas included.")
-@click.option(
-    "--level",
-    type=click.Choice(["fast", "small"]),
-    default="fast",
-    show_default=True,
-    help="How --cold compresses blobs that are not frozen.",
-)
-@click.option(
-    "--base",
-    metavar="NAME",
-    type=options.MODEL,
-    help="Base model of the deltas of --cold; by default one is searched for.",
-)
+@options.level_option("How --cold compresses blobs that are not frozen.")
+@options.base_option("Base model of the deltas of --cold; by default one is searched for.")
 @click.option("--verify", is_flag=True, help="Read everything back and compare digests.")
 @click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
-@options.streams_option
-@options.limit_rate_option
-@options.plain_http_option
-@options.store_option
-@options.wait_option
-@options.json_option
+@options.shared("streams", "limit-rate", "plain-http", "store", "wait", "json")
 def command(
     name: str,
     remote: str | None,
@@ -96,7 +83,7 @@ def command(
     streams: int,
     limit_rate: int | None,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Push the model NAME to a registry or to object storage, at REMOTE.
 
@@ -108,10 +95,8 @@ def command(
     """
     from blobstore.operations.transfer.push import push_model
 
-    with (
-        options.model(store, name, needs_name=remote is None) as model,
-        render.resumable_progress() as progress,
-    ):
+    model = arguments.model(store, name, needs_name=remote is None)
+    with resumable_progress() as progress:
         pushed = push_model(
             model,
             remote,
@@ -123,31 +108,28 @@ def command(
             mount=not no_mount,
             part_size=part_size,
             sign_key=sign_key,
-            passphrase=options.read_passphrase,
+            passphrase=read_passphrase,
             cold=cold,
             level=level,
             base=base,
             verify=verify,
             dry_run=dry_run,
-            plain_http=plain_http,
             streams=streams,
             limit_rate=limit_rate,
+            plain_http=plain_http,
             progress=progress,
         )
-    if as_json:
-        fields = (
-            "name=reference remote digest remote_shape=layout unchanged=is_unchanged replaced "
-            "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted "
-            "bytes_present bytes_verified signatures cold_blobs bytes_cold fallbacks "
-            "seconds"
-        )
-        render.show_json(render.record(pushed, fields))
-        return
-    render.show(_as_text(pushed))
-    if pushed.fallbacks:
-        render.show(render.without_base(pushed.fallbacks))
-    if pushed.replaced is not None:
-        render.show_note(f"the name had another model, whose manifest is blob {pushed.replaced}")
+    fields = (
+        "name=reference remote digest remote_shape=layout unchanged=is_unchanged replaced "
+        "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted bytes_present "
+        "bytes_verified signatures cold_blobs bytes_cold fallbacks seconds"
+    )
+    replaced = f"the name had another model, whose manifest is blob {pushed.replaced}"
+    out.result(
+        output.record(pushed, fields),
+        [_as_text(pushed), *([render.without_base(pushed.fallbacks)] if pushed.fallbacks else [])],
+        notes=[] if pushed.replaced is None else [replaced],
+    )
 
 
 def _as_text(pushed: Pushed) -> str:

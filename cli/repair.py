@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.cli.verify import FAULT_FIELDS, fault_line
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, NotFound
+from blobstore.errors import Damaged
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from blobstore.cli.output import Output
     from blobstore.operations.maintenance.repair import Repaired
     from blobstore.store.local import LocalStore
 
@@ -24,12 +26,12 @@ _ADVICE = (
 
 
 @click.command("repair", short_help="Rewrite damaged and missing blobs.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
 @click.option(
     "--from",
     "source",
     metavar="SOURCE|STORE",
-    type=options.FILE,
+    type=arguments.FILE,
     help="The source that a model was created from, or the folder of another store.",
 )
 @click.option(
@@ -39,18 +41,10 @@ _ADVICE = (
     multiple=True,
     help="The overrides that the model was created with; other settings are detected.",
 )
-@click.option("--weights", metavar="PATTERN", help="As for create.")
-@click.option("--ignore-unindexed", is_flag=True, help="As for create.")
-@click.option("--subtree", metavar="PATH", help="As for create.")
-@click.option("--keep-names", is_flag=True, help="As for create.")
-@click.option("--skip-unreadable", is_flag=True, help="As for create.")
-@click.option("--keep", metavar="GLOB", multiple=True, help="As for create.")
-@click.option("--exclude", metavar="GLOB", multiple=True, help="As for create.")
+@options.shared("weights", "ignore-unindexed", "subtree", "keep-names")
+@options.shared("skip-unreadable", "keep", "exclude")
 @click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
-@options.store_option
-@options.wait_option
-@options.jobs_option
-@options.json_option
+@options.shared("store", "wait", "jobs", "json")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -67,7 +61,7 @@ def command(
     exclude: tuple[str, ...],
     dry_run: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Verify the models NAME, or all models, and rewrite damaged and missing blobs.
 
@@ -79,10 +73,8 @@ def command(
     """
     from blobstore.operations.maintenance.repair import repair_models
 
-    store.check_root()
-    if not store.root.exists():
-        raise NotFound(f"there is no store at {quote(store.root)}")
-    with options.models(store, names) as chosen, render.progress_bar() as progress:
+    chosen = arguments.models(store, names, needs_store=True)
+    with progress_bar() as progress:
         repaired = repair_models(
             chosen,
             source,
@@ -100,29 +92,25 @@ def command(
             progress=progress,
         )
     for notice in repaired.notices if repaired.verified.damaged else ():
-        render.show_note(notice)
-    if as_json:
-        counts = (
-            "models=verified.models blobs=verified.blobs bytes_read=verified.bytes_read seconds"
-        )
-        result = (
-            {"dry_run": dry_run}
-            | render.record(repaired, counts)
-            | {
-                "manifests": render.records(repaired.restored, "model=reference quarantined"),
-                "repaired": render.records(
-                    repaired.repaired, "blob=digest bytes=size layer quarantined"
-                ),
-                "faults": render.records(repaired.faults, FAULT_FIELDS),
-            }
-        )
-        render.show_json(result)
-    else:
-        render.show(_as_text(repaired, dry_run=dry_run))
+        output.show_note(notice)
+    out.result(
+        {"dry_run": dry_run} | _as_json(repaired),
+        _as_text(repaired, dry_run=dry_run),
+    )
     if source is None and repaired.verified.damaged:
-        render.show_note(_ADVICE)
+        output.show_note(_ADVICE)
     if repaired.faults:
         ctx.exit(Damaged.exit_code)
+
+
+def _as_json(repaired: Repaired) -> dict[str, Any]:
+    counts = "models=verified.models blobs=verified.blobs bytes_read=verified.bytes_read seconds"
+    blobs = "blob=digest bytes=size layer quarantined"
+    return output.record(repaired, counts) | {
+        "manifests": output.records(repaired.restored, "model=reference quarantined"),
+        "repaired": output.records(repaired.repaired, blobs),
+        "faults": output.records(repaired.faults, FAULT_FIELDS),
+    }
 
 
 def _as_text(repaired: Repaired, *, dry_run: bool) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.operations.maintenance.names import RemovedModels
     from blobstore.store.local import LocalStore
 
@@ -19,12 +20,12 @@ _NAMED = 3
 
 
 @click.command("rm", short_help="Remove model names.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL_OR_ADDRESS)
+@click.argument(
+    "names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL_OR_ADDRESS
+)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
-@options.store_option
-@options.wait_option
-@options.json_option
-def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: bool) -> None:
+@options.shared("store", "wait", "json")
+def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, out: Output) -> None:
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
     No blob is removed. A name is removed even if its manifest cannot be read.
@@ -34,46 +35,42 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, as_json: b
     if any(map(is_in_objects, names)):
         if not all(map(is_in_objects, names)):
             raise click.UsageError("names in the store and in object storage cannot be mixed")
-        _remove_objects(names, dry_run=dry_run, as_json=as_json)
+        _remove_objects(names, out, dry_run=dry_run)
         return
     from blobstore.operations.maintenance.names import remove_models
 
-    with options.models(store, names, needs_name=True) as chosen:
-        removed = remove_models(chosen, store=store, dry_run=dry_run)
-    if as_json:
-        result = {
-            "dry_run": dry_run,
-            "removed": render.records(removed.names, "name=reference digest error"),
-            "unreferenced": render.record(removed, "blobs bytes=size"),
-            "kept_as_bases": render.record(removed, "blobs=bases bytes=bases_size by=coded"),
-            "unreadable": [entry.reference for entry in removed.unreadable],
-        }
-        render.show_json(result)
-    else:
-        render.show(_as_text(removed, dry_run=dry_run))
+    chosen = arguments.models(store, names, needs_name=True)
+    removed = remove_models(chosen, store=store, dry_run=dry_run)
+    data = {
+        "dry_run": dry_run,
+        "removed": output.records(removed.names, "name=reference digest error"),
+        "unreferenced": output.record(removed, "blobs bytes=size"),
+        "kept_as_bases": output.record(removed, "blobs=bases bytes=bases_size by=coded"),
+        "unreadable": [entry.reference for entry in removed.unreadable],
+    }
+    out.result(data, _as_text(removed, dry_run=dry_run))
     for entry in removed.names:
         if entry.error is not None:
-            render.show_note(f"the blobs of {entry.reference} are unknown: {entry.error}")
+            output.show_note(f"the blobs of {entry.reference} are unknown: {entry.error}")
     for entry in removed.unreadable:
-        render.show_note(
+        output.show_note(
             f'"blobstore gc" removes nothing until {entry.reference} is repaired or removed: '
             f"{entry.error}"
         )
 
 
-def _remove_objects(names: tuple[str, ...], *, dry_run: bool, as_json: bool) -> None:
+def _remove_objects(names: tuple[str, ...], out: Output, *, dry_run: bool) -> None:
     from blobstore.objects.source import ObjectSource
 
     found = [(store, address) for store, address, _ in map(ObjectSource.locate, names)]
     for store, address in () if dry_run else found:
         store.remove([address.reference])
-    if as_json:
-        render.show_json({"dry_run": dry_run, "removed": [str(address) for _, address in found]})
-        return
     verb = "would remove" if dry_run else "removed"
-    for _, address in found:
-        render.show(f"{verb} {render.cell(address)}")
-    render.show_note("'blobstore gc --remote' frees what no other model needs")
+    out.result(
+        {"dry_run": dry_run, "removed": [str(address) for _, address in found]},
+        [f"{verb} {render.cell(address)}" for _, address in found],
+        notes=["'blobstore gc --remote' frees what no other model needs"],
+    )
 
 
 def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:

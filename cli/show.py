@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
 from blobstore.cli.show_path import show_path
 from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches, glob_matches
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeIs
 
+    from blobstore.cli.output import Output
     from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
@@ -58,7 +59,7 @@ def _view_option(view: View, text: str) -> Callable[[_Command], _Command]:
         del param
         other = ctx.meta.get(_VIEW_KEY)
         if value and other:
-            raise click.UsageError(f"--{other} and --{view} contradict each other", ctx)
+            raise click.UsageError(f"--{other} and --{view} contradict each other")
         if value:
             ctx.meta[_VIEW_KEY] = view
 
@@ -66,21 +67,18 @@ def _view_option(view: View, text: str) -> Callable[[_Command], _Command]:
 
 
 @click.command("show", short_help="Show the tensors, layers or files of a model.")
-@click.argument("name", metavar="NAME|PATH", type=options.MODEL_OR_PATH)
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=options.TENSORS)
-@options.plain_http_option
-@options.store_option
+@click.argument("name", metavar="NAME|PATH", type=arguments.MODEL_OR_PATH)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.TENSORS)
+@options.shared("plain-http", "store")
 @_view_option("layers", "List the manifest's layers.")
 @_view_option("files", "List the small files.")
 @_view_option("manifest", "Print the manifest, byte for byte.")
 @_view_option("source", "Show what the model was imported from.")
-@click.option(
-    "--sort",
-    "order",
-    type=click.Choice(["name", "size", "type", "params"]),
-    help="Order of the rows; the manifest's by default. Largest first for size and params.",
+@options.sort_option(
+    get_args(Order),
+    "Order of the rows; the manifest's by default. Largest first for size and params.",
 )
-@options.json_option
+@options.shared("json")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -89,7 +87,7 @@ def command(
     store: LocalStore,
     order: Order | None,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Show the tensors of the model NAME: types, shapes, sizes and digests.
 
@@ -109,49 +107,37 @@ def command(
     view: View | None = ctx.meta.get(_VIEW_KEY)
     if not is_address(name) and _is_path(name, store):
         if view or order:
-            raise click.UsageError(f"--{view or 'sort'} applies only to models in the store", ctx)
-        show_path(name, patterns, as_json=as_json)
+            raise click.UsageError(f"--{view or 'sort'} applies only to models in the store")
+        show_path(name, patterns, out)
         return
-    with options.model_or_address(store, name) as reference:
-        if view in ("manifest", "source"):
-            if patterns or order:
-                raise click.UsageError(f"--{view} takes no PATTERN and no --sort", ctx)
-            if view == "manifest":
-                with reading_models(store, reference, plain_http=plain_http) as (reader, (own,)):
-                    render.show_bytes(reader.read_manifest(own))
-            else:
-                source = model_source(reference, store=store, plain_http=plain_http)
-                _show_source(reference, source, as_json=as_json)
-            return
-        model = describe_model(reference, store=store, plain_http=plain_http)
-    _show_model(model, view, patterns, order, as_json=as_json)
-    for notice in model.notices:
-        render.show_note(notice)
-    for message in {(blob.digest, blob.size): str(blob.fault) for blob in model.faults}.values():
-        render.show_error(f"model {model.reference}: {message}")
-    if model.faults:
-        ctx.exit(Damaged.exit_code)
-
-
-def _show_model(
-    model: ModelDescription,
-    view: View | None,
-    patterns: Sequence[str],
-    order: Order | None,
-    *,
-    as_json: bool,
-) -> None:
-    if view is None:
-        view = "layers" if model.format == "gguf" else "tensors"
-        if not (model.tensors or model.faults or as_json) and model.files:
-            view = "files"  # a model of files that were stored as they are
+    reference = arguments.model_or_address(store, name)
+    if view in ("manifest", "source"):
+        if patterns or order:
+            raise click.UsageError(f"--{view} takes no PATTERN and no --sort")
+        if view == "manifest":
+            with reading_models(store, reference, plain_http=plain_http) as (reader, (own,)):
+                output.show_bytes(reader.read_manifest(own))
+        else:
+            source = model_source(reference, store=store, plain_http=plain_http)
+            _show_source(reference, source, out)
+        return
+    model = describe_model(reference, store=store, plain_http=plain_http)
+    view = view or _default_view(model, out)
     rows = _selected(model, view, patterns)
     if order:
         rows = sorted(rows, key=lambda row: (_SORT_KEYS[order](row), row.name))
-    if as_json:
-        _show_json(model, view, rows)
-    else:
-        render.show(_as_text(model, view, rows))
+    out.result(lambda: _as_json(model, view, rows), _as_text(model, view, rows))
+    output.show_note(*model.notices)
+    messages = {(blob.digest, blob.size): blob.fault for blob in model.faults}
+    output.exit_with(f"model {model.reference}: {message}" for message in messages.values())
+
+
+def _default_view(model: ModelDescription, out: Output) -> View:
+    if model.format == "gguf":
+        return "layers"
+    if not (model.tensors or model.faults or out.is_json) and model.files:
+        return "files"  # a model of files that were stored as they are
+    return "tensors"
 
 
 def _is_path(name: str, store: LocalStore) -> bool:
@@ -200,19 +186,18 @@ def _is_blob(row: Row) -> TypeIs[BlobDescription]:
     return hasattr(row, "media_type")
 
 
-def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> str:
+def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterator[str]:
     headings = _HEADINGS[view]
     numbers = [index for index, heading in enumerate(headings) if heading in ("BITS", "SIZE")]
     alarming = [index for index, row in enumerate(rows) if _is_blob(row) and row.fault]
     architecture = render.cell(model.architecture) or "unknown architecture"
     kind = f" ({render.cell(model.model_type)})" if model.model_type else ""
-    lines = [f"{render.cell(model.reference)}: {architecture}{kind}"]
+    yield f"{render.cell(model.reference)}: {architecture}{kind}"
     if model.format == "gguf":
-        lines.append("a model of Ollama: its weights are one GGUF file, not one blob per tensor")
+        yield "a model of Ollama: its weights are one GGUF file, not one blob per tensor"
     cells = [_cells(view, row) for row in rows]
-    lines.append(render.table(headings, cells, right=numbers, alarming=alarming))
-    lines.append(", ".join(_totals(model, view, rows)))
-    return "\n".join(lines)
+    yield render.table(headings, cells, right=numbers, alarming=alarming)
+    yield ", ".join(_totals(model, view, rows))
 
 
 def _cells(view: View, row: Row) -> tuple[str, ...]:
@@ -259,45 +244,38 @@ def _bits(size: int, elements: int) -> str:
     return f"{size * 8 / elements:.3g}" if elements else "-"
 
 
-def _show_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> None:
+def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[str, Any]:
     if view == "tensors":
         tensors = [row for row in rows if not _is_blob(row)]
-        listed = render.records(tensors, _TENSOR_FIELDS)
+        listed = output.records(tensors, _TENSOR_FIELDS)
         for tensor, shown in zip(tensors, listed, strict=True):
             if not tensor.is_quantized:
                 del shown["quant_type"], shown["group_size"]
             if shown["bits_per_weight"] is not None:
                 shown["bits_per_weight"] = round(shown["bits_per_weight"], 4)
     else:
-        listed = render.records(rows, _BLOB_FIELDS)
-    shown = render.record(
-        model,
-        "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size",
-    )
-    for key in ("architecture", "model_type"):
-        shown[key] = shown[key] or None
-    faults = render.records(model.faults, f"{_BLOB_FIELDS} message=fault")
-    render.show_json(shown | {view: listed, "faults": faults})
+        listed = output.records(rows, _BLOB_FIELDS)
+    fields = "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size"
+    faults = output.records(model.faults, f"{_BLOB_FIELDS} message=fault")
+    return output.record(model, fields) | {view: listed, "faults": faults}
 
 
-def _show_source(name: Reference | str, source: SourceRecord | None, *, as_json: bool) -> None:
+def _show_source(name: Reference | str, source: SourceRecord | None, out: Output) -> None:
     if source is None:
         raise NotFound(f"model {name} does not say what it was imported from; import it again")
-    if as_json:
-        shown = render.record(source, "kind repository commit options converted=is_converted")
-        files = [
-            {**shown_file, "sha256": file.sha256.hex if file.sha256 else None}
-            for file, shown_file in zip(
-                source.files, render.records(source.files, "name format bytes=size"), strict=True
-            )
-        ]
-        render.show_json({"name": name, **shown, "files": files})
-        return
+    files = output.records(source.files, "name format bytes=size")
+    for file, shown in zip(source.files, files, strict=True):
+        shown["sha256"] = file.sha256.hex if file.sha256 else None
+    fields = "kind repository commit options converted=is_converted"
+    data = {"name": name} | output.record(source, fields) | {"files": files}
+    out.result(data, _source_as_text(name, source))
+
+
+def _source_as_text(name: Reference | str, source: SourceRecord) -> Iterator[str]:
     origin = f"{source.repository} at {source.commit}" if source.repository else f"a {source.kind}"
-    lines = [f"{render.cell(name)}: imported from {render.cell(origin)}"]
-    lines += [
-        render.cell(f"option {key}: {json.dumps(value)}") for key, value in source.options.items()
-    ]
+    yield f"{render.cell(name)}: imported from {render.cell(origin)}"
+    for key, value in source.options.items():
+        yield render.cell(f"option {key}: {json.dumps(value)}")
     rows = [
         (
             render.cell(file.name),
@@ -307,7 +285,6 @@ def _show_source(name: Reference | str, source: SourceRecord | None, *, as_json:
         )
         for file in source.files
     ]
-    lines.append(render.table(("FILE", "FORMAT", "SIZE", "SHA256"), rows, right=(2,)))
+    yield render.table(("FILE", "FORMAT", "SIZE", "SHA256"), rows, right=(2,))
     if source.is_converted:
-        lines.append("the import converted tensors, so an export writes new files")
-    render.show("\n".join(lines))
+        yield "the import converted tensors, so an export writes new files"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from blobstore.cli import render
+from blobstore.cli import output, render
 from blobstore.cli.pack import SUFFIX
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape, quote
 from blobstore.core.globs import glob_matches
 from blobstore.errors import NotFound
@@ -16,11 +17,12 @@ from blobstore.errors import NotFound
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import TensorSource
 
 
-def show_path(path: str, patterns: Sequence[str], *, as_json: bool) -> None:
+def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
     """Print the tensors of a source, or the models of an archive or of a folder of models."""
     from blobstore.operations.create.create_all import find_models
     from blobstore.sources.hub import cached_repository
@@ -29,18 +31,18 @@ def show_path(path: str, patterns: Sequence[str], *, as_json: bool) -> None:
 
     folder = Path(path)
     if path.endswith(SUFFIX):
-        _show_archive(path, patterns, as_json=as_json)
+        _show_archive(path, patterns, out)
     elif folder.is_dir() and not (
         is_model_folder(folder)
         or cached_repository(folder)
         or cached_repository(folder.parent.parent)
     ):
-        _show_models(find_models(folder), patterns, as_json=as_json)
+        _show_models(find_models(folder), patterns, out)
     else:
-        with render.progress_bar() as progress:
+        with progress_bar() as progress:
             opened = open_source(path, progress=progress)
         with closing(opened):
-            _show_source(path, opened, patterns, as_json=as_json)
+            _show_source(path, opened, patterns, out)
 
 
 def _selected(names: Sequence[str], patterns: Sequence[str], path: str) -> set[str]:
@@ -54,16 +56,10 @@ def _selected(names: Sequence[str], patterns: Sequence[str], path: str) -> set[s
     return found
 
 
-def _show_archive(path: str, patterns: Sequence[str], *, as_json: bool) -> None:
+def _show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
     from blobstore.operations.archive.describe import describe_archive
 
     archive = describe_archive(path, patterns)
-    if as_json:
-        fields = "name=reference digest blobs bytes=size stored_bytes=stored"
-        models = render.records(archive.models, fields)
-        shown = render.record(archive, "file=path bytes=size blobs deltas")
-        render.show_json(shown | {"models": models})
-        return
     rows = [
         (
             render.cell(model.reference),
@@ -73,44 +69,36 @@ def _show_archive(path: str, patterns: Sequence[str], *, as_json: bool) -> None:
         )
         for model in archive.models
     ]
-    render.show(render.table(("NAME", "ID", "SIZE", "STORED"), rows, right=(2, 3)))
-    render.show(
+    fields = "name=reference digest blobs bytes=size stored_bytes=stored"
+    data = output.record(archive, "file=path bytes=size blobs deltas")
+    total = (
         f"{escape(path)}: {render.count_of(len(archive.models), 'model')}, "
         f"{render.count_of(archive.blobs, 'blob')} ({archive.deltas:,} as deltas) in "
         f"{render.human_bytes(archive.size)}"
     )
+    table = render.table(("NAME", "ID", "SIZE", "STORED"), rows, right=(2, 3))
+    out.result(data | {"models": output.records(archive.models, fields)}, [table, total])
 
 
-def _show_models(
-    models: Sequence[tuple[str, Path]], patterns: Sequence[str], *, as_json: bool
-) -> None:
+def _show_models(models: Sequence[tuple[str, Path]], patterns: Sequence[str], out: Output) -> None:
     chosen = _selected([name for name, _ in models], patterns, "the folder")
     found = [(name, path) for name, path in models if name in chosen]
-    if as_json:
-        render.show_json({"models": [{"name": name, "source": path} for name, path in found]})
-        return
     rows = [(render.cell(name), render.cell(path)) for name, path in found]
-    render.show(render.table(("NAME", "SOURCE"), rows))
-    render.show(f"{render.count_of(len(rows), 'model')}; 'blobstore create --all' imports them")
+    out.result(
+        {"models": [{"name": name, "source": path} for name, path in found]},
+        (
+            render.table(("NAME", "SOURCE"), rows),
+            f"{render.count_of(len(rows), 'model')}; 'blobstore create --all' imports them",
+        ),
+    )
 
 
-def _show_source(
-    path: str, source: TensorSource, patterns: Sequence[str], *, as_json: bool
-) -> None:
+def _show_source(path: str, source: TensorSource, patterns: Sequence[str], out: Output) -> None:
     specs = list(source.specs.values())
     chosen = _selected([spec.name for spec in specs], patterns, path)
     specs = [spec for spec in specs if spec.name in chosen]
-    for notice in source.notices:
-        render.show_note(notice)
+    output.show_note(*source.notices)
     metadata = {file.name: dict(entries) for file, entries in source.metadata.items() if entries}
-    if as_json:
-        record = source.record()
-        result: dict[str, Any] = render.record(record, "kind repository commit")
-        listed = render.records(specs, "name type=dtype.value dtype=dtype.value shape bytes=nbytes")
-        result |= {"source": path, "bytes": sum(spec.nbytes for spec in specs), "tensors": listed}
-        files = [file.name for file in source.files]
-        render.show_json(result | {"files": files, "metadata": metadata, "notices": source.notices})
-        return
     rows = [
         (
             render.cell(spec.name),
@@ -120,11 +108,25 @@ def _show_source(
         )
         for spec in specs
     ]
-    render.show(render.table(("NAME", "TYPE", "SHAPE", "SIZE"), rows, right=(3,)))
-    render.show(f"{escape(path)}: {_totals(specs, len(source.specs), len(source.files))}")
-    for name, entries in metadata.items():
-        for key, value in entries.items():
-            render.show(f"  metadata of {render.cell(name)}: {render.cell(f'{key} = {value}')}")
+    lines = [
+        render.table(("NAME", "TYPE", "SHAPE", "SIZE"), rows, right=(3,)),
+        f"{escape(path)}: {_totals(specs, len(source.specs), len(source.files))}",
+    ]
+    lines += [
+        f"  metadata of {render.cell(name)}: {render.cell(f'{key} = {value}')}"
+        for name, entries in metadata.items()
+        for key, value in entries.items()
+    ]
+    fields = "name type=dtype.value dtype=dtype.value shape bytes=nbytes"
+    data = output.record(source.record(), "kind repository commit") | {
+        "source": path,
+        "bytes": sum(spec.nbytes for spec in specs),
+        "tensors": output.records(specs, fields),
+        "files": [file.name for file in source.files],
+        "metadata": metadata,
+        "notices": source.notices,
+    }
+    out.result(data, lines)
 
 
 def _totals(specs: Sequence[TensorSpec], total: int, files: int) -> str:

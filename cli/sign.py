@@ -6,27 +6,37 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
+from blobstore.cli.prompt import read_passphrase
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from blobstore.cli.output import Output
     from blobstore.operations.sign.folder_digests import Layout
+    from blobstore.operations.sign.sign import Signed
     from blobstore.store.local import LocalStore
 
 _SHOWN = 16
 
 
 @click.command("sign", short_help="Sign a model with a private key.")
-@click.argument("name", type=options.MODEL)
+@click.argument("name", type=arguments.MODEL)
 @click.option(
     "--key",
     metavar="FILE",
-    type=options.FILE,
+    type=arguments.FILE,
     required=True,
     help="Private key in PEM, of the curve P-256, P-384 or P-521.",
 )
 @click.option(
-    "--out", metavar="FILE", type=options.FILE, help="Write the OMS bundle to this new file, too."
+    "--out",
+    "file",
+    metavar="FILE",
+    type=arguments.FILE,
+    help="Write the OMS bundle to this new file, too.",
 )
 @click.option(
     "--layout",
@@ -36,18 +46,16 @@ _SHOWN = 16
     help="The folder whose files the bundle lists.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
-@options.store_option
-@options.jobs_option
-@options.json_option
+@options.shared("store", "jobs", "json")
 def command(
     name: str,
     key: str,
-    out: str | None,
+    file: str | None,
     layout: Layout,
     store: LocalStore,
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Sign the model NAME: its manifest, and the files of its folder.
 
@@ -57,36 +65,37 @@ def command(
     """
     from blobstore.operations.sign.sign import sign_model
 
-    with options.model(store, name) as model, render.progress_bar() as progress:
+    model = arguments.model(store, name)
+    with progress_bar() as progress:
         signed = sign_model(
             model,
             key,
             store=store,
-            out=out,
+            out=file,
             layout=layout,
-            passphrase=options.read_passphrase,
+            passphrase=read_passphrase,
             overwrite=force,
             jobs=jobs,
             progress=progress,
         )
-    if as_json:
-        fields = "name=reference digest key files hashed bytes_hashed file=out notices seconds"
-        render.show_json(render.record(signed, fields))
-        return
     place = f", written to {escape(str(signed.out))}" if signed.out else ""
-    render.show(
+    out.result(
+        output.record(
+            signed, "name=reference digest key files hashed bytes_hashed file=out notices seconds"
+        ),
         f"signed {render.cell(signed.reference)} ({signed.digest.short}) with key "
         f"{signed.key[:_SHOWN]}: {render.count_of(signed.files, 'file')}{place}; "
-        f"{render.human_seconds(signed.seconds)}"
+        f"{render.human_seconds(signed.seconds)}",
+        notes=_notes(signed),
     )
-    for notice in signed.notices:
-        render.show_note(notice)
+
+
+def _notes(signed: Signed) -> Iterator[str]:
+    yield from signed.notices
     if not signed.files:
-        render.show_note(
-            "the model has no folder of safetensors files; only its manifest is signed"
-        )
+        yield "the model has no folder of safetensors files; only its manifest is signed"
     if signed.hashed:
-        render.show_note(
+        yield (
             f"hashed {render.count_of(signed.hashed, 'weight file')} of "
             f"{render.human_bytes(signed.bytes_hashed)}, because the model does not record their "
             "digests"

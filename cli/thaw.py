@@ -6,30 +6,26 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
-from blobstore.errors import Damaged
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 
 if TYPE_CHECKING:
+    from blobstore.cli.output import Output
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 
 @click.command("thaw", short_help="Decompress frozen models.")
-@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=options.MODEL)
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL)
 @click.option("--keep-cold", is_flag=True, help="Keep the compressed form too.")
-@options.store_option
-@options.jobs_option
-@options.wait_option
-@options.json_option
-@click.pass_context
+@options.shared("store", "jobs", "wait", "json")
 def command(
-    ctx: click.Context,
     names: tuple[str, ...],
     store: LocalStore,
     keep_cold: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Decompress the models NAME into files, as Ollama and "blobstore link" need them.
 
@@ -37,24 +33,19 @@ def command(
     """
     from blobstore.operations.freeze.thaw import thaw_models
 
-    with options.models(store, names) as chosen, render.progress_bar() as progress:
+    chosen = arguments.models(store, names)
+    with progress_bar() as progress:
         thawed = thaw_models(chosen, store=store, keep_cold=keep_cold, jobs=jobs, progress=progress)
-    if as_json:
-        fields = "names=references blobs bytes=size stored_bytes=stored faults seconds"
-        render.show_json(render.record(thawed, fields))
-    else:
-        sizes = (
-            f"{render.human_bytes(thawed.stored)} decompressed to {render.human_bytes(thawed.size)}"
-        )
-        render.show(
-            f"thawed {render.count_of(thawed.blobs, 'blob')} of "
-            f"{render.count_of(len(thawed.references), 'model')}: "
-            f"{sizes if thawed.blobs else 'nothing to do'}; {render.human_seconds(thawed.seconds)}"
-        )
-    for fault in thawed.faults:
-        render.show_error(str(fault))
-    if thawed.faults:
-        ctx.exit(Damaged.exit_code)
+    sizes = f"{render.human_bytes(thawed.stored)} decompressed to {render.human_bytes(thawed.size)}"
+    out.result(
+        output.record(
+            thawed, "names=references blobs bytes=size stored_bytes=stored faults seconds"
+        ),
+        f"thawed {render.count_of(thawed.blobs, 'blob')} of "
+        f"{render.count_of(len(thawed.references), 'model')}: "
+        f"{sizes if thawed.blobs else 'nothing to do'}; {render.human_seconds(thawed.seconds)}",
+    )
+    output.exit_with(thawed.faults)
 
 
 def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) -> None:

@@ -6,37 +6,34 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, render
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.archive.unpack import CheckedArchive, Unpacked
     from blobstore.store.local import LocalStore
 
 
 @click.command("unpack", short_help="Import the models of an archive.")
-@click.argument("file", metavar="FILE.bsar", type=options.FILE)
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL)
+@click.argument("file", metavar="FILE.bsar", type=arguments.FILE)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
 @click.option(
     "--signature",
     "signatures",
     metavar="FILE",
-    type=options.FILE,
+    type=arguments.FILE,
     multiple=True,
     help="A signature of a model, which is stored with it; may be repeated.",
 )
 @click.option("--force", is_flag=True, help="Replace other models that have the names.")
-@options.store_option
-@options.jobs_option
-@options.wait_option
-@options.json_option
-@click.pass_context
+@options.shared("store", "jobs", "wait", "json")
 def command(
-    ctx: click.Context,
     file: str,
     names: tuple[str, ...],
     store: LocalStore,
@@ -44,7 +41,7 @@ def command(
     signatures: tuple[str, ...],
     force: bool,
     jobs: int | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Import the models NAME, by default all, from the archive FILE.bsar.
 
@@ -53,7 +50,7 @@ def command(
     """
     if verify_only and (force or signatures):
         option = "--force" if force else "--signature"
-        raise click.UsageError(f"--verify-only and {option} contradict each other", ctx)
+        raise click.UsageError(f"--verify-only and {option} contradict each other")
     from blobstore.operations.archive.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
     from blobstore.store.name_patterns import select_references
@@ -62,7 +59,8 @@ def command(
     if names:
         with open_archive(file) as archive:
             chosen = select_references(archive, names)
-    with render.progress_bar() as progress:
+    fields = "file=path names=references blobs stored_bytes=stored seconds"
+    with progress_bar() as progress:
         if verify_only:
             checked = check_archive(file, chosen, jobs=jobs, progress=progress)
         else:
@@ -75,27 +73,25 @@ def command(
                 jobs=jobs,
                 progress=progress,
             )
-            for notice in unpacked.notices:
-                render.show_note(notice)
-    done: CheckedArchive | Unpacked = checked if verify_only else unpacked
-    if as_json:
-        sizes = "bytes=size" if verify_only else "bytes_written bytes_present"
-        fields = f"file=path names=references blobs stored_bytes=stored seconds {sizes}"
-        render.show_json(render.record(done, fields))
-        return
     if verify_only:
         work = (
             f"{escape(str(checked.path))} is intact: {render.count_of(checked.blobs, 'blob')} of "
             f"{render.human_bytes(checked.size)} in {render.human_bytes(checked.stored)}"
         )
-    else:
-        present = unpacked.bytes_present
-        already = f", {render.human_bytes(present)} already present" if present else ""
-        work = (
-            f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
-            f"{render.count_of(unpacked.blobs, 'blob')}, "
-            f"{render.human_bytes(unpacked.bytes_written)} written{already}"
-        )
-    render.show(f"{work}; {render.human_seconds(done.seconds)}")
-    for reference in done.references:
-        render.show(f"  {render.cell(reference)}")
+        out.result(output.record(checked, f"{fields} bytes=size"), _as_text(checked, work))
+        return
+    output.show_note(*unpacked.notices)
+    present = unpacked.bytes_present
+    already = f", {render.human_bytes(present)} already present" if present else ""
+    work = (
+        f"unpacked {render.count_of(len(unpacked.references), 'model')}: "
+        f"{render.count_of(unpacked.blobs, 'blob')}, "
+        f"{render.human_bytes(unpacked.bytes_written)} written{already}"
+    )
+    data = output.record(unpacked, f"{fields} bytes_written bytes_present")
+    out.result(data, _as_text(unpacked, work))
+
+
+def _as_text(done: CheckedArchive | Unpacked, work: str) -> list[str]:
+    names = [f"  {render.cell(reference)}" for reference in done.references]
+    return [f"{work}; {render.human_seconds(done.seconds)}", *names]

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, render
-from blobstore.core.escape import escape, quote
-from blobstore.errors import Damaged, NotFound, StoreError
+from blobstore.cli import arguments, options, output, render
+from blobstore.cli.progress import progress_bar
+from blobstore.core.escape import escape
+from blobstore.errors import Damaged, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from blobstore.cli.output import Output
     from blobstore.operations.maintenance.verify import Fault, Verified
     from blobstore.operations.sign.report import SignedModel
     from blobstore.operations.transfer.verify_remote import RemoteFault, VerifiedRemote
@@ -25,7 +27,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=options.MODEL_TO_VERIFY)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_TO_VERIFY)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
     "--remote", metavar="REMOTE", help="Read a model in a registry or object storage back instead."
@@ -43,14 +45,11 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
     "--key",
     "keys",
     metavar="FILE",
-    type=options.FILE,
+    type=arguments.FILE,
     multiple=True,
     help="A public key in PEM to check signatures with, besides those of the policy; may be repeated.",
 )
-@options.plain_http_option
-@options.store_option
-@options.jobs_option
-@options.json_option
+@options.shared("plain-http", "store", "jobs", "json")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -63,7 +62,7 @@ def command(
     keys: tuple[str, ...],
     jobs: int | None,
     plain_http: bool | None,
-    as_json: bool,
+    out: Output,
 ) -> None:
     """Hash and parse every blob of the models NAME, or of all models.
 
@@ -78,20 +77,18 @@ def command(
     if remote is not None:
         if names or quick or jobs or signatures:
             raise click.UsageError(
-                "--remote cannot be combined with NAME, --quick, --jobs or --signatures", ctx
+                "--remote cannot be combined with NAME, --quick, --jobs or --signatures"
             )
-        _verify_remote(ctx, remote, rate, plain_http, as_json=as_json)
+        _verify_remote(ctx, remote, rate, plain_http, out)
         return
     if keys and not signatures:
-        raise click.UsageError("--key needs --signatures", ctx)
+        raise click.UsageError("--key needs --signatures")
     from blobstore.manifests.check import ADVICE
     from blobstore.operations.maintenance.verify import verify_models
 
-    store.check_root()
-    if not store.root.exists():
-        raise NotFound(f"there is no store at {quote(store.root)}")
     unreadable: list[StoreError] = []
-    with options.models(store, names) as chosen, render.progress_bar() as progress:
+    chosen = arguments.models(store, names, needs_store=True)
+    with progress_bar() as progress:
         verified = verify_models(
             chosen,
             store=store,
@@ -108,40 +105,38 @@ def command(
         signed = check_signatures(
             chosen, keys=keys, store=store, on_error=lambda _: None
         )  # verify_models has collected these errors
-    if as_json:
-        faults = render.records(verified.faults, FAULT_FIELDS)
-        work = render.record(verified, "models blobs bytes_read seconds")
-        found = {"signatures": list(map(_signed_record, signed))} if signatures else {}
-        errors = {"unreadable": list(map(str, unreadable))}
-        render.show_json(work | {"faults": faults} | errors | found)
-    else:
-        render.show("\n".join([*map(_signed_text, signed), _as_text(verified, quick=quick)]))
+    data = output.record(verified, "models blobs bytes_read seconds") | {
+        "faults": output.records(verified.faults, FAULT_FIELDS),
+        "unreadable": list(map(str, unreadable)),
+    }
+    if signatures:
+        data["signatures"] = list(map(_signed_record, signed))
+    out.result(data, [*map(_signed_text, signed), _as_text(verified, quick=quick)])
     if verified.damaged:
-        render.show_note(_ADVICE)
+        output.show_note(_ADVICE)
     if any(not fault.blob for fault in verified.faults):
-        render.show_note(f"for manifests: {ADVICE}")
+        output.show_note(f"for manifests: {ADVICE}")
     for error in unreadable:
-        render.show_error(str(error))
+        output.show_error(str(error))
     ok = StoreError.exit_code if unreadable else 0
     is_faulty = verified.faults or any(model.is_faulty for model in signed)
     ctx.exit(Damaged.exit_code if is_faulty else ok)
 
 
 def _verify_remote(
-    ctx: click.Context, remote: str, rate: int | None, plain_http: bool | None, *, as_json: bool
+    ctx: click.Context, remote: str, rate: int | None, plain_http: bool | None, out: Output
 ) -> None:
     from blobstore.operations.transfer.verify_remote import verify_remote
 
-    with render.progress_bar() as progress:
+    with progress_bar() as progress:
         verified = verify_remote(remote, limit_rate=rate, plain_http=plain_http, progress=progress)
-    if as_json:
-        faults = render.records(verified.faults, FAULT_FIELDS)
-        work = render.record(verified, "remote digest models blobs cold_blobs bytes_read seconds")
-        render.show_json(work | {"faults": faults})
-    else:
-        render.show(_as_text(verified, quick=False, cold_blobs=verified.cold_blobs))
+    work = output.record(verified, "remote digest models blobs cold_blobs bytes_read seconds")
+    out.result(
+        work | {"faults": output.records(verified.faults, FAULT_FIELDS)},
+        _as_text(verified, quick=False, cold_blobs=verified.cold_blobs),
+    )
     if verified.faults:
-        render.show_note(
+        output.show_note(
             "push the model to another repository, or ask the operator to restore the blobs"
         )
         ctx.exit(Damaged.exit_code)
@@ -167,14 +162,9 @@ def _as_text(verified: Verified | VerifiedRemote, *, quick: bool, cold_blobs: in
 
 
 def _signed_record(model: SignedModel) -> dict[str, Any]:
-    fields = "kind state signer key signed_as message"
-    listed = [
-        render.record(one, fields)
-        | {"created": None if one.created is None else render.timestamp(one.created)}
-        for one in model.signatures
-    ]
-    value = render.record(model, "name=reference digest action trusted=is_trusted reason")
-    return value | {"signatures": listed}
+    fields = "kind state signer key signed_as message created"
+    value = output.record(model, "name=reference digest action trusted=is_trusted reason")
+    return value | {"signatures": output.records(model.signatures, fields)}
 
 
 def _signed_text(model: SignedModel) -> str:
@@ -186,7 +176,7 @@ def _signed_text(model: SignedModel) -> str:
             "unknown key": "not verified: signed by another key",
         }[one.state]
         key = f" (key {render.cell(one.key[:_SHOWN])})" if one.key else ""
-        moment = f" at {render.timestamp(one.created)}" if one.created is not None else ""
+        moment = f" at {output.timestamp(one.created)}" if one.created is not None else ""
         lines.append(f"  {one.kind}: {by}{key}{moment}")
     return "\n".join(lines)
 

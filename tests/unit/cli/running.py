@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,3 +65,42 @@ def run_process(*arguments: object, **variables: str) -> subprocess.CompletedPro
         timeout=120,
         check=False,
     )
+
+
+def on_terminal(code: str, *arguments: object, exit_code: int = 0, **variables: str) -> bytes:
+    """Run Python code with a pseudo-terminal for input and output; return what it shows."""
+    return _on_terminal(code, *arguments, is_piped=False, exit_code=exit_code, **variables)[0]
+
+
+def on_terminal_with_pipe(code: str, *arguments: object) -> tuple[bytes, bytes]:
+    """Do as :func:`on_terminal` with standard output piped; return what went there, too."""
+    return _on_terminal(code, *arguments, is_piped=True)
+
+
+def _on_terminal(
+    code: str, *arguments: object, is_piped: bool, exit_code: int = 0, **variables: str
+) -> tuple[bytes, bytes]:
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=slave,
+        stdout=subprocess.PIPE if is_piped else slave,
+        stderr=slave,
+        env=environment(**{"TERM": "xterm", "NO_COLOR": "", **variables}),
+    )
+    os.close(slave)
+    shown = b""
+    while data := _read(master):
+        shown += data
+    os.close(master)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (exit_code, 4), shown
+    return shown, output
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # Linux says so when the other end is closed
+        return b""

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import LAUNCHER, run, run_json, run_process
-from tests.unit.cli.test_render import on_terminal
+from tests.unit.cli.running import LAUNCHER, on_terminal, run, run_json, run_process
 
 
 def test_prints_a_file_byte_for_byte(stored: LocalStore, dense: Path) -> None:

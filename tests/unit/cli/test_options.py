@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import os
-
 import click
 import pytest
 
-from blobstore.cli.options import parse_duration, parse_rate, parse_size
-from blobstore.manifests.reference import Reference
+from blobstore.cli.options import parse_duration, parse_rate, parse_size, shared
 from blobstore.store.local import LocalStore
-from tests.support.sandbox import NOBODY
 from tests.unit.cli.running import run
 
 PARAMETER = click.Option(["--shard-size"])
@@ -72,8 +68,10 @@ def test_warns_of_a_store_that_everybody_may_write_to(stored: LocalStore) -> Non
     assert run("show", "dense").stderr.startswith("note: every user may write to '")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_warns_of_a_name_that_another_user_gave(stored: LocalStore) -> None:
-    os.chown(stored.manifest_path(Reference.parse("dense")), NOBODY, NOBODY)
-    assert "was put into the store by another user" in run("show", "dense").stderr
-    assert run("list").stderr == ""
+def test_shared_options_have_the_order_in_which_a_command_lists_them() -> None:
+    @click.command()
+    @shared("jobs", "json")
+    @shared("keep")
+    def command() -> None: ...
+
+    assert [param.name for param in command.params] == ["jobs", "out", "keep"]

@@ -1,60 +1,15 @@
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import pty
-import struct
-import subprocess
-import sys
-import termios
 import time
-from pathlib import Path
 
 import pytest
 
 from blobstore.cli import render
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import LAUNCHER, environment
+from tests.unit.cli.running import LAUNCHER, on_terminal
 
-HIDE_CURSOR = b"\x1b[?25l"
 RED = b"\x1b[31m"
-
-
-def on_terminal(code: str, *arguments: object, exit_code: int = 0, **variables: str) -> bytes:
-    """Run Python code with a pseudo-terminal for input and output; return what it shows."""
-    return _on_terminal(code, *arguments, piped=False, exit_code=exit_code, **variables)[0]
-
-
-def _on_terminal(
-    code: str, *arguments: object, piped: bool, exit_code: int = 0, **variables: str
-) -> tuple[bytes, bytes]:
-    """Return what the terminal shows and, if standard output is ``piped``, what went there."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=slave,
-        stdout=subprocess.PIPE if piped else slave,
-        stderr=slave,
-        env=environment(**{"TERM": "xterm", "NO_COLOR": "", **variables}),
-    )
-    os.close(slave)
-    shown = b""
-    while data := _read(master):
-        shown += data
-    os.close(master)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode in (exit_code, 4), shown
-    return shown, output
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # Linux says so when the other end is closed
-        return b""
 
 
 @pytest.mark.parametrize(
@@ -145,80 +100,6 @@ def test_a_piped_table_keeps_long_names(capsys: pytest.CaptureFixture[str]) -> N
     assert LONG_NAME in capsys.readouterr().out
 
 
-def test_errors_are_red_on_a_terminal(stored: LocalStore) -> None:
-    assert b"\x1b[31m\x1b[1mblobstore: error:\x1b[0m no such" in on_terminal(
-        LAUNCHER, "shwo", exit_code=2
-    )
-    assert b"\x1b" not in on_terminal(LAUNCHER, "shwo", exit_code=2, NO_COLOR="1")
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("blobstore.cli.render.time.monotonic", lambda: now)
-    with render.progress_bar() as progress:
-        assert progress is not None
-        for second in range(26):
-            now = 100.0 + second
-            progress("layer\x1b", second * 10**6, 10**8)
-
-    assert capsys.readouterr().err.splitlines() == [
-        "progress: 10.0 MB of 100 MB (10%), 1.0 MB/s: layer\\x1b",
-        "progress: 20.0 MB of 100 MB (20%), 1.0 MB/s: layer\\x1b",
-    ]
-
-
-def test_progress_without_a_total_says_what_is_done(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(render, "_LINE_SECONDS", 0)
-    with render.progress_bar() as progress:
-        assert progress is not None
-        progress("searching for bases: 12 of 200 models", 0, 0)
-    assert capsys.readouterr().err == "progress: searching for bases: 12 of 200 models\n"
-
-
-def test_create_shows_progress_on_a_terminal_and_clears_it(store: LocalStore, dense: Path) -> None:
-    shown = on_terminal(LAUNCHER, "create", dense, "dense")
-    assert shown.startswith(HIDE_CURSOR)
-    assert b"finishing" in shown
-    last = shown.rpartition(b"\x1b[2K")[2]
-    assert last.startswith(b"created dense:latest: 9 tensors in ")
-    assert last.count(b"\n") == 1
-
-
-def test_progress_stays_out_of_a_piped_result(store: LocalStore, dense: Path) -> None:
-    shown, output = _on_terminal(LAUNCHER, "create", dense, "dense", "--json", piped=True)
-    assert HIDE_CURSOR in shown
-    assert json.loads(output)["name"] == "dense:latest"
-    assert output.count(b"\n") == 1
-
-
-@pytest.mark.parametrize("command", [["create", "SOURCE", "again"], ["verify"]])
-def test_a_dumb_terminal_gets_no_bar(stored: LocalStore, dense: Path, command: list[str]) -> None:
-    arguments = [dense if word == "SOURCE" else word for word in command]
-    assert b"\x1b" not in on_terminal(LAUNCHER, *arguments, TERM="dumb")
-    assert HIDE_CURSOR in on_terminal(LAUNCHER, *arguments)
-
-
-def test_progress_is_escaped_and_fits_the_line() -> None:
-    code = (
-        "from blobstore.cli.render import progress_bar\n"
-        "with progress_bar() as progress:\n"
-        "    progress('evil\\x1b]0;title\\x07[bold]\\n\\u202e' + 'x' * 70_000, 1, 2)\n"
-    )
-    shown = on_terminal(code)
-
-    assert b"evil\\x1b]0;title\\x07" in shown
-    assert b"[bold]" in shown
-    assert b"\x1b]0" not in shown
-    assert b"\x07" not in shown
-    assert "\u202e" not in shown.decode()
-    # One line of text: the cursor never moves up by more than the line that is redrawn.
-    assert shown.count(b"\x1b[1A") == 1
-
-
 def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
     layer = stored.resolve(Reference.parse("dense")).layers[0]
     (stored.folder("blobs") / layer.digest.file_name).unlink()
@@ -226,10 +107,3 @@ def test_a_terminal_sees_damage_in_red(stored: LocalStore) -> None:
     assert [line.startswith(RED) and b"error:" not in line for line in shown].count(True) == 1
     assert shown[2].startswith(RED + b"empty")
     assert b"\x1b" not in on_terminal(LAUNCHER, "show", "dense", NO_COLOR="1")
-
-
-def test_a_terminal_gets_the_manifest_escaped(stored: LocalStore) -> None:
-    path = stored.manifest_path(Reference.parse("dense"))
-    path.write_bytes(b'{"\x1b]0;x\x07": "\xe2\x80\xae\xff"}\n')
-    shown = on_terminal(LAUNCHER, "show", "dense", "--manifest")
-    assert shown == b'{"\\x1b]0;x\\x07": "\\u202e\\xff"}\r\n'

@@ -1,0 +1,214 @@
+"""The arguments of commands: models, tensors and paths, how shells complete them, and what they name."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from blobstore.cli.output import show_note
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import BlobstoreError, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from click.shell_completion import CompletionItem
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.store.local import LocalStore
+
+    _ParamType = click.ParamType[Any]
+else:  # not generic in older versions of click
+    _ParamType = click.ParamType
+
+STORE_KEY = "blobstore.store"
+"""Where the context keeps the store that the options before the command name."""
+_MAX_LISTED = 5
+_QUANT_TYPES = ("int4", "int8", "nvfp4", "mxfp8", "mxfp4")
+
+
+class _Path(_ParamType):
+    """A path, which shells complete. Operations check it, and report what is wrong with it."""
+
+    name = "path"
+
+    def __init__(self, kind: Literal["file", "dir"]) -> None:
+        self._kind = kind
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Let the shell complete the path."""
+        del ctx, param
+        return _path_items(incomplete, self._kind)
+
+
+class _ModelName(_ParamType):
+    """The name of a model in the store, a glob, or the start of an ID; :func:`models` finds it."""
+
+    name = "name"
+
+    def __init__(
+        self, *, or_path: bool = False, or_address: bool = False, elsewhere: str = "pull it first"
+    ) -> None:
+        self._or_path = or_path
+        self._or_address = or_address
+        self._elsewhere = elsewhere
+        """What to do about a model that is not in the store."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, after checking its grammar."""
+        del param, ctx
+        from blobstore.manifests.reference import Reference
+        from blobstore.remotes.addresses import check_address, is_address
+        from blobstore.store.name_patterns import is_pattern
+
+        if is_address(value) and self._or_address:
+            check_address(value)
+        elif is_address(value) and not self._or_path:
+            raise UsageError(
+                f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
+                "store",
+                advice=self._elsewhere,
+            )
+        elif not (self._or_path or is_pattern(value)):
+            Reference.parse(value)
+        return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names of the store that begin so."""
+        del param
+        names: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            for reference in _completion_store(ctx).references():
+                name = str(reference)
+                names.append(name if ":" in incomplete else name.removesuffix(":latest"))
+        return _name_items(names, incomplete) or (
+            _path_items(incomplete, "file") if self._or_path else []
+        )
+
+
+class _NewName(_ParamType):
+    """The name that a model is given."""
+
+    name = "name"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Reference:
+        """Return the reference that a text spells."""
+        del param, ctx
+        from blobstore.manifests.reference import Reference
+
+        return Reference.parse(value)
+
+
+class _Content(_ParamType):
+    """The name of a tensor or of a file of the model in the argument ``name``, or a pattern."""
+
+    name = "content"
+
+    def __init__(self, kind: Literal["tensors", "files"]) -> None:
+        self._kind = kind
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the tensors or files of the model that begin so."""
+        del param
+        from blobstore.models.files import ModelFiles
+        from blobstore.models.tensors import read_tensors
+
+        names: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            model = ModelFiles.of(str(ctx.params.get("name")), _completion_store(ctx))
+            if self._kind == "files":
+                names.extend(model.files)
+            else:
+                names.extend(read_tensors(model.store, model.manifest, collect_faults=True).tensors)
+        return _name_items(names, incomplete)
+
+
+class _QuantType(_ParamType):
+    """A type of quantization. The operation checks it, because it can say more about wrong ones."""
+
+    name = "type"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the types that begin so."""
+        del ctx, param
+        return _name_items(_QUANT_TYPES, incomplete)
+
+
+FILE, FOLDER = _Path("file"), _Path("dir")
+MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
+MODEL_OR_ADDRESS = _ModelName(or_address=True)
+MODEL_TO_VERIFY = _ModelName(elsewhere="put --remote before it")
+NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
+TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
+
+
+def _path_items(incomplete: str, kind: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type=kind)]
+
+
+def _name_items(names: Sequence[str], incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def _completion_store(ctx: click.Context) -> LocalStore:
+    """Return the store that the options parsed so far name."""
+    from blobstore.store.local import LocalStore
+
+    return LocalStore.of(ctx.params.get("store") or ctx.meta.get(STORE_KEY))
+
+
+def models(
+    store: LocalStore, texts: Sequence[str], *, needs_name: bool = False, needs_store: bool = False
+) -> tuple[Reference, ...]:
+    """Return the models that the user named: by name, by glob, or by the start of the ID.
+
+    Names that belong to other users are noted first.
+
+    Args:
+        store: the store of the models.
+        texts: what the user wrote.
+        needs_name: refuse an ID that has several names.
+        needs_store: fail if there is no store, even if the user named no model.
+    """
+    from blobstore.store.name_patterns import select_references
+    from blobstore.store.permissions import name_concerns
+
+    if needs_store:
+        store.check_root()
+        if not store.root.exists():
+            raise NotFound(f"there is no store at {quote(store.root)}")
+    references = tuple(select_references(store, texts, needs_name=needs_name))
+    show_note(*name_concerns(store, references))
+    return references
+
+
+def model(store: LocalStore, text: str, *, needs_name: bool = False) -> Reference:
+    """Return the one model that the user named, as :func:`models` does."""
+    found = models(store, [text], needs_name=needs_name)
+    if len(found) > 1:
+        listed = join_some([quote(name) for name in found], _MAX_LISTED)
+        raise UsageError(f"{quote(text)} matches {len(found)} models: {listed}; name one")
+    return found[0]
+
+
+def model_or_address(store: LocalStore, text: str) -> Reference | str:
+    """Return the address of a model in a registry unchanged, and otherwise do as :func:`model`."""
+    from blobstore.remotes.addresses import is_address
+
+    return text if is_address(text) else model(store, text)

@@ -1,0 +1,271 @@
+"""Where the output of all commands goes: results as text or JSON, notes and errors.
+
+The result of a command is on standard output; notes, errors and progress are on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import stat
+import sys
+import time
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli.render import cell, is_terminal, printable_lines
+from blobstore.core import interrupts
+from blobstore.core.escape import escape
+from blobstore.core.limits import gather
+from blobstore.errors import BlobstoreError, Damaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from typing import TypeAlias
+
+    from typing_extensions import Buffer
+
+    Data: TypeAlias = Mapping[str, Any] | Sequence[Any]
+
+_OUTPUT_PATIENCE = 1.0
+"""Seconds that a result may take to be written after a request to stop."""
+VOLUME_KEYS = {"quiet": "blobstore.quiet", "verbose": "blobstore.verbose"}
+
+
+class OutputClosed(Exception):
+    """The reader of standard output has closed it, as ``head`` does."""
+
+
+class Output:
+    """The output of one command: text for people or, with ``--json``, JSON for programs."""
+
+    def __init__(self, *, is_json: bool) -> None:
+        self.is_json = is_json
+        self._begin = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the command began, rounded for JSON."""
+        return round(time.monotonic() - self._begin, 3)
+
+    def result(
+        self,
+        data: Data | Callable[[], Data],
+        text: str | Iterable[str],
+        *,
+        names: Iterable[object] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        """Print the result of the command, in the form that the user wants. Raises as :func:`show`.
+
+        Args:
+            data: what ``--json`` prints, or a function that returns it and is called for JSON alone.
+            text: what people read, or its lines. An iterator is read only if its lines are printed.
+            names: what ``--quiet`` prints instead of the text, one per line. None prints the text.
+            notes: what people read on standard error, because only the data has it.
+        """
+        if self.is_json:
+            show_json(data() if callable(data) else data)
+            return
+        if names is not None and is_quiet():
+            text = map(cell, names)
+        show(text if isinstance(text, str) else "\n".join(text))
+        show_note(*notes)
+
+    def line(self, text: str) -> None:
+        """Print a line for people before the result; JSON is one document. Raises as :func:`show`."""
+        if not self.is_json:
+            show(text)
+
+
+def show(text: str) -> None:
+    """Print a result.
+
+    Raises:
+        OutputClosed: the reader has closed standard output.
+        BlobstoreError: standard output cannot be written, for example because a disk is full.
+    """
+    with _output() as stream:
+        _write(stream, text if text.endswith("\n") or not text else f"{text}\n")
+
+
+def show_bytes(data: bytes) -> None:
+    """Print bytes exactly, or escaped on a terminal. Raises as :func:`show`."""
+    if is_terminal():
+        show(printable_lines(data.decode(errors="backslashreplace")))
+        return
+    with _output() as stream:
+        _write(stream.buffer, data)
+
+
+def show_pieces(pieces: Iterable[Buffer]) -> None:
+    """Print bytes exactly as they come, or escaped on a terminal. Raises as :func:`show`."""
+    if is_terminal():
+        show_bytes(gather(pieces))
+        return
+    with _output() as stream:
+        for piece in pieces:
+            interrupts.check()
+            _write(stream.buffer, piece)
+
+
+def timestamp(moment: float) -> str:
+    """Return a moment, given in seconds since the epoch, as ISO 8601 in UTC, for JSON."""
+    from datetime import UTC, datetime
+
+    latest = datetime.max.replace(tzinfo=UTC).timestamp() - 86400
+    return datetime.fromtimestamp(min(max(moment, 0), latest), UTC).isoformat(timespec="seconds")
+
+
+def show_json(value: Any) -> None:
+    """Print ``value`` as one ASCII JSON document. Raises as :func:`show`.
+
+    References, paths and errors become texts. Digests are tuples: :func:`record` converts them.
+    """
+    from pathlib import PurePath
+
+    from blobstore.manifests.reference import Reference
+
+    def text_of(item: object) -> str:
+        if isinstance(item, Reference | PurePath | BlobstoreError):
+            return str(item)
+        raise TypeError(f"{type(item).__name__} has no JSON form")
+
+    show(json.dumps(value, indent=2 if is_terminal() else None, default=text_of))
+
+
+def record(item: object, fields: str) -> dict[str, Any]:
+    """Return fields of a result for :func:`show_json`. See :func:`records`."""
+    return records([item], fields)[0]
+
+
+def records(items: Iterable[object], fields: str) -> list[dict[str, Any]]:
+    """Return fields of several results for :func:`show_json`.
+
+    Args:
+        items: results of one type.
+        fields: two or more attributes, separated by spaces. ``bytes=size`` gives the attribute
+            ``size`` the key ``bytes``. The keys in ``_JSON_FORMS`` have the form of that table.
+    """
+    keys, values_of, converted = _parse_fields(fields)
+    found = [dict(zip(keys, values_of(item), strict=True)) for item in items]
+    for key, convert in converted:
+        for values in found:
+            values[key] = convert(values[key])
+    return found
+
+
+@functools.cache
+def _parse_fields(fields: str) -> tuple[list[str], Callable[[object], Any], list[Any]]:
+    # Cached, because diff and compare show each tensor with parts of its own.
+    pairs = [field.rpartition("=")[::2] for field in fields.split()]
+    keys = [key or attribute for key, attribute in pairs]
+    converted = [(key, _JSON_FORMS[key]) for key in keys if key in _JSON_FORMS]
+    return keys, attrgetter(*(attribute for _, attribute in pairs)), converted
+
+
+def _finite(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+_JSON_FORMS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("digest", "blob", "base"), lambda digest: digest and str(digest)),
+    **dict.fromkeys(
+        ("group_size", "base_group_size", "architecture", "model_type"), lambda value: value or None
+    ),
+    **dict.fromkeys(
+        ("modified", "until", "removable", "created"),
+        lambda moment: None if moment is None else timestamp(moment),
+    ),
+    **dict.fromkeys(("relative_error", "snr_db"), _finite),
+    "remote": str,
+    "seconds": lambda seconds: round(seconds, 3),
+}
+"""The keys whose values have another form in JSON. A digest is a tuple, so show_json cannot know it."""
+
+
+def is_quiet() -> bool:
+    """Return whether the user wants no notes and no progress."""
+    return _has_option("quiet")
+
+
+def is_verbose() -> bool:
+    """Return whether the user wants more details."""
+    return _has_option("verbose")
+
+
+def _has_option(name: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and VOLUME_KEYS[name] in context.meta
+
+
+def show_note(*messages: str) -> None:
+    """Print notes on standard error, unless the user wants none."""
+    for message in () if is_quiet() else messages:
+        show_line(f"note: {escape(message)}")
+
+
+def show_error(message: str) -> None:
+    """Print an error on standard error."""
+    start = "blobstore: error:"
+    if sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        start = click.style(start, fg="red", bold=True)
+    show_line(f"{start} {escape(message)}")
+
+
+def exit_with(errors: Iterable[object], exit_code: int = Damaged.exit_code) -> None:
+    """Print errors, and exit if there are any."""
+    listed = list(map(str, errors))
+    for error in listed:
+        show_error(error)
+    if listed:
+        click.get_current_context().exit(exit_code)
+
+
+def show_line(line: str) -> None:
+    """Print a line on standard error. It is lost if standard error cannot be written."""
+    try:
+        click.echo(line, err=True)
+    except OSError:  # the message is lost, but the exit code must not change
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def _write(stream: Any, data: str | Buffer) -> None:
+    """Write and flush. A reader that does not read keeps a command from ending only for so long."""
+
+    def write() -> None:
+        stream.write(data)
+        stream.flush()
+
+    if _is_file(stream):  # which takes what is written at once
+        write()
+    else:
+        interrupts.call(write, patience=_OUTPUT_PATIENCE)
+
+
+def _is_file(stream: Any) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except OSError:  # it has no descriptor
+        return False
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[Any]:
+    if sys.stdout is None:
+        raise BlobstoreError("cannot write to standard output: it is closed")
+    try:
+        yield sys.stdout
+    except OSError as error:
+        # The interpreter flushes on exit and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise OutputClosed from None
+        raise BlobstoreError(f"cannot write to standard output: {error.strerror}") from error
