@@ -15,7 +15,7 @@ from blobstore.core.globs import glob_matches
 from blobstore.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.core.tensor import TensorSpec
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
     """Print the tensors of a source, or the models of an archive or of a folder of models."""
+    from blobstore.cli.show_gguf import show_gguf
+    from blobstore.gguf.file import is_gguf
     from blobstore.operations.create.create_all import find_models
     from blobstore.sources.hub import cached_repository
     from blobstore.sources.open import open_source
@@ -38,6 +40,8 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
         or cached_repository(folder.parent.parent)
     ):
         _show_models(find_models(folder), patterns, out)
+    elif is_gguf(folder):
+        show_gguf(folder, lambda names: _selected(names, patterns, path), out)
     else:
         with progress_bar() as progress:
             opened = open_source(path, progress=progress)
@@ -45,7 +49,7 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
             _show_source(path, opened, patterns, out)
 
 
-def _selected(names: Sequence[str], patterns: Sequence[str], path: str) -> set[str]:
+def _selected(names: Collection[str], patterns: Sequence[str], path: str) -> set[str]:
     """Return the names that any pattern matches; all if there are no patterns."""
     found = set() if patterns else set(names)
     for pattern in patterns:

@@ -14,7 +14,11 @@ _TAR = (
     "torch and save it again"
 )
 _BY_MAGIC: Final = (
-    (0, b"GGUF", f"a GGUF file; import it with Ollama, or {INSTEAD}"),
+    (
+        0,
+        b"GGUF",
+        f"a GGUF file; 'blobstore show' lists its tensors; to import the model, {INSTEAD}",
+    ),
     (0, b"\x89HDF\r\n", f"an HDF5 file, as Keras writes it; {INSTEAD}"),
     (0, b"\x93NUMPY", f"a numpy array; {INSTEAD}"),
     (4, b"TFL3", f"a TensorFlow Lite file; {INSTEAD}"),

@@ -20,6 +20,7 @@ from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.signatures.bundle import statement, write_bundle
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
+from tests.support.gguf import gguf_file
 from tests.support.models import dense_tensors, write_folder
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.conftest import DENSE_CONFIG
@@ -81,6 +82,7 @@ VARIANTS = {
     "du oci://": ("du", "%address"),
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
+    "show FILE.gguf": ("show", "@model.gguf"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),
@@ -112,6 +114,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     torch.save(
         {"model": {"a": torch.ones(2, 3)}, "ema": {"e": torch.ones(1)}}, folder / "checkpoint.pt"
     )
+    (folder / "model.gguf").write_bytes(gguf_file([], [("a", 0, [1], bytes(4))]))
     store = folder / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BLOBSTORE_HOME", str(store))

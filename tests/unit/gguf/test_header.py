@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from blobstore.gguf.header import GgufArray, GgufHeader, InvalidGguf, read_header
+from blobstore.gguf.types import TYPES
+from tests.support.gguf import ARRAY, BOOL, F32, TEXT, U32, gguf_file, text, texts
+
+NAME = ("general.architecture", TEXT, text("llama"))
+F32_TENSOR = ("a", 0, [4, 2], bytes(32))
+
+
+def parsed(data: bytes) -> GgufHeader:
+    """Return the header of a file with these bytes."""
+    return read_header(lambda begin, end: data[begin:end], len(data))
+
+
+def test_reads_what_the_peer_writes(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    values: dict[str, tuple[str, Any]] = {
+        "u8": ("uint8", 200),
+        "i8": ("int8", -5),
+        "u16": ("uint16", 60_000),
+        "i16": ("int16", -300),
+        "u32": ("uint32", 2**32 - 1),
+        "i32": ("int32", -7),
+        "f32": ("float32", 0.5),
+        "u64": ("uint64", 2**64 - 1),
+        "i64": ("int64", -(2**63)),
+        "f64": ("float64", 0.1),
+        "bool": ("bool", True),
+        "string": ("string", "naïve"),
+    }
+    for key, (kind, value) in values.items():
+        getattr(writer, f"add_{kind}")(f"test.{key}", value)
+    writer.add_array("test.texts", ["a", "ß", "x" * 300])
+    writer.add_array("test.numbers", [1, 2, 3])
+    random = np.random.default_rng(0)
+    for number, block in TYPES.items():
+        if number not in set(gguf.GGMLQuantizationType) or number == 9:
+            continue
+        blocks = random.integers(0, 256, (3, 2 * block.size), dtype=np.uint8)
+        writer.add_tensor(f"t.{block.name}", blocks, raw_dtype=gguf.GGMLQuantizationType(number))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    found, peer = parsed(path.read_bytes()), gguf.GGUFReader(path)
+
+    assert found.architecture == "llama"
+    assert {key: found.metadata[f"test.{key}"] for key in values} == {
+        key: value for key, (_, value) in values.items()
+    }
+    assert [*found.metadata["test.texts"]] == ["a", "ß", "x" * 300]  # type: ignore[misc]
+    assert [*found.metadata["test.numbers"]] == [1, 2, 3]  # type: ignore[misc]
+    assert [
+        (one.name, one.number, one.shape[::-1], one.begin, one.size)
+        for one in found.tensors.values()
+    ] == [
+        (one.name, one.tensor_type, tuple(map(int, one.shape)), one.data_offset, one.n_bytes)
+        for one in peer.tensors
+    ]
+    assert (found.version, found.alignment, found.data_start) == (3, 32, peer.data_offset)
+
+
+def test_a_vocabulary_alone_has_no_data() -> None:
+    data = gguf_file([NAME, ("tokenizer.ggml.tokens", ARRAY, texts(["a", b"\xff"]))])
+    header = parsed(data)
+    tokens = header.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, GgufArray)
+    assert (tokens.type, len(tokens), [*tokens]) == ("string", 2, ["a", "\udcff"])
+    assert repr(tokens) == "<GgufArray of 2 string>"
+    assert header.tensors == {}
+    assert header.data_start == len(data)
+
+
+def test_the_alignment_may_stand_anywhere_and_be_larger() -> None:
+    alignment = ("general.alignment", U32, struct.pack("<I", 256))
+    tensors = [F32_TENSOR, ("b", 1, [1], bytes(2))]
+    header = parsed(gguf_file([NAME, alignment], tensors, alignment=256))
+    assert header.alignment == 256
+    assert [tensor.begin - header.data_start for tensor in header.tensors.values()] == [0, 256]
+
+
+def test_a_bool_is_true_unless_it_is_0() -> None:
+    header = parsed(gguf_file([("a", BOOL, b"\x00"), ("b", BOOL, b"\x01"), ("c", BOOL, b"\x02")]))
+    assert list(header.metadata.values()) == [False, True, True]
+
+
+def test_the_last_tensor_needs_no_padding() -> None:
+    data = gguf_file([NAME], [("a", 0, [1], bytes(4))])
+    assert parsed(data[:-28]) == parsed(data)
+    with pytest.raises(InvalidGguf, match="in tensor 'a', which ends at byte"):
+        parsed(data[:-29])
+
+
+def test_a_header_of_any_length_is_read_a_few_times() -> None:
+    data = gguf_file([("tokens", ARRAY, texts(["token"] * 200_000))], [F32_TENSOR])
+    reads: list[tuple[int, int]] = []
+
+    def read(begin: int, end: int) -> bytes:
+        reads.append((begin, end))
+        return data[begin:end]
+
+    header = read_header(read, len(data))
+    assert len(reads) <= 4
+    assert all(after[0] == before[1] for before, after in itertools.pairwise(reads))
+    assert header.tensors["a"].begin == header.data_start
+
+
+@pytest.mark.parametrize("number", [33, 42, 142])
+def test_a_type_of_another_program_is_opaque(number: int) -> None:
+    # A fork of llama.cpp had blocks of 128 weights in 34 bytes under the number 42.
+    tensors = [("a", number, [1280], bytes(340)), ("b", number, [128], bytes(36))]
+    header = parsed(gguf_file([NAME], tensors))
+    assert [one.type for one in header.tensors.values()] == [None, TYPES.get(number)]
+    assert header.tensors["a"].size == 352
+    assert header.tensors["a"].type_name == f"type {number}"
+
+
+KEY = text("k") + struct.pack("<I", TEXT)
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "ends at byte 0, in its header: the version"),
+    "other magic": (b"GGML" + bytes(20), "does not begin with 'GGUF'"),
+    "version 1": (gguf_file(version=1), "version 1 of GGUF is not read, only 2 and 3"),
+    "big-endian": (gguf_file(version=3 << 24), "big-endian; convert it"),
+    "many tensors": (gguf_file(counts=(2**63, 0)), "says that it has 9223372036854775808 tensors"),
+    "many values": (
+        gguf_file(counts=(0, 2**64 - 1)),
+        "says that it has 18446744073709551615 values",
+    ),
+    "fewer tensors": (gguf_file(counts=(1, 0)), "in its header: the name of a tensor"),
+    "long key": (
+        gguf_file(counts=(0, 1)) + struct.pack("<Q", 2**63),
+        "a key at byte 24 has 9223372036854775808",
+    ),
+    "empty key": (gguf_file([("", U32, bytes(4))]), "a key at byte 24 has 0 bytes"),
+    "key of bytes": (
+        gguf_file(counts=(0, 1)) + text(b"\xff") + bytes(8),
+        "a key at byte 24 is not UTF-8",
+    ),
+    "long text": (
+        gguf_file(counts=(0, 1)) + KEY + struct.pack("<Q", 2**64 - 1),
+        "the value of 'k' ends at byte",
+    ),
+    "long array": (
+        gguf_file([("k", ARRAY, struct.pack("<IQ", 12, 2**61))]),
+        "the value of 'k' ends at byte",
+    ),
+    "many texts": (
+        gguf_file([("k", ARRAY, struct.pack("<IQ", TEXT, 2**60))]),
+        "the value of 'k' ends at byte",
+    ),
+    "long text in an array": (
+        gguf_file([("k", ARRAY, struct.pack("<IQQ", TEXT, 1, 2**62))]),
+        "the value of 'k' ends at byte",
+    ),
+    "arrays of arrays": (
+        gguf_file([("k", ARRAY, struct.pack("<IQ", ARRAY, 0))]),
+        "an array of arrays",
+    ),
+    "unknown type": (gguf_file([("k", 13, b"")]), "'k' is of the unknown type 13"),
+    "array of an unknown type": (
+        gguf_file([("k", ARRAY, struct.pack("<IQ", 99, 0))]),
+        "unknown type 99",
+    ),
+    "two keys": (gguf_file([NAME, NAME]), "'general.architecture' occurs twice"),
+    "two tensors": (gguf_file([], [F32_TENSOR, F32_TENSOR]), "tensor 'a' occurs twice"),
+    "alignment of 0": (
+        gguf_file([("general.alignment", U32, bytes(4))]),
+        "general.alignment is '0'",
+    ),
+    "alignment of 24": (
+        gguf_file([("general.alignment", U32, struct.pack("<I", 24))]),
+        "is '24', expected a power of two",
+    ),
+    "alignment of a float": (
+        gguf_file([("general.alignment", F32, struct.pack("<f", 32))]),
+        "is '32.0'",
+    ),
+    "alignment of a bool": (gguf_file([("general.alignment", BOOL, b"\x01")]), "is 'True'"),
+    "five dimensions": (
+        gguf_file([], [("a", 0, [1] * 5, bytes(4))]),
+        "has 5 dimensions, expected at most 4",
+    ),
+    "many dimensions": (
+        gguf_file(counts=(1, 0)) + text("a") + struct.pack("<I", 2**32 - 1),
+        "4294967295 dimensions",
+    ),
+    "many elements": (gguf_file([], [("a", 0, [2**32, 2**32], b"")]), "too many elements"),
+    "large dimensions": (gguf_file([], [("a", 0, [2**60], b"")]), "the file ends at byte"),
+    "cut rows": (
+        gguf_file([], [("a", 12, [255], bytes(144))]),
+        "rows of 255 elements, which Q4_K does not",
+    ),
+    "late start": (
+        gguf_file([], [F32_TENSOR], offsets=[32]),
+        "tensor 'a' has offset 32, expected 0",
+    ),
+    "gap": (
+        gguf_file([], [F32_TENSOR, ("b", 0, [1], bytes(64))], offsets=[0, 64]),
+        "after 'a' has offset 64, expected 32",
+    ),
+    "overlap": (
+        gguf_file([], [F32_TENSOR, ("b", 0, [1], bytes(64))], offsets=[0, 0]),
+        "after 'a' has offset 0, expected 32",
+    ),
+    "other order": (
+        gguf_file([], [("a", 99, [1], bytes(32)), ("b", 99, [1], bytes(4))], offsets=[32, 0]),
+        "'a' has offset 32, expected 0",
+    ),
+    "backwards": (
+        gguf_file([], [(name, 99, [1], bytes(32)) for name in "abc"], offsets=[0, 64, 32]),
+        "tensor 'c' has offset 32, expected 64",
+    ),
+    "odd offset": (
+        gguf_file([], [("a", 99, [1], bytes(32)), ("b", 99, [1], bytes(4))], offsets=[0, 33]),
+        "'b' has offset 33",
+    ),
+    "offset beyond the file": (
+        gguf_file([], [("a", 99, [1], b""), ("b", 0, [1], bytes(4))], offsets=[0, 2**63]),
+        "the file ends at byte",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_refuses_files_that_break_the_format(case: str) -> None:
+    data, message = HOSTILE[case]
+    with pytest.raises(InvalidGguf, match=message) as caught:
+        parsed(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_shorter_file_is_refused() -> None:
+    values = [
+        NAME,
+        ("n", ARRAY, struct.pack("<IQIII", U32, 3, 1, 2, 3)),
+        ("t", ARRAY, texts(["a", "b"])),
+    ]
+    data = gguf_file(values, [F32_TENSOR, ("b", 12, [256], bytes(144))])
+    end = parsed(data).tensors["b"].begin + 144
+    for size in range(end):
+        with pytest.raises(InvalidGguf):
+            parsed(data[:size])
+
+
+def test_a_size_is_that_of_complete_blocks() -> None:
+    header = parsed(gguf_file([], [("a", 14, [512, 3, 2], bytes(210 * 12))]))
+    tensor = header.tensors["a"]
+    assert tensor.shape == (2, 3, 512)
+    assert tensor.size == math.prod(tensor.shape) // 256 * 210
