@@ -23,7 +23,6 @@ from tests.support.models import dense_tensors, write_folder
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"copy": True},
     {"read": "pread"},
     {"verify": "none"},
     {"verify": "none", "read": "pread"},

@@ -19,7 +19,7 @@ class Read(NamedTuple):
     """The digest of each name's manifest."""
     manifests: dict[str, bytes]
     blobs: dict[str, bytes]
-    """The blobs; for deltas, their cold form."""
+    """The blobs; for deltas, as cold blobs."""
     bases: dict[str, str]
     """The base of each delta."""
 

@@ -66,8 +66,8 @@ def outcomes(frozen: freeze.Frozen) -> dict[str, str]:
 
 
 def assert_whole(store: LocalStore, name: str, seeds: dict[str, int]) -> None:
-    for options in ({}, {"copy": True}, {"verify": "none"}, {"verify": "rehash"}):
-        with blobstore.open(name, store=store, **options) as model:  # type: ignore[arg-type]
+    for options in ({}, {"read": "pread"}, {"verify": "none"}, {"verify": "rehash"}):
+        with blobstore.open(name, store=store, **options) as model:  # type: ignore[call-overload]
             assert {key: model[key].tobytes() for key in model} == {
                 key: weights(seed) for key, seed in seeds.items()
             }
@@ -575,8 +575,8 @@ def base_of(family: LocalStore, name: str, key: str) -> Digest | None:
 
 
 def assert_child_intact(family: LocalStore, name: str = CHILD, step: int = 10) -> None:
-    for options in ({}, {"copy": True}, {"verify": "rehash"}):
-        with blobstore.open(name, store=family, **options) as model:  # type: ignore[arg-type]
+    for options in ({}, {"read": "pread"}, {"verify": "rehash"}):
+        with blobstore.open(name, store=family, **options) as model:  # type: ignore[call-overload]
             for key, seed in BASE.items():
                 assert model[key].tobytes() == tuned(step, seed)
 

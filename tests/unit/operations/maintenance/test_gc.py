@@ -578,7 +578,7 @@ def test_files_that_a_file_manager_leaves_among_manifests_are_no_manifests(
 
 READING: list[dict[str, Any]] = [
     {},
-    {"copy": True},
+    {"read": "pread"},
     {"verify": "none"},
     {"verify": "header"},
     {"verify": "digest"},

@@ -1,4 +1,4 @@
-"""Compressed transfer: models pushed with their cold forms, and what pulls make of these."""
+"""Compressed transfer: models pushed with their cold layers, and what pulls make of these."""
 
 from __future__ import annotations
 
