@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobDamaged, UsageError
+from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import left_out_tensors, read_stacks
 from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.quantization import gpt_oss
@@ -123,6 +124,8 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
     Raises:
         BlobMissing, BlobDamaged: the record of the source is missing or damaged.
     """
+    if published_scheme(model.store, model.manifest):
+        return ""
     quant_config, weights = SourceQuantConfig(config), model.quantized.items()
     if not weights or not all(
         kind == FLOAT8_TYPE or _has_global_scale(model, name, kind) for name, (kind, _) in weights
@@ -139,6 +142,24 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
     ):
         return "the store has its global scales as reciprocals only"
     return ""
+
+
+def is_published(model: Model, dequantize: bool | None) -> bool:
+    """Return whether a model is kept as published, so that a server gets its tensors and config unchanged.
+
+    Args:
+        model: the model.
+        dequantize: whether the user wants plain values of quantized weights.
+
+    Raises:
+        UsageError: the user wants plain values, which such a model does not have.
+    """
+    scheme = published_scheme(model.store, model.manifest)
+    if scheme and dequantize:
+        raise UsageError(
+            f"{model.reference} cannot be dequantized: its weights ({escape(scheme)}) are kept as published"
+        )
+    return bool(scheme)
 
 
 def is_dequantized(
@@ -159,9 +180,12 @@ def is_dequantized(
         unsupported: why the server does not support the quantization that the config describes.
 
     Raises:
-        UsageError: the user wants weights as published, but :func:`why_decoded`.
+        UsageError: the user wants weights as published, but :func:`why_decoded`; or plain values of a
+            model that is kept as published.
         BlobMissing, BlobDamaged: as :func:`why_decoded`.
     """
+    if is_published(model, wanted):
+        return False
     reason = why_decoded(model, config) or unsupported
     if wanted is False and reason:
         raise UsageError(f"{model.reference} must be dequantized: {reason}")
