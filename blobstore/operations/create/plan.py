@@ -15,7 +15,7 @@ from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.policy import Policy, parse_override
-from blobstore.quantization.recipes import Prequantized, Quantized
+from blobstore.quantization.recipes import Decoded, Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -191,10 +191,31 @@ def plan_source(
             f"the model has {len(blobs):,} blobs; a manifest that lists them would have more than "
             f"{MAX_MANIFEST_SIZE >> 20} MiB"
         )
-    kept = policy.notices() if policy is not None else ()
+    kept = (
+        *_unused_options(options, recipes, blobs, decode=decode),
+        *(policy.notices() if policy else ()),
+    )
     files = tuple(file.name for file in source.files)
     notices = (*source.notices, *notices, *kept)
     return ModelPlan(blobs, policy, quant_type, files, notices, found.scheme)
+
+
+def _unused_options(
+    options: QuantizeOptions,
+    recipes: Mapping[str, Recipe],
+    blobs: Sequence[BlobPlan],
+    *,
+    decode: bool,
+) -> Iterator[str]:
+    """Yield a notice if the request to quantize or decode changes nothing."""
+    if options.quant_type is not None:
+        if not any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
+            yield (
+                f"nothing was quantized: no tensor can be {parse_format(options.quant_type).name}; "
+                "--dry-run has the reason for each"
+            )
+    elif decode and not any(isinstance(recipe, Decoded) for recipe in recipes.values()):
+        yield "nothing was decoded: the source has no 8-bit floats with scales"
 
 
 def _check_quantizable(recipes: Mapping[str, Recipe], config: Mapping[str, Any]) -> None:
