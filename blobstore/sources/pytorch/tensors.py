@@ -285,7 +285,10 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
             return function, arguments
         if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
             # It would call its first argument, which must be a function that rebuilds tensors.
-            function, _, arguments, _ = arguments
+            function, cls, arguments, _ = arguments
+            if cls is not None and (type(cls) is not Global or cls.use is None):
+                shown = quote(cls) if type(cls) is Global else "that a call returns"
+                raise UnreadableTensor(f"tensors of the class {shown} are not supported")
         elif arguments and type(arguments[0]) is Reduced:
             value = arguments[0]
             function, arguments = value.function, value.arguments
