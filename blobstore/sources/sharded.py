@@ -109,7 +109,10 @@ class ShardSet:
         from blobstore.sources.pytorch.container import UnknownFormat
 
         try:
-            return Checkpoint(path, subtree=self._options.subtree)
+            options = self._options
+            return Checkpoint(
+                path, subtree=options.subtree, skip_unreadable=options.skip_unreadable
+            )
         except SourceNotFound:
             raise DamagedSource(f"weight file {quote(path)} is missing") from None
         except UnknownFormat as error:

@@ -58,8 +58,12 @@ class Checkpoint:
     The file stays open until :meth:`close`; views stay valid after that.
     """
 
-    def __init__(self, path: Path, *, subtree: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, subtree: str | None = None, skip_unreadable: bool = False
+    ) -> None:
+        """Open the file; with ``skip_unreadable``, tensors of unknown classes are unreadable, no error."""
         self.path = path
+        self._skips_unreadable = skip_unreadable
         self.notices: Sequence[str] = ()
         self.values: Any = None
         """The simple values next to the tensors, as JSON has them: a list or dict; None if there are
@@ -111,7 +115,7 @@ class Checkpoint:
             )
         count = f"{len(others) + 1} tensor{'s' * bool(others)}"
         names = join_some([*map(quote, self.unreadable)], _SHOWN)
-        notice = f"left out: {count} of types that safetensors does not have: {names}"
+        notice = f"left out: {count} of kinds that are not read: {names}"
         self.notices = [*self.notices, notice]
 
     def view(self, name: str) -> TensorView:
@@ -184,7 +188,7 @@ class Checkpoint:
         container = open_container(self._descriptor, self._size)
         self.kind = container.kind
         """Kind of the file, for messages."""
-        is_part = subtree not in (None, EVERYTHING)
+        is_part = self._skips_unreadable or subtree not in (None, EVERYTHING)
         if not is_part:
             check_globals(container.result)
         # Unknown objects in the other parts are inert records, which nothing looks into.

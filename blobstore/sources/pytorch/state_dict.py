@@ -67,7 +67,8 @@ class Tree(NamedTuple):
     is_module: bool
     """Whether it is a complete module: all of it is the model."""
     unknown: Sequence[tuple[Path, Global]] = ()
-    """What globals that are not known would make, with the keys that lead to it."""
+    """What globals that are not known would make, with the keys that lead to it; none if they were
+    checked before."""
 
 
 class Choice(NamedTuple):
@@ -103,7 +104,7 @@ def find_tensors(result: Result, size: int, *, is_part: bool = False) -> Tree:
     while walk.todo:
         parent, last, value = walk.todo.pop()
         walk.visit(parent if last is None else (*parent, last), value)
-    return Tree(walk.tensors, type(result.value) is Record, walk.unknown)
+    return Tree(walk.tensors, type(result.value) is Record, walk.unknown if is_part else ())
 
 
 class _Walk:
@@ -212,7 +213,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
         prefix = () if tree.is_module else _likeliest(tree)
     else:
         prefix = () if subtree == EVERYTHING else _named(tree, subtree)
-        _check_known(tree, prefix)
+    _check_known(tree, prefix)
     # An optimizer can be next to the model's own keys.
     skips_training = subtree is None and not prefix and not tree.is_module
     depth = len(prefix)

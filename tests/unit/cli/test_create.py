@@ -269,7 +269,7 @@ def test_skips_tensors_of_unknown_types_on_request(
     assert "leave such tensors out with --skip-unreadable" in result.stderr
     more = ["--dry-run"] if dry else []
     result = run("create", tmp_path / "x.pt", "m", "--skip-unreadable", *more)
-    assert "left out: 1 tensor of types that safetensors does not have: 'odd'" in result.stderr
+    assert "left out: 1 tensor of kinds that are not read: 'odd'" in result.stderr
     run("convert", tmp_path / "x.pt", tmp_path / "x.safetensors", "--skip-unreadable")
     assert (tmp_path / "x.safetensors").exists()
 
