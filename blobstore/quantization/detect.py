@@ -11,6 +11,8 @@ weight                  companions                                     becomes
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
 8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 fp8, or BF16
+8-bit ``X.weight``      ``X.scale_weight``, or ``X.scale`` of E8M0     fp8, or BF16
+``X.weight`` I8         ``X.scale`` of E8M0, by the config             mxfp4
 ======================  =============================================  ====================
 
 8-bit floats are kept as they are, or decoded on request. Weights of other tools than MLX have the same bits
@@ -35,6 +37,7 @@ from blobstore.quantization.formats import (
     FLOAT8,
     FORMATS,
     INPUT_SCALES,
+    MODULE_SCALES,
     SCALE_SUFFIXES,
     WORD_BITS,
     float8_format,
@@ -236,15 +239,36 @@ def _quantized(
         scale = specs.get(f"{name}_scales")
         return fp4_blocks(name, spec, scale) if scale and scale.dtype is DType.U8 else None
     scales = [specs[name + end] for end in SCALE_SUFFIXES if name + end in specs]
+    if dtype is DType.U8:
+        is_packed = scales and name.endswith(".weight")
+        return _packed_bytes(name, spec, "_scale_2", specs, config) if is_packed else None
+    scales += _module_scales(name, specs)
     if not scales or not (dtype in FLOAT8 or name.endswith(".weight")):
         return None
-    if dtype is DType.U8:
-        return _packed_bytes(name, spec, "_scale_2", specs, config)
-    if dtype is DType.I8:
-        _refuse(spec, "is of 8-bit integers with scales")
     if len(scales) > 1:
         _refuse(spec, "has two tensors of scales")
+    if dtype is DType.I8:
+        return _fp4_of_integers(spec, scales[0], config)
     return _float8(spec, scales[0], config.sharings(), decode=decode)
+
+
+def _fp4_of_integers(
+    spec: TensorSpec, scale: TensorSpec, config: SourceQuantConfig
+) -> Prequantized:
+    """Return the recipe of 4-bit floats that a source of DeepSeek V4 has as 8-bit integers."""
+    if not config.has_fp4_experts or scale.dtype is not DType.F8_E8M0:
+        _refuse(spec, "is of 8-bit integers with scales")
+    return _relabelled(spec.name, spec, scale, _MXFP4)
+
+
+def _module_scales(name: str, specs: Specs) -> Iterator[TensorSpec]:
+    """Yield the scales of a weight that are named after its module."""
+    module = name.removesuffix(".weight")
+    for end in MODULE_SCALES if module != name else ():
+        scale = specs.get(module + end)
+        # Other tensors may be called "scale" too.
+        if scale is not None and (end != ".scale" or scale.dtype is DType.F8_E8M0):
+            yield scale
 
 
 def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> Prequantized | None:
@@ -285,7 +309,10 @@ def _float8(
     weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing], *, decode: bool
 ) -> Decoded | Prequantized:
     _check_matrix(weight)
-    packed = mxfp8_weight(weight, scale)
+    source = scale.name
+    if not source.startswith(weight.name):
+        scale = scale._replace(name=weight.name + SCALE_SUFFIXES[0])
+    packed = mxfp8_weight(weight, scale, source)
     if packed is not None:
         return packed
     sharings = declared or _USUAL_SHARINGS
@@ -307,8 +334,8 @@ def _float8(
         *rows, columns = weight.shape
         flat = weight._replace(shape=(math.prod(rows), columns))
         plain = weight._replace(dtype=DType.BF16)
-        return Decoded(plain, (weight.name,), (scale.name,), flat, scale, item.float8.block)
-    parts = (Copied(weight, (weight.name,)), Copied(scale, (scale.name,)))
+        return Decoded(plain, (weight.name,), (source,), flat, scale, item.float8.block)
+    parts = (Copied(weight, (weight.name,)), Copied(scale, (source,)))
     return Prequantized(parts, item, None)
 
 
@@ -470,13 +497,16 @@ def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized
     return _relabelled(name, weight._replace(shape=(*rows, groups * width)), scale, _MXFP4)
 
 
-def mxfp8_weight(weight: TensorSpec, scale: TensorSpec) -> Prequantized | None:
-    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales."""
+def mxfp8_weight(weight: TensorSpec, scale: TensorSpec, source: str = "") -> Prequantized | None:
+    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales.
+
+    ``source`` is the name of the scales in the source, if they have another one there.
+    """
     *rows, columns = weight.shape
     is_mxfp8 = weight.dtype is DType.F8_E4M3 and scale.dtype in _EXPONENT_TYPES
     if not is_mxfp8 or scale.shape != (*rows, -(-columns // _MXFP8.group_size)):
         return None
-    return _relabelled(weight.name, weight, scale, _MXFP8)
+    return _relabelled(weight.name, weight, scale._replace(name=source or scale.name), _MXFP8)
 
 
 def _check_matrix(weight: TensorSpec) -> None:

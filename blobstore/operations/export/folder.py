@@ -22,7 +22,12 @@ from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, check_paths, is_valid_name, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
 from blobstore.models.published import published_scheme
-from blobstore.models.source_layers import left_out_tensors, read_source_record, read_stacks
+from blobstore.models.source_layers import (
+    left_out_tensors,
+    read_source_record,
+    read_stacks,
+    source_specs,
+)
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
@@ -203,7 +208,9 @@ def folder_contents(
     is_as_source = not dequantize and (
         is_gpt_oss or any(map(_needs_source_layout, contents.tensors.values()))
     )
-    naming = SourceNaming(config) if is_as_source and not is_gpt_oss else None
+    naming = None
+    if is_as_source and not is_gpt_oss:
+        naming = SourceNaming(config, source_specs(store, manifest))
     tensors = _source_tensors(
         contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
     )

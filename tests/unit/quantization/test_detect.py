@@ -519,6 +519,67 @@ def test_keeps_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> 
         assert_kept({"m.weight": tensor}, config, message)
 
 
+@pytest.mark.parametrize("scale", [("F32",), ("F32", 1), ("BF16", 256, 1)])
+def test_scales_of_8_bit_floats_may_be_named_after_the_module(scale: Any) -> None:
+    tensors: Tensors = {
+        "m.weight": ("F8_E4M3", 256, 256),
+        "m.scale_weight": scale,
+        "m.scale_input": ("F32",),
+        "scaled_fp8": ("F8_E4M3", 0),
+    }
+    found = detect(tensors)
+    recipe = prequantized(found, "m.weight")
+    assert [part.sources for part in recipe.parts] == [("m.weight",), ("m.scale_weight",)]
+    assert recipe.stored[1].name == "m.weight_scale"
+    assert recipe.item.name == "fp8"
+    assert found[1:] == (("1 input scale (of activations) left out",), "fp8", "", "")
+    assert decoded(detect(tensors, decode=True), "m.weight").scales == ("m.scale_weight",)
+    assert_kept(
+        tensors | {"m.weight_scale": ("F32",)}, {}, "'m.weight' .*has two tensors of scales"
+    )
+    assert_kept(tensors | {"m.scale_weight": ("F32", 2, 3)}, {}, "has scales of shape")
+
+
+V4: dict[str, Any] = {"expert_dtype": "fp4", **FP8_BLOCKS}
+V4_TENSORS: Tensors = {
+    "wq.weight": ("F8_E4M3", 256, 128),
+    "wq.scale": ("F8_E8M0", 2, 1),
+    "experts.0.w1.weight": ("I8", 64, 64),
+    "experts.0.w1.scale": ("F8_E8M0", 64, 4),
+}
+
+
+def test_detects_deepseek_v4() -> None:
+    found = detect(V4_TENSORS, V4)
+    assert set(found.recipes) == {"wq.weight", "experts.0.w1.weight", "norm.weight"}
+    attention = prequantized(found, "wq.weight")
+    assert [spec.name for spec in attention.stored] == ["wq.weight", "wq.weight_scale"]
+    assert stated(attention.item, attention.group_size) == ("fp8", None, "128x128")
+    expert = prequantized(found, "experts.0.w1.weight")
+    assert expert.item.name == "mxfp4"
+    assert expert.stored == (
+        TensorSpec("experts.0.w1.weight", DType.U32, (64, 16)),
+        TensorSpec("experts.0.w1.weight.scale", DType.U8, (64, 4)),
+    )
+    assert not found.notices
+    recipe = decoded(detect(V4_TENSORS, V4, decode=True), "wq.weight")
+    assert (recipe.scales, recipe.block) == (("wq.scale",), (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({}, FP8_BLOCKS, r"w1.weight' \(I8\) is of 8-bit integers with scales"),
+        ({"experts.0.w1.scale": ("F8_E8M0", 64, 2)}, V4, "which is not mxfp4"),
+        ({"experts.0.w1.scale": ("F32", 64, 4)}, V4, "w1.weight' .*is packed in an unknown way"),
+        ({"wq.scale": ("F32", 2, 1)}, V4, "'wq.weight' .*without scales that are known"),
+        ({"wq.weight": ("U8", 256, 128)}, V4, "'wq.weight' .*is packed in an unknown way of 'fp8'"),
+    ],
+)
+def test_keeps_what_only_resembles_deepseek_v4(changes: Tensors, config: Any, message: str) -> None:
+    assert_kept(V4_TENSORS | changes, config, message, "fp8")
+
+
 # Unsupported schemes.
 
 

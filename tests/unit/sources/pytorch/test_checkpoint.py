@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from blobstore.errors import (
@@ -842,7 +843,7 @@ def mesh() -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield torch.distributed.init_device_mesh("cpu", (2,))
+    yield init_device_mesh("cpu", (2,))
     torch.distributed.destroy_process_group()
 
 
