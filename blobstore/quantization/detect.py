@@ -32,6 +32,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
+from blobstore.quantization.comfy import (
+    HEADER_KEY,
+    MARKER,
+    MAX_MARKER,
+    are_float8_layers,
+    is_float8_marker,
+)
 from blobstore.quantization.formats import (
     FACTORS,
     FLOAT8,
@@ -111,7 +118,8 @@ def detect_quantization(
     specs: Specs,
     config: Mapping[str, Any],
     *,
-    header_keys: Collection[str] = (),
+    metadata: Collection[tuple[str, str]] = (),
+    markers: Mapping[str, bytes] | None = None,
     decode: bool = False,
     as_is: bool = False,
 ) -> DetectedQuantization:
@@ -120,7 +128,8 @@ def detect_quantization(
     Args:
         specs: the tensors by name.
         config: the decoded ``config.json``, or an empty mapping.
-        header_keys: the keys of the metadata in the headers of its files.
+        metadata: keys and texts of the metadata in the headers of its files.
+        markers: the contents of the tensors that :func:`is_marker` names.
         decode: decode 8-bit floats with scales to BF16.
         as_is: keep the source as published, also if it can be read.
 
@@ -130,9 +139,14 @@ def detect_quantization(
     if as_is:
         return _as_published(specs, config, "")
     try:
-        return _read(specs, config, header_keys, decode=decode)
+        return _read(specs, config, metadata, markers or {}, decode=decode)
     except NotUnderstood as error:
         return _as_published(specs, config, error.message)
+
+
+def is_marker(spec: TensorSpec) -> bool:
+    """Return whether detection needs the content of a tensor, which is small."""
+    return spec.name.endswith(MARKER) and spec.nbytes <= MAX_MARKER
 
 
 def _as_published(specs: Specs, config: Mapping[str, Any], reason: str) -> DetectedQuantization:
@@ -142,7 +156,12 @@ def _as_published(specs: Specs, config: Mapping[str, Any], reason: str) -> Detec
 
 
 def _read(
-    specs: Specs, config: Mapping[str, Any], header_keys: Collection[str], *, decode: bool
+    specs: Specs,
+    config: Mapping[str, Any],
+    metadata: Collection[tuple[str, str]],
+    markers: Mapping[str, bytes],
+    *,
+    decode: bool,
 ) -> DetectedQuantization:
     """Return the recipes of a source whose quantization is understood.
 
@@ -166,7 +185,9 @@ def _read(
             weight = recipe.spec.name
             prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
             inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
-    claimed = used | inputs
+    known = {name for name, text in markers.items() if _is_known_marker(name, text, specs)}
+    stale = known if decode else set[str]()
+    claimed = used | inputs | stale
     plain = [spec for name, spec in specs.items() if name not in claimed]
     for spec in plain:
         _check_plain(spec, specs, quant_config, found)
@@ -174,11 +195,12 @@ def _read(
     weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
     # MLX packs into words of its own, whatever a header says besides.
     has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
-    _check_neighbours(specs, claimed, weights, header_keys if has_others else ())
+    keys = {key for key, text in metadata if not _is_known_key(key, text, specs)}
+    _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
     casts = sum(spec.dtype in _EVERY_FLOAT8 and spec.name.endswith(".weight") for spec in plain)
-    notices = tuple(_notices(found, inputs, casts, quant_config.unmatched(modules)))
+    notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
     for recipe in found.values():
         if isinstance(recipe, Prequantized):
@@ -188,6 +210,14 @@ def _read(
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
+
+
+def _is_known_marker(name: str, text: bytes, specs: Specs) -> bool:
+    return is_float8_marker(text, specs.get(f"{name.removesuffix(MARKER)}.weight"))
+
+
+def _is_known_key(key: str, text: str, specs: Specs) -> bool:
+    return key == HEADER_KEY and are_float8_layers(text, specs)
 
 
 def _may_be_packed(spec: TensorSpec) -> bool:
@@ -366,10 +396,13 @@ def _notices(
     found: Mapping[str, Decoded | Prequantized],
     inputs: set[str],
     casts: int,
+    stale: int,
     unmatched: Sequence[str],
 ) -> Iterator[str]:
     if inputs:
         yield f"{_counted(len(inputs), 'input scale')} (of activations) left out"
+    if stale:
+        yield f"{_counted(stale, 'marker')} of 8-bit floats left out, since weights are decoded"
     decoded = sum(isinstance(recipe, Decoded) for recipe in found.values())
     if decoded:
         yield f"{_counted(decoded, 'weight')} of 8-bit floats decoded to BF16"

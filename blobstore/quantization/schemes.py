@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from blobstore.quantization.comfy import MARKER
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any
 
 UNKNOWN: Final = "unknown"
@@ -25,7 +26,6 @@ _SUFFIXES: Final = {
     ".weight._data": "quanto",
     "_weight_qdata": "torchao",
     ":qdata": "torchao",
-    ".comfy_quant": "comfyui",
 }
 """Suffixes of tensor names that only these schemes use."""
 _ENDS: Final = tuple(_SUFFIXES)
@@ -41,7 +41,7 @@ def scheme_of_tensor(name: str) -> str:
     return next(scheme for end, scheme in _SUFFIXES.items() if name.endswith(end))
 
 
-def scheme_name(names: Iterable[str], config: Mapping[str, Any]) -> str:
+def scheme_name(names: Collection[str], config: Mapping[str, Any]) -> str:
     """Return what to call the quantization of a source; empty if nothing says that it is quantized.
 
     Args:
@@ -54,6 +54,8 @@ def scheme_name(names: Iterable[str], config: Mapping[str, Any]) -> str:
     if section.method is not None:
         return section.method.lower() if _NAME.fullmatch(section.method) else UNKNOWN
     found = next(filter(None, map(scheme_of_tensor, names)), "")
+    if not found and any(name.endswith(MARKER) for name in names):
+        found = "comfyui"
     return found or (UNKNOWN if section.is_quantized else "")
 
 

@@ -12,7 +12,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.create.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.detect import detect_quantization
+from blobstore.quantization.detect import detect_quantization, is_marker
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.policy import Policy, parse_override
 from blobstore.quantization.recipes import Decoded, Prequantized, Quantized
@@ -33,6 +33,7 @@ _LAYER_SIZE = len(
     '{"mediaType":"","digest":"sha256:","size":0,"name":""},' + media_types.TENSOR + 64 * "0"
 )
 """The least bytes of a layer in a manifest, besides its name."""
+_MARKER_BUFFER = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +166,13 @@ def plan_source(
     decode = decode or options.quant_type is not None
     if as_is and decode:
         raise UsageError("tensors that are kept as published are neither decoded nor quantized")
-    header_keys = {key for keys in source.metadata.values() for key in keys}
     found = detect_quantization(
-        source.specs, source.config, header_keys=header_keys, decode=decode, as_is=as_is
+        source.specs,
+        source.config,
+        metadata={pair for own in source.metadata.values() for pair in own.items()},
+        markers=_markers(source),
+        decode=decode,
+        as_is=as_is,
     )
     if found.scheme and decode:
         what = "decoded" if options.quant_type is None else "quantized"
@@ -198,6 +203,16 @@ def plan_source(
     files = tuple(file.name for file in source.files)
     notices = (*source.notices, *notices, *kept)
     return ModelPlan(blobs, policy, quant_type, files, notices, found.scheme)
+
+
+def _markers(source: TensorSource) -> dict[str, bytes]:
+    """Return the contents of the small tensors that say how weights are quantized."""
+    buffer = memoryview(bytearray(_MARKER_BUFFER))
+    return {
+        name: b"".join(map(bytes, source.read(name, buffer)))
+        for name, spec in source.specs.items()
+        if is_marker(spec)
+    }
 
 
 def _unused_options(

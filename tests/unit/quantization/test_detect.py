@@ -18,6 +18,7 @@ from blobstore.quantization.detect import (
     detect_quantization,
     fp4_blocks,
     fp4_weight,
+    is_marker,
     mlx_weight,
     mxfp8_weight,
 )
@@ -598,7 +599,6 @@ def test_keeps_what_only_resembles_deepseek_v4(changes: Tensors, config: Any, me
         ("m.weight._data", "I8", "quanto"),
         ("m._weight_qdata", "I8", "torchao"),
         ("m.weight:qdata", "I8", "torchao"),
-        ("m.comfy_quant", "U8", "comfyui"),
     ],
 )
 def test_knows_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
@@ -688,14 +688,57 @@ def test_biases_cache_scales_and_other_modules_change_no_weight(neighbour: Any) 
 
 
 def test_a_key_of_a_header_keeps_weights_as_published() -> None:
-    keys = ["format", "_quantization_metadata"]
+    keys = [("format", "pt"), ("_quantization_metadata", "{}")]
     for tensors in (SCALED, CAST, COMPRESSED):
-        found = detect_quantization(specs(tensors), {}, header_keys=keys)
+        found = detect_quantization(specs(tensors), {}, metadata=keys)
         assert found.recipes == copies(specs(tensors))
         assert "'_quantization_metadata'" in found.reason
     for tensors, config in (({"m.weight": ("BF16", 8, 8)}, {}), (PACKED, MLX)):
-        assert not detect_quantization(specs(tensors), config, header_keys=keys).scheme
-    assert not detect_quantization(specs(SCALED), {}, header_keys=["format"]).scheme
+        assert not detect_quantization(specs(tensors), config, metadata=keys).scheme
+    assert not detect_quantization(specs(SCALED), {}, metadata=keys[:1]).scheme
+
+
+FLOAT8 = b'{"format": "float8_e4m3fn"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        (FLOAT8, True),
+        (b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}', True),
+        (b'{"format": "float8_e5m2"}', False),
+        (b'{"format": "nvfp4"}', False),
+        (b'{"format": "float8_e4m3fn", "convrot": true}', False),
+        (b'{"format": 7}', False),
+        (b"{}", False),
+        (b"[]", False),
+        (b"\xff\0", False),
+    ],
+)
+def test_a_marker_of_comfyui_must_say_what_the_tensors_say(text: bytes, is_known: bool) -> None:
+    tensors = {**SCALED, "m.comfy_quant": ("U8", len(text))}
+    source = specs(tensors)
+    layers = f'{{"format_version": "1.0", "layers": {{"m": {text.decode("latin-1")}}}}}'
+    metadata = [("_quantization_metadata", layers)]
+    for found in (
+        detect_quantization(source, {}, markers={"m.comfy_quant": text}),
+        detect_quantization(specs(SCALED), {}, metadata=metadata),
+    ):
+        assert found.quant_type == ("fp8" if is_known else "")
+        assert bool(found.scheme) != is_known
+    assert is_marker(source["m.comfy_quant"])
+    assert not is_marker(TensorSpec("m.comfy_quant", DType.U8, (2**40,)))
+    assert detect(tensors).scheme == "comfyui"
+
+
+def test_markers_that_no_longer_hold_are_left_out() -> None:
+    source = specs({**SCALED, "m.comfy_quant": ("U8", len(FLOAT8))})
+    markers = {"m.comfy_quant": FLOAT8}
+    kept = detect_quantization(source, {}, markers=markers)
+    assert isinstance(kept.recipes["m.comfy_quant"], Copied)
+    found = detect_quantization(source, {}, markers=markers, decode=True)
+    assert set(found.recipes) == {"m.weight", "norm.weight"}
+    assert found.notices[0] == "1 marker of 8-bit floats left out, since weights are decoded"
 
 
 def test_long_names_are_searched_at_their_end_only() -> None:

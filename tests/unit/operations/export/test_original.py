@@ -669,7 +669,12 @@ V4 = {
     "expert_dtype": "fp4",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
+MARKER = b'{"format": "float8_e4m3fn"}'
 NAMED_AFTER_MODULES: dict[str, tuple[Tensors, Any]] = {
+    "marked by ComfyUI": (
+        {**scaled_fp8(), "a.comfy_quant": ("U8", [len(MARKER)], MARKER)},
+        {},
+    ),
     "ComfyUI": (scaled_fp8(), {}),
     "DeepSeek V4": (deepseek_v4(), V4),
 }
@@ -685,6 +690,8 @@ def test_scales_that_are_named_after_modules_keep_their_names(
     (source / "config.json").write_text(json.dumps(config))
     (source / "model.safetensors").write_bytes(file_of(tensors, {"format": "pt"}))
     create(source, NAME, store=store)
+    with blobstore.open(NAME, store=store) as model:
+        assert model.quantized
     export_model(NAME, tmp_path / "same", store=store)
     assert contents(tmp_path / "same") == contents(source)
     for folder in ("shards", "links"):
