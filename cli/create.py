@@ -65,6 +65,11 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     help="Type of the tensors that match, or none to keep them. The last match decides.",
 )
 @click.option("--decode", is_flag=True, help="Decode FP8 weights to BF16.")
+@click.option(
+    "--as-is",
+    is_flag=True,
+    help="Keep all tensors as published, whether their quantization is understood or not.",
+)
 @options.shared("weights", "ignore-unindexed", "subtree")
 @click.option(
     "--list",

@@ -52,6 +52,8 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
     if model.parameters is not None:
         parameters = render.human_count(model.parameters)
         yield "parameters", f"{parameters} in {render.count_of(len(model.tensors), 'tensor')}"
+    if model.published_scheme:
+        yield "quantization", render.published(model.published_scheme)
     for name, count, size in info.types:
         yield "type", f"{render.cell(name)}: {render.count_of(count, 'tensor')}, {_size(size)}"
     yield "license", render.cell(info.license or "unknown")
@@ -81,7 +83,10 @@ def _size(count: int) -> str:
 
 def _as_json(info: ModelInfo) -> dict[str, Any]:
     model = info.description
-    fields = "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size"
+    fields = (
+        "name=reference format architecture model_type parameters published_scheme bytes=size "
+        "frozen_bytes=frozen_size"
+    )
     shown = output.record(model, fields) | output.record(
         info, "digest aliases license bases source"
     )

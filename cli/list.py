@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Order = Literal["name", "size", "shared", "frozen", "modified"]
 
 _FIELDS = (
-    "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified source error"
+    "name=reference digest bytes=size shared_bytes=shared frozen_bytes=frozen modified "
+    "published_scheme source error"
 )
 
 
@@ -158,6 +159,7 @@ def _as_table(models: Sequence[ListedModel]) -> str:
     sizes = {"SIZE": "size", "SHARED": "shared"}
     if any(model.frozen for model in models):
         sizes["FROZEN"] = "frozen"
+    has_published = any(model.published_scheme for model in models)
     rows = [
         (
             render.cell(model.reference),
@@ -167,9 +169,10 @@ def _as_table(models: Sequence[ListedModel]) -> str:
                 for key in sizes.values()
             ),
             render.human_age(model.modified),
+            *([render.published(model.published_scheme)] if has_published else []),
         )
         for model in models
     ]
     broken = [row for row, model in enumerate(models) if model.error]
-    headings = ("NAME", "ID", *sizes, "MODIFIED")
+    headings = ("NAME", "ID", *sizes, "MODIFIED", *(["QUANTIZATION"] if has_published else []))
     return render.table(headings, rows, right=range(2, 2 + len(sizes)), alarming=broken)

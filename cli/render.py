@@ -151,6 +151,11 @@ def human_age(moment: float) -> str:
     return "just now"
 
 
+def published(scheme: str) -> str:
+    """Return how the weights of a model are shown that is kept as published; empty without a scheme."""
+    return f"{cell(scheme)}, kept as published" if scheme else ""
+
+
 def count_of(count: int, noun: str) -> str:
     """Return a number with its noun."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -227,6 +227,8 @@ def _totals(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterato
         yield f"{part}{render.count_of(total, 'tensor')} in {render.count_of(len(blobs), 'blob')}"
         yield f"{render.human_count(parameters)} parameters"
         yield render.human_bytes(size)
+        if model.published_scheme:
+            yield render.published(model.published_scheme)
         if parameters:
             yield f"{_bits(size, parameters)} bits per weight"
     else:
@@ -255,7 +257,10 @@ def _as_json(model: ModelDescription, view: View, rows: Sequence[Row]) -> dict[s
                 shown["bits_per_weight"] = round(shown["bits_per_weight"], 4)
     else:
         listed = output.records(rows, _BLOB_FIELDS)
-    fields = "name=reference format architecture model_type parameters bytes=size frozen_bytes=frozen_size"
+    fields = (
+        "name=reference format architecture model_type parameters published_scheme bytes=size "
+        "frozen_bytes=frozen_size"
+    )
     faults = output.records(model.faults, f"{_BLOB_FIELDS} message=fault")
     return output.record(model, fields) | {view: listed, "faults": faults}
 

@@ -23,6 +23,8 @@ REQUIRES: Final = "0.19.0"
 """The oldest Ollama that understands tensor models; what its own importer writes."""
 LAYERS_DIGEST: Final = "layers_digest"
 """The key of a config that holds the digest of the layers; Ollama reads past it."""
+PUBLISHED_SCHEME: Final = "published_scheme"
+"""The key of a config that says how a model is quantized whose tensors are kept as published."""
 _FIELDS = ("schemaVersion", "mediaType", "config", "layers")
 _PLAIN_START = (
     f'{{"schemaVersion":{SCHEMA_VERSION},"mediaType":"{media_types.MANIFEST}","config":{{'
@@ -138,6 +140,8 @@ class ModelConfig:
     capabilities: tuple[str, ...] = ("completion",)
     layers_digest: Digest | None = None
     """The :func:`layers_digest` of the model's layers; None in older stores."""
+    published_scheme: str = ""
+    """The name of the quantization of a model that is kept as published; otherwise empty."""
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON, without a line feed."""
@@ -154,6 +158,8 @@ class ModelConfig:
         }
         if self.layers_digest is not None:
             value[LAYERS_DIGEST] = str(self.layers_digest)
+        if self.published_scheme:
+            value[PUBLISHED_SCHEME] = self.published_scheme
         return strictjson.dumps(value).encode()
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobDamaged, UsageError
-from blobstore.models.source_layers import left_out_tensors, read_stacks
+from blobstore.models.published import published_scheme
+from blobstore.models.source_layers import left_out_tensors, read_stacks, source_specs
 from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS
+from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, SCALE_SUFFIXES
 from blobstore.quantization.recipes import GLOBAL_SCALE
 from blobstore.quantization.source_config import (
     MODELOPT_FILE,
     SourceQuantConfig,
     modelopt_section,
 )
-from blobstore.quantization.source_layout import SourceNaming
+from blobstore.quantization.source_layout import SourceNaming, is_renamed_to
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -57,7 +58,8 @@ class PublishedTensors(NamedTuple):
     """How a source has the tensors that blobs hold under other names or types, or not at all."""
 
     specs: Mapping[str, TensorSpec]
-    """Their specs in the source, by runtime name. FP8 weights keep their names, and are not listed."""
+    """Their specs in the source, by runtime name. FP8 weights are not listed, and of their scales only
+    those that are renamed."""
     left_out: Mapping[str, tuple[TensorSpec, bytes]]
     """The tensors that no blob holds unchanged, by source name: scales of activations, and global scales
     whose reciprocals are in ``specs``."""
@@ -74,6 +76,7 @@ class PublishedTensors(NamedTuple):
             BlobMissing, BlobDamaged: the record of the source is missing or damaged.
         """
         naming, specs = SourceNaming(config), model.specs
+        published = source_specs(model.store, model.manifest)
         named = {
             name + end: naming.spec(name, suffix, specs[name + end], FORMATS["nvfp4"])
             for name, (kind, _) in model.quantized.items()
@@ -81,6 +84,11 @@ class PublishedTensors(NamedTuple):
             for suffix, end in {"": "", **COMPANIONS}.items()
             if name + end in specs
         }
+        for name, (kind, *_) in model.quantized.items():
+            for end in SCALE_SUFFIXES if kind == FLOAT8_TYPE else ():
+                spec = published.get(name + end)
+                if spec is not None and is_renamed_to(spec, specs[name + end], specs):
+                    named[name + end] = spec
         has_reciprocals = bool(named) and naming.is_reciprocal(GLOBAL_SCALE)
         if not has_reciprocals and not SourceQuantConfig(config).has_static_activations:
             return cls(named, {})
@@ -123,6 +131,8 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
     Raises:
         BlobMissing, BlobDamaged: the record of the source is missing or damaged.
     """
+    if published_scheme(model.store, model.manifest):
+        return ""
     quant_config, weights = SourceQuantConfig(config), model.quantized.items()
     if not weights or not all(
         kind == FLOAT8_TYPE or _has_global_scale(model, name, kind) for name, (kind, _) in weights
@@ -139,6 +149,24 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
     ):
         return "the store has its global scales as reciprocals only"
     return ""
+
+
+def is_published(model: Model, dequantize: bool | None) -> bool:
+    """Return whether a model is kept as published, so that a server gets its tensors and config unchanged.
+
+    Args:
+        model: the model.
+        dequantize: whether the user wants plain values of quantized weights.
+
+    Raises:
+        UsageError: the user wants plain values, which such a model does not have.
+    """
+    scheme = published_scheme(model.store, model.manifest)
+    if scheme and dequantize:
+        raise UsageError(
+            f"{model.reference} cannot be dequantized: its weights ({escape(scheme)}) are kept as published"
+        )
+    return bool(scheme)
 
 
 def is_dequantized(
@@ -159,9 +187,12 @@ def is_dequantized(
         unsupported: why the server does not support the quantization that the config describes.
 
     Raises:
-        UsageError: the user wants weights as published, but :func:`why_decoded`.
+        UsageError: the user wants weights as published, but :func:`why_decoded`; or plain values of a
+            model that is kept as published.
         BlobMissing, BlobDamaged: as :func:`why_decoded`.
     """
+    if is_published(model, wanted):
+        return False
     reason = why_decoded(model, config) or unsupported
     if wanted is False and reason:
         raise UsageError(f"{model.reference} must be dequantized: {reason}")

@@ -31,6 +31,7 @@ from blobstore.integrations.source_names import (
     component_prefixes,
     gpt_oss_experts,
     is_dequantized,
+    is_published,
     quant_settings,
     stacked_names,
 )
@@ -143,6 +144,8 @@ def from_store(
         read=read,
         prefetch=prefetch,
     ) as model:
+        # Nothing of it is quantized in the store's sense, so that opening it did not dequantize it.
+        is_plain = is_plain and not is_published(model, dequantize)
         config, model_class = _config_and_class(
             model,
             subfolder,

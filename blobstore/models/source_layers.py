@@ -13,6 +13,8 @@ from blobstore.quantization.formats import LEFT_OUT
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
     from blobstore.store.protocols import BlobDescriber
@@ -63,6 +65,33 @@ def read_source_record(store: BlobDescriber, manifest: Manifest) -> SourceRecord
         return SourceRecord.from_bytes(content)
     except BlobDamaged as error:
         raise BlobDamaged(f"the source layer, blob {layer.digest.short}: {error.message}") from None
+
+
+def source_specs(store: BlobDescriber, manifest: Manifest) -> dict[str, TensorSpec]:
+    """Return the tensors of the source by their names in blobs; none if the record has no headers.
+
+    Raises:
+        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed.
+    """
+    record = read_source_record(store, manifest)
+    if record is None:
+        return {}
+    return {record.stored_names.get(name, name): spec for name, spec in _headers(record)}
+
+
+def _headers(record: SourceRecord) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield the tensors of the weight files by their full names."""
+    for file in record.files:
+        if file.format != "safetensors" or not file.start:
+            continue
+        try:
+            header = parse_header(file.start[PREFIX_SIZE:], file.size)
+        except InvalidHeader as error:
+            raise BlobDamaged(f"the source layer: file {quote(file.name)}: {error}") from None
+        folder, slash, _ = file.name.rpartition("/")
+        for name, (spec, _, _) in header.tensors.items():
+            full = folder + slash + name
+            yield full, spec._replace(name=full)
 
 
 def left_out_tensors(

@@ -11,12 +11,16 @@ weight                  companions                                     becomes
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
 8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 fp8, or BF16
+8-bit ``X.weight``      ``X.scale_weight``, or ``X.scale`` of E8M0     fp8, or BF16
+``X.weight`` I8         ``X.scale`` of E8M0, by the config             mxfp4
 ======================  =============================================  ====================
 
-Packed weights are never quantized again: a scheme whose values none of our types holds exactly is
-rejected. 8-bit floats are kept as they are, or decoded on request. Weights of other tools than MLX have the same bits under other names and element types: packed
-bytes, lowest bits first, become words of four bytes, and 8-bit scales are relabelled as U8. Shapes and
-config must agree, because either alone may fit several types.
+8-bit floats are kept as they are, or decoded on request. Weights of other tools than MLX have the same bits
+under other names and element types: packed bytes, lowest bits first, become words of four bytes, and 8-bit
+scales are relabelled as U8. Shapes and config must agree, because either alone may fit several types.
+
+A source is read completely or not at all. If a weight uses another scheme, or a tensor next to it may change what
+its bytes mean, the source is kept as published: all tensors are plain, and nothing interprets them.
 """
 
 from __future__ import annotations
@@ -28,16 +32,39 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
+from blobstore.quantization.comfy import (
+    HEADER_KEY,
+    MARKER,
+    MAX_MARKER,
+    are_float8_layers,
+    is_float8_marker,
+)
 from blobstore.quantization.formats import (
     FACTORS,
     FLOAT8,
     FORMATS,
     INPUT_SCALES,
+    MODULE_SCALES,
     SCALE_SUFFIXES,
     WORD_BITS,
     float8_format,
 )
-from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE, Copied, Decoded, Prequantized
+from blobstore.quantization.neighbours import unclaimed_neighbour
+from blobstore.quantization.recipes import (
+    BIAS,
+    GLOBAL_SCALE,
+    SCALE,
+    Copied,
+    Decoded,
+    Prequantized,
+    copies,
+)
+from blobstore.quantization.schemes import (
+    UNKNOWN,
+    quantization_key,
+    scheme_name,
+    scheme_of_tensor,
+)
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -50,21 +77,6 @@ if TYPE_CHECKING:
     Typed = tuple[QuantFormat, int]
     """A type with its group size."""
 
-_FOREIGN: Final = {
-    ".qweight": "GPTQ, AWQ or a scheme like them",
-    ".q_weight": "EXL2",
-    ".trellis": "EXL3",
-    ".W_q": "HQQ",
-    ".SCB": "bitsandbytes",
-    ".weight.absmax": "bitsandbytes",
-    ".weight.quant_map": "bitsandbytes",
-    ".quant_state.bitsandbytes__nf4": "bitsandbytes",
-    ".quant_state.bitsandbytes__fp4": "bitsandbytes",
-    ".weight._data": "quanto",
-    "_weight_qdata": "torchao",
-}
-"""Suffixes of tensor names that only these schemes use."""
-_FOREIGN_ENDS: Final = tuple(_FOREIGN)
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
 """The values of ``quant_method`` that are supported here."""
 _OTHER_FLOAT8: Final = (DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F8_E8M0)
@@ -92,21 +104,70 @@ class DetectedQuantization(NamedTuple):
     """Remarks for the user, one line each."""
     quant_type: str
     """The type of most quantized weights; empty if there are none, or most are decoded."""
+    scheme: str = ""
+    """The name of the quantization, if the source is kept as published; otherwise empty."""
+    reason: str = ""
+    """Why it is kept as published."""
+
+
+class NotUnderstood(UnsupportedSource):
+    """A weight uses a scheme whose values no type holds exactly, or one that is not known for certain."""
 
 
 def detect_quantization(
-    specs: Specs, config: Mapping[str, Any], *, decode: bool = False
+    specs: Specs,
+    config: Mapping[str, Any],
+    *,
+    metadata: Collection[tuple[str, str]] = (),
+    markers: Mapping[str, bytes] | None = None,
+    decode: bool = False,
+    as_is: bool = False,
 ) -> DetectedQuantization:
     """Return the recipes for all tensors of a source.
 
     Args:
         specs: the tensors by name.
         config: the decoded ``config.json``, or an empty mapping.
+        metadata: keys and texts of the metadata in the headers of its files.
+        markers: the contents of the tensors that :func:`is_marker` names.
         decode: decode 8-bit floats with scales to BF16.
+        as_is: keep the source as published, also if it can be read.
 
     Raises:
-        UnsupportedSource: a weight uses a scheme that cannot be kept exactly, lacks a companion, or
-            contradicts the config. The message names the weight.
+        UnsupportedSource: a weight lacks a companion or contradicts the config. The message names it.
+    """
+    if as_is:
+        return _as_published(specs, config, "")
+    try:
+        return _read(specs, config, metadata, markers or {}, decode=decode)
+    except NotUnderstood as error:
+        return _as_published(specs, config, error.message)
+
+
+def is_marker(spec: TensorSpec) -> bool:
+    """Return whether detection needs the content of a tensor, which is small."""
+    return spec.name.endswith(MARKER) and spec.nbytes <= MAX_MARKER
+
+
+def _as_published(specs: Specs, config: Mapping[str, Any], reason: str) -> DetectedQuantization:
+    scheme = scheme_name(specs, config) or (UNKNOWN if reason else "")
+    notices = [f"{scheme}, kept as published{f': {reason}' if reason else ''}"] if scheme else []
+    return DetectedQuantization({**copies(specs)}, tuple(notices), "", scheme, reason)
+
+
+def _read(
+    specs: Specs,
+    config: Mapping[str, Any],
+    metadata: Collection[tuple[str, str]],
+    markers: Mapping[str, bytes],
+    *,
+    decode: bool,
+) -> DetectedQuantization:
+    """Return the recipes of a source whose quantization is understood.
+
+    Raises:
+        NotUnderstood: it is not.
+        UnsupportedSource: as :func:`detect_quantization`.
     """
     quant_config = SourceQuantConfig(config)
     found: dict[str, Decoded | Prequantized] = {}
@@ -124,19 +185,22 @@ def detect_quantization(
             weight = recipe.spec.name
             prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
             inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
-    recipes: dict[str, Copied | Decoded | Prequantized] = {**found}
-    for name, spec in specs.items():
-        if name not in used and name not in inputs:
-            _check_plain(spec, specs, quant_config, found)
-            recipes[name] = Copied(spec, (name,))
+    known = {name for name, text in markers.items() if _is_known_marker(name, text, specs)}
+    stale = known if decode else set[str]()
+    claimed = used | inputs | stale
+    plain = [spec for name, spec in specs.items() if name not in claimed]
+    for spec in plain:
+        _check_plain(spec, specs, quant_config, found)
+    weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
+    weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
+    # MLX packs into words of its own, whatever a header says besides.
+    has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
+    keys = {key for key, text in metadata if not _is_known_key(key, text, specs)}
+    _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
+    recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
-    casts = sum(
-        isinstance(recipe, Copied)
-        and recipe.spec.dtype in _EVERY_FLOAT8
-        and name.endswith(".weight")
-        for name, recipe in recipes.items()
-    )
-    notices = tuple(_notices(found, inputs, casts, quant_config.unmatched(modules)))
+    casts = sum(spec.dtype in _EVERY_FLOAT8 and spec.name.endswith(".weight") for spec in plain)
+    notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
     for recipe in found.values():
         if isinstance(recipe, Prequantized):
@@ -148,14 +212,52 @@ def detect_quantization(
     return DetectedQuantization(recipes, notices, main_type)
 
 
+def _is_known_marker(name: str, text: bytes, specs: Specs) -> bool:
+    return is_float8_marker(text, specs.get(f"{name.removesuffix(MARKER)}.weight"))
+
+
+def _is_known_key(key: str, text: str, specs: Specs) -> bool:
+    return key == HEADER_KEY and are_float8_layers(text, specs)
+
+
+def _may_be_packed(spec: TensorSpec) -> bool:
+    """Return whether a tensor that no reading uses may be a quantized weight all the same."""
+    is_matrix = spec.name.endswith(".weight") and len(spec.shape) > 1
+    return is_matrix and spec.dtype in (*_PACKED, *_INTEGERS)
+
+
+def _check_neighbours(
+    specs: Specs,
+    claimed: Collection[str],
+    weights: Mapping[str, TensorSpec],
+    header_keys: Collection[str],
+) -> None:
+    """Check that nothing else says how weights are quantized.
+
+    Raises:
+        NotUnderstood: a tensor next to a weight, or a key of a header, may do so.
+    """
+    if not weights:
+        return
+    if unclaimed := unclaimed_neighbour(specs, claimed, weights):
+        name, weight = unclaimed
+        raise NotUnderstood(
+            f"tensor {quote(name)} may change what {quote(weight)} means, and no type of a blob has "
+            "such a tensor"
+        )
+    if key := quantization_key(header_keys):
+        raise NotUnderstood(
+            f"the metadata {quote(key)} in a header may change what quantized weights mean"
+        )
+
+
 def _quantized(
     spec: TensorSpec, specs: Specs, config: SourceQuantConfig, *, decode: bool
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
-    if name.endswith(_FOREIGN_ENDS):
-        scheme = next(scheme for end, scheme in _FOREIGN.items() if name.endswith(end))
-        _refuse(spec, f"belongs to a model quantized by {scheme}")
+    if scheme := scheme_of_tensor(name):
+        _refuse(spec, f"is quantized by {scheme}")
     if name.endswith(".weight_packed"):
         return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
     if dtype is DType.U32:
@@ -167,15 +269,36 @@ def _quantized(
         scale = specs.get(f"{name}_scales")
         return fp4_blocks(name, spec, scale) if scale and scale.dtype is DType.U8 else None
     scales = [specs[name + end] for end in SCALE_SUFFIXES if name + end in specs]
+    if dtype is DType.U8:
+        is_packed = scales and name.endswith(".weight")
+        return _packed_bytes(name, spec, "_scale_2", specs, config) if is_packed else None
+    scales += _module_scales(name, specs)
     if not scales or not (dtype in FLOAT8 or name.endswith(".weight")):
         return None
-    if dtype is DType.U8:
-        return _packed_bytes(name, spec, "_scale_2", specs, config)
-    if dtype is DType.I8:
-        _refuse(spec, "is of 8-bit integers with scales")
     if len(scales) > 1:
-        _fail(name, "has two tensors of scales")
+        _refuse(spec, "has two tensors of scales")
+    if dtype is DType.I8:
+        return _fp4_of_integers(spec, scales[0], config)
     return _float8(spec, scales[0], config.sharings(), decode=decode)
+
+
+def _fp4_of_integers(
+    spec: TensorSpec, scale: TensorSpec, config: SourceQuantConfig
+) -> Prequantized:
+    """Return the recipe of 4-bit floats that a source of DeepSeek V4 has as 8-bit integers."""
+    if not config.has_fp4_experts or scale.dtype is not DType.F8_E8M0:
+        _refuse(spec, "is of 8-bit integers with scales")
+    return _relabelled(spec.name, spec, scale, _MXFP4)
+
+
+def _module_scales(name: str, specs: Specs) -> Iterator[TensorSpec]:
+    """Yield the scales of a weight that are named after its module."""
+    module = name.removesuffix(".weight")
+    for end in MODULE_SCALES if module != name else ():
+        scale = specs.get(module + end)
+        # Other tensors may be called "scale" too.
+        if scale is not None and (end != ".scale" or scale.dtype is DType.F8_E8M0):
+            yield scale
 
 
 def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> Prequantized | None:
@@ -216,7 +339,10 @@ def _float8(
     weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing], *, decode: bool
 ) -> Decoded | Prequantized:
     _check_matrix(weight)
-    packed = mxfp8_weight(weight, scale)
+    source = scale.name
+    if not source.startswith(weight.name):
+        scale = scale._replace(name=weight.name + SCALE_SUFFIXES[0])
+    packed = mxfp8_weight(weight, scale, source)
     if packed is not None:
         return packed
     sharings = declared or _USUAL_SHARINGS
@@ -229,8 +355,8 @@ def _float8(
             for sharing in sharings
         )
         origin = "by config.json" if declared else "where config.json says nothing"
-        _fail(
-            weight.name,
+        _refuse(
+            weight,
             f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "
             f"it has one for each {expected}",
         )
@@ -238,8 +364,8 @@ def _float8(
         *rows, columns = weight.shape
         flat = weight._replace(shape=(math.prod(rows), columns))
         plain = weight._replace(dtype=DType.BF16)
-        return Decoded(plain, (weight.name,), (scale.name,), flat, scale, item.float8.block)
-    parts = (Copied(weight, (weight.name,)), Copied(scale, (scale.name,)))
+        return Decoded(plain, (weight.name,), (source,), flat, scale, item.float8.block)
+    parts = (Copied(weight, (weight.name,)), Copied(scale, (source,)))
     return Prequantized(parts, item, None)
 
 
@@ -255,8 +381,8 @@ def _check_plain(
     is_scaled = any(name + end in specs for end in SCALE_SUFFIXES)
     # Diffusion models are often cast to 8-bit floats, without scales or an entry in a config.
     if dtype in _EVERY_FLOAT8 and name.endswith(".weight") and (is_scaled or config.is_quantized):
-        what = "scales" if dtype in FLOAT8 else "a form that is decoded"
-        _fail(name, f"({dtype.value}) is of 8-bit floats without {what}; create from BF16 weights")
+        what = "scales that are known" if dtype in FLOAT8 else "a form that is decoded"
+        _refuse(spec, f"is of 8-bit floats without {what}")
     if len(shape) < 2:  # noqa: PLR2004 - a matrix
         return
     if config.is_mlx and dtype is DType.U32:
@@ -270,10 +396,13 @@ def _notices(
     found: Mapping[str, Decoded | Prequantized],
     inputs: set[str],
     casts: int,
+    stale: int,
     unmatched: Sequence[str],
 ) -> Iterator[str]:
     if inputs:
         yield f"{_counted(len(inputs), 'input scale')} (of activations) left out"
+    if stale:
+        yield f"{_counted(stale, 'marker')} of 8-bit floats left out, since weights are decoded"
     decoded = sum(isinstance(recipe, Decoded) for recipe in found.values())
     if decoded:
         yield f"{_counted(decoded, 'weight')} of 8-bit floats decoded to BF16"
@@ -373,14 +502,12 @@ def fp4_weight(
     packed = _relabelled(name, weight, scale, item)
     if item is _MXFP4:
         if factor is not None:
-            _fail(
-                weight.name, f"is mxfp4 by its scales, {_shown_spec(scale)}, and has a global scale"
-            )
+            _refuse(weight, f"is mxfp4 by its scales, {_shown_spec(scale)}, and has a global scale")
         return packed
     if factor is None:
-        _fail(weight.name, "lacks its global scale")
+        _refuse(weight, "lacks its global scale")
     if (factor.dtype, factor.elements) != (DType.F32, 1):
-        _fail(factor.name, f"must be one F32 number, and is {_shown_spec(factor)}")
+        _refuse(factor, f"must be one F32 number, and is {_shown_spec(factor)}")
     part = Copied(factor._replace(name=name + GLOBAL_SCALE), (factor.name,), is_reciprocal)
     # Ollama writes no group size for ModelOpt's weights; equal weights must have equal digests.
     group_size = item.group_size if is_reciprocal else None
@@ -394,8 +521,8 @@ def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized
         UnsupportedSource: the shapes contradict each other.
     """
     if not scale.shape or weight.shape != (*scale.shape, _BLOCK_BYTES):
-        _fail(
-            weight.name,
+        _refuse(
+            weight,
             f"is {_shown_spec(weight)}, and its scales are {_shown_spec(scale)}; mxfp4 has {_BLOCK_BYTES} "
             "bytes per scale",
         )
@@ -403,35 +530,34 @@ def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized
     return _relabelled(name, weight._replace(shape=(*rows, groups * width)), scale, _MXFP4)
 
 
-def mxfp8_weight(weight: TensorSpec, scale: TensorSpec) -> Prequantized | None:
-    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales."""
+def mxfp8_weight(weight: TensorSpec, scale: TensorSpec, source: str = "") -> Prequantized | None:
+    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales.
+
+    ``source`` is the name of the scales in the source, if they have another one there.
+    """
     *rows, columns = weight.shape
     is_mxfp8 = weight.dtype is DType.F8_E4M3 and scale.dtype in _EXPONENT_TYPES
     if not is_mxfp8 or scale.shape != (*rows, -(-columns // _MXFP8.group_size)):
         return None
-    return _relabelled(weight.name, weight, scale, _MXFP8)
+    return _relabelled(weight.name, weight, scale._replace(name=source or scale.name), _MXFP8)
 
 
 def _check_matrix(weight: TensorSpec) -> None:
     """Check that a quantized weight is a matrix or a stack of matrices, and not empty."""
     if len(weight.shape) not in (2, 3) or not weight.elements:
-        _fail(
-            weight.name,
-            f"is quantized and of shape {list(weight.shape)}; expected 2 or 3 dimensions",
-        )
+        _refuse(weight, f"is of shape {list(weight.shape)}, not of 2 or 3 dimensions")
 
 
 def _fail(name: str, what: str) -> NoReturn:
     """Raise an error about a tensor that contradicts its companions or the config."""
-    raise UnsupportedSource(f"tensor {quote(name)} {what}")
+    raise UnsupportedSource(
+        f"tensor {quote(name)} {what}", advice="store the tensors as they are with --as-is"
+    )
 
 
 def _refuse(spec: TensorSpec, what: str) -> NoReturn:
-    """Raise an error about a tensor whose scheme cannot be kept exactly."""
-    raise UnsupportedSource(
-        f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}, which no type of a blob holds "
-        "as it is; create from the unquantized weights"
-    )
+    """Raise an error about a tensor whose scheme no type of a blob holds exactly."""
+    raise NotUnderstood(f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}")
 
 
 def _scale_shape(weight: TensorSpec, item: QuantFormat, group_size: int) -> tuple[Any, ...] | None:
@@ -450,8 +576,8 @@ def _relabelled(
     packed = TensorSpec(name, DType.U32, (*rows, words))
     if rest or _scale_shape(packed, item, item.group_size) != scale.shape:
         typed = _type((item, item.group_size))
-        _fail(
-            weight.name,
+        _refuse(
+            weight,
             f"is {_shown_spec(weight)} with scales {_shown_spec(scale)}, which is not {typed}",
         )
     label = TensorSpec(name + SCALE, DType.U8, scale.shape)

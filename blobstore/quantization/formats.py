@@ -31,7 +31,16 @@ FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
 SCALE_SUFFIXES: Final = ("_scale", "_scale_inv")
 """What sources append to the name of an fp8 weight for its scales."""
-INPUT_SCALES: Final = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale")
+MODULE_SCALES: Final = (".scale_weight", ".scale")
+"""What ComfyUI and DeepSeek V4 have for scales in place of ``.weight``. Blobs have the first of
+:data:`SCALE_SUFFIXES`."""
+INPUT_SCALES: Final = (
+    "input_scale",
+    "input_global_scale",
+    "input_scale_ub",
+    "activation_scale",
+    "scale_input",
+)
 """Ends of the names of scales of activations, which no blob holds."""
 LEFT_OUT: Final = (*INPUT_SCALES, "_global_scale")
 """Ends of the names of all source tensors that no blob holds unchanged."""

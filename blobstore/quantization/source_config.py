@@ -39,6 +39,8 @@ class SourceQuantConfig:
             for key in _SECTIONS
             if isinstance(holder.get(key), dict)
         ]
+        self.has_fp4_experts = config.get("expert_dtype") == "fp4"
+        """Whether experts are 4-bit floats, two in a byte, as in DeepSeek V4."""
         # Other schemes have a key "bits" too, but not the format of MLX.
         mlx = (
             section

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError
-from blobstore.quantization.formats import WORD_BITS
+from blobstore.quantization.formats import MODULE_SCALES, SCALE_SUFFIXES, WORD_BITS
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Mapping
 
     from blobstore.quantization.formats import QuantFormat
 
@@ -39,13 +39,20 @@ _ENDS: Final = {
 """What sources append to the name of a weight for it and its companions."""
 _MLX_ENDS: Final = {SCALE: ".scales", BIAS: ".biases"}
 """What MLX has for companions in place of ``.weight``."""
+_PACKED: Final = (DType.U8, DType.I8, DType.F8_E4M3)
 _FLOAT8_SCALES: Final = (DType.F8_E4M3, DType.F8_E8M0)
 
 
 class SourceNaming:
-    """The names of the tensors of a source, by the ``config`` of its folder: any JSON value."""
+    """The names of the tensors of a source.
 
-    def __init__(self, config: Any) -> None:
+    Args:
+        config: the config of its folder, any JSON value.
+        published: the tensors of the source by their names in blobs, as its record has them.
+    """
+
+    def __init__(self, config: Any, published: Mapping[str, TensorSpec] | None = None) -> None:
+        self._published = published or {}
         section = SourceQuantConfig(config if isinstance(config, dict) else {})
         self._is_compressed_tensors = section.method == _COMPRESSED_TENSORS
 
@@ -65,6 +72,10 @@ class SourceNaming:
         Raises:
             BlobstoreError: no such folder holds weights of this type.
         """
+        published = self._published.get(stored.name)
+        # The record is not trusted.
+        if published is not None and is_renamed_to(published, stored, {name, name + SCALE}):
+            return published
         if item.float8 is not None:
             return stored
         if item.mode == "affine":
@@ -93,6 +104,9 @@ def is_renamed_to(source: TensorSpec, stored: TensorSpec, blob: Container[str]) 
         stored: the tensor in the blob.
         blob: the names of all tensors of the blob.
     """
+    scaled = stored.name.removesuffix(SCALE_SUFFIXES[0])
+    if scaled != stored.name and scaled in blob and source.name in _module_names(scaled):
+        return source[1:] == stored[1:]
     for suffix, ends in _ENDS.items():
         weight = stored.name.removesuffix(suffix)
         if weight + suffix != stored.name or not (weight in blob and weight + SCALE in blob):
@@ -100,9 +114,17 @@ def is_renamed_to(source: TensorSpec, stored: TensorSpec, blob: Container[str]) 
         names = {weight + end for end in ends}
         if suffix in _MLX_ENDS:
             names.add(weight.removesuffix(".weight") + _MLX_ENDS[suffix])
+        if suffix == SCALE:
+            names |= _module_names(weight)
         if source.name in names and _has_same_bits(source, stored, is_weight=not suffix):
             return True
     return False
+
+
+def _module_names(weight: str) -> set[str]:
+    """Return what the scales of a weight may be called after its module."""
+    module = weight.removesuffix(".weight")
+    return {module + end for end in MODULE_SCALES} if module != weight else set()
 
 
 def _has_same_bits(source: TensorSpec, stored: TensorSpec, *, is_weight: bool) -> bool:
@@ -114,4 +136,4 @@ def _has_same_bits(source: TensorSpec, stored: TensorSpec, *, is_weight: bool) -
     if source.name.endswith("_blocks"):
         shape = (*shape[:-2], math.prod(shape[-2:]))
     words = (*stored.shape[:-1], math.prod(stored.shape[-1:]) * _WORD_BYTES)
-    return stored.dtype is DType.U32 and dtype in (DType.U8, DType.F8_E4M3) and shape == words
+    return stored.dtype is DType.U32 and dtype in _PACKED and shape == words

@@ -9,7 +9,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches
+from blobstore.errors import UnsupportedSource
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
@@ -57,6 +59,7 @@ class HuggingFaceFolder(ShardSet):
             else:
                 self.add(path)
             if self.values:
+                self._check_not_empty()
                 from blobstore.sources.pytorch.values import with_values
 
                 self.files, notices = with_values(self.files, self.values, path)
@@ -87,6 +90,15 @@ class HuggingFaceFolder(ShardSet):
             is_converted=self.is_partial or any(file.format == "pytorch" for file in files),
         )
 
+    def _check_not_empty(self) -> None:
+        """Check that checkpoints have elements. Raises UnsupportedSource if all tensors are empty."""
+        if self.specs and not any(spec.elements for spec in self.specs.values()):
+            raise UnsupportedSource(
+                f"all tensors of {quote(self._path)} are empty, such as {quote(min(self.specs))}: they "
+                "are the placeholders of DeepSpeed's ZeRO stage 3",
+                advice="run zero_to_fp32.py in the folder of the checkpoint, and create from its result",
+            )
+
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
         tree.versions = self.versions
         self.config = read_json(tree, "config.json", dict)
@@ -101,6 +113,9 @@ class HuggingFaceFolder(ShardSet):
                 continue
             path = tree.path(part.index_name)
             weight_map, ignore = read_weight_map(path), options.ignore_unindexed
+            is_tied = not prefix and self.config.get("tie_word_embeddings") is True
             # Adding shards adds notices too.
-            self.notices += [*add_indexed(self, path, weight_map, prefix=prefix, ignore=ignore)]
+            self.notices += [
+                *add_indexed(self, path, weight_map, prefix=prefix, ignore=ignore, is_tied=is_tied)
+            ]
         self.files = [SourceFile(name, tree.path(name)) for name in selection.files]

@@ -363,11 +363,24 @@ def _mapped(tree: FileTree, folder: str, index: str) -> set[str]:
 
 
 def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:
-    """Check that shards without an index are complete, by the numbers in their names."""
-    totals = {name.rpartition("-")[2] for name in shards}
-    numbers = {int(re.findall(r"-(\d+)-of-", name)[-1]) for name in shards}
-    total = int(totals.pop().partition(".")[0]) if len(totals) == 1 else 0
-    if len(numbers) != total or numbers != set(range(1, total + 1)):
+    """Check that shards without an index are one complete set, by the numbers in their names."""
+    sets: dict[str, set[int]] = {}
+    for name in shards:
+        sets.setdefault(name.rpartition("-")[2], set()).add(
+            int(re.findall(r"-(\d+)-of-", name)[-1])
+        )
+    complete = [
+        total
+        for total, numbers in sets.items()
+        # Not by a range: a name can claim billions of shards.
+        if min(numbers) == 1 and max(numbers) == len(numbers) == int(total.partition(".")[0])
+    ]
+    if len(sets) > 1 and complete:
+        raise SourceError(
+            f"{tree.label(folder)} has {len(sets)} sets of shards, and there is no index; choose with "
+            + " or ".join(f"--weights '*-of-{total}'" for total in sorted(complete))
+        )
+    if not complete:
         raise DamagedSource(
             f"the weight files of {tree.label(folder)} are not a complete set of shards, and there is "
             f"no index: {len(shards)} found, such as {quote(shards[0])}; download the complete model"

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _MAX_INDEX_SIZE = 256 * 2**20
 SAFETENSORS = ".safetensors"
+_PART_KEY = "DCP_SHARDING_INFO"
+"""The key in the metadata of a file that holds parts of tensors: one rank's."""
+_HEAD = "lm_head.weight"
 CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of PyTorch checkpoints."""
 
@@ -80,6 +83,12 @@ class ShardSet:
         else:
             shard = self._shards[path] = safetensors = SafetensorsShard(path)
             self.metadata[path] = safetensors.metadata
+            if _PART_KEY in safetensors.metadata:
+                raise UnsupportedSource(
+                    f"{quote(path)} has parts of tensors, as torch.distributed.checkpoint writes them "
+                    f"({_PART_KEY} in its metadata)",
+                    advice="join all parts with torch's consolidate_safetensors_files, and create from that",
+                )
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         for name, spec in shard.specs.items():
             if names is not None and name not in names:
@@ -100,7 +109,10 @@ class ShardSet:
         from blobstore.sources.pytorch.container import UnknownFormat
 
         try:
-            return Checkpoint(path, subtree=self._options.subtree)
+            options = self._options
+            return Checkpoint(
+                path, subtree=options.subtree, skip_unreadable=options.skip_unreadable
+            )
         except SourceNotFound:
             raise DamagedSource(f"weight file {quote(path)} is missing") from None
         except UnknownFormat as error:
@@ -174,9 +186,18 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def add_indexed(
-    shards: ShardSet, index: Path, weight_map: dict[str, str], *, prefix: str, ignore: bool
+    shards: ShardSet,
+    index: Path,
+    weight_map: dict[str, str],
+    *,
+    prefix: str,
+    ignore: bool,
+    is_tied: bool = False,
 ) -> Iterator[str]:
     """Add the shards that an index names; yield notices.
+
+    ``is_tied`` says that the output head is that of the embeddings. Some programs then leave it out of the
+    shards and not out of the index, and libraries load such folders.
 
     Raises:
         DamagedSource: a shard is missing or damaged, lacks a tensor that the index places in it, or,
@@ -189,7 +210,10 @@ def add_indexed(
         path = index.parent / file
         shards.add(path, prefix=prefix, names=names)
         found = shards.names_in(path)
-        if lacking := sorted(names - found):
+        lacking = sorted(names - found)
+        if is_tied and lacking == [_HEAD]:
+            yield f"{quote(index)} places {quote(_HEAD)} in {quote(path)}: left out, since it is tied"
+        elif lacking:
             raise DamagedSource(
                 f"shard {quote(path)} lacks tensor {join_some([*map(quote, lacking)], 1)} that "
                 f"{quote(index)} places in it"

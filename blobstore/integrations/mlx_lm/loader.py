@@ -7,7 +7,7 @@ import copy
 import json
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
 from blobstore.integrations.model_files import (
@@ -18,6 +18,7 @@ from blobstore.integrations.model_files import (
     temporary_folder,
 )
 from blobstore.integrations.source_names import gpt_oss_experts
+from blobstore.models.published import published_scheme
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config, mlx_config
 
@@ -127,6 +128,11 @@ def _opened(
                 f"{quote(config['model_file'])}, which is not run"
             )
         check_layers(stored, config)
+        if scheme := published_scheme(stored.store, stored.manifest):
+            raise BlobstoreError(
+                f"the weights of {stored.reference} ({escape(scheme)}) are kept as published, and not "
+                "read; link the model to a folder, and load that if mlx-lm supports the quantization"
+            )
         experts = gpt_oss_experts(stored, config)
         specs = stored.specs
         naming = naming_of(stored, specs)

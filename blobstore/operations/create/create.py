@@ -89,6 +89,7 @@ class CreateOptions(TypedDict, total=False):
     policy: PolicyName
     overrides: str | Sequence[str]
     decode: bool
+    as_is: bool
     weights: str | None
     ignore_unindexed: bool
     subtree: str | None
@@ -132,6 +133,7 @@ def create(
     policy: PolicyName = "recommended",
     overrides: str | Sequence[str] = (),
     decode: bool = False,
+    as_is: bool = False,
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
@@ -160,6 +162,8 @@ def create(
         overrides: ``GLOB=TYPE``; the last one that matches a tensor decides; ``none`` keeps it.
         decode: decode FP8 weights to BF16 instead of keeping them with their scales. ``quantize``
             decodes them in any case.
+        as_is: keep all tensors as published. That is the default for quantized sources that are not
+            understood.
         weights: pattern of file names, to choose one of several sets of weights in a folder.
         ignore_unindexed: leave out tensors that the weight index does not name.
         subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
@@ -209,6 +213,7 @@ def create(
         ),
         experts,
         decode,
+        as_is,
     )
     with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
         if dry_run:
@@ -367,7 +372,7 @@ def _add_files(
                 media_type=file.media_type, digest=item.digest, size=item.size, name=file.name
             )
         )
-    data = config_json(source, plan.quant_type, layers_digest(layers))
+    data = config_json(source, plan, layers_digest(layers))
     item = ingest.add(len(data), lambda: [data])
     added.append(item)
     config = Descriptor(media_type=media_types.CONFIG, digest=item.digest, size=item.size)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.operations.create.grouping import BlobPlan
+    from blobstore.operations.create.plan import ModelPlan
     from blobstore.sources.base import TensorSource
 
 _CHUNK = 1 << 20
@@ -109,12 +110,12 @@ def file_layers(source: TensorSource) -> Iterator[FileLayer]:
         yield replace(layer, media_type=media_types.FILE) if layer.is_large() else layer
 
 
-def config_json(source: TensorSource, quant_type: str, layers: Digest | None) -> bytes:
+def config_json(source: TensorSource, plan: ModelPlan, layers: Digest | None) -> bytes:
     """Return the config of a model.
 
     Args:
         source: the source of the model.
-        quant_type: the type that the model is quantized to; empty for none.
+        plan: its plan.
         layers: digest of the list of layers; None for a config as older versions wrote it.
     """
     config = source.config
@@ -124,5 +125,8 @@ def config_json(source: TensorSource, quant_type: str, layers: Digest | None) ->
     if "audio_config" in config or "sound_config" in config:
         capabilities.append("audio")
     return ModelConfig(
-        file_type=quant_type, capabilities=tuple(capabilities), layers_digest=layers
+        file_type=plan.quant_type,
+        capabilities=tuple(capabilities),
+        layers_digest=layers,
+        published_scheme=plan.scheme,
     ).to_bytes()

@@ -60,6 +60,10 @@ _SHARED = re.compile(
 )
 # Ollama stacks only these, and Mixtral's block_sparse_moe is not among them.
 _STACKED_PREFIXES = re.compile(r".*\.(?:mlp|moe|mixer)\.experts", re.ASCII)
+_PUBLISHED_EXPERTS = re.compile(
+    r"(?P<prefix>.+\.experts)\.(?:0|[1-9]\d*)\.(?P<rest>.+)", re.ASCII | re.DOTALL
+)
+"""Any tensor of an expert, also a scale under a name that is not known."""
 _COMPANION_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, *SCALE_SUFFIXES, "_qbias")
 """Suffixes of the companions of a quantized weight, in blobs and at run time."""
 _BY_NAME = attrgetter("spec.name")
@@ -107,6 +111,7 @@ def plan_blobs(
     *,
     experts: ExpertForm = "packed",
     policy: Policy | None = None,
+    is_published: bool = False,
 ) -> tuple[BlobPlan, ...]:
     """Return the blobs for the tensors of a source: single tensors by name, then groups by prefix.
 
@@ -114,6 +119,8 @@ def plan_blobs(
         recipes: the logical tensors by name.
         experts: the form of the experts.
         policy: decides which plain tensors are quantized; without one, none are.
+        is_published: whether the tensors are quantized in a way that is not understood. Then experts are
+            grouped whatever the names of their parts, and never stacked.
 
     Raises:
         UnsupportedSource: the experts of a projection differ in dtype or shape, or one is missing, so
@@ -126,7 +133,9 @@ def plan_blobs(
     groups: dict[str, list[Recipe]] = defaultdict(list)
     for name, recipe in recipes.items():
         match = _EXPERTS.fullmatch(name)
-        if experts == "packed":
+        if is_published:
+            match = _PUBLISHED_EXPERTS.fullmatch(name) if experts == "packed" else None
+        elif experts == "packed":
             match = match or _SHARED.fullmatch(name)
         elif isinstance(recipe, Prequantized) or (
             match and not _STACKED_PREFIXES.fullmatch(match["prefix"])

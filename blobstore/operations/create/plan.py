@@ -12,10 +12,10 @@ from blobstore.manifests import media_types
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.create.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.detect import detect_quantization
+from blobstore.quantization.detect import detect_quantization, is_marker
 from blobstore.quantization.formats import parse_format
 from blobstore.quantization.policy import Policy, parse_override
-from blobstore.quantization.recipes import Prequantized, Quantized
+from blobstore.quantization.recipes import Decoded, Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.operations.create.grouping import ExpertForm
     from blobstore.quantization.policy import PolicyName
+    from blobstore.quantization.recipes import Recipe
     from blobstore.sources.base import TensorSource
 
 
@@ -32,6 +33,7 @@ _LAYER_SIZE = len(
     '{"mediaType":"","digest":"sha256:","size":0,"name":""},' + media_types.TENSOR + 64 * "0"
 )
 """The least bytes of a layer in a manifest, besides its name."""
+_MARKER_BUFFER = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class ModelPlan:
     """Names of the small files that are stored as they are."""
     notices: tuple[str, ...]
     """Messages for the user, one line each."""
+    scheme: str = ""
+    """The name of the quantization, if the source is kept as published; otherwise empty."""
 
     @property
     def tensors(self) -> int:
@@ -142,6 +146,7 @@ def plan_source(
     experts: ExpertForm = "packed",
     quantize: QuantizeOptions | None = None,
     decode: bool = False,
+    as_is: bool = False,
 ) -> ModelPlan:
     """Return the plan for an open source.
 
@@ -150,32 +155,35 @@ def plan_source(
         experts: the form of the experts.
         quantize: how to quantize; by default, nothing is quantized.
         decode: decode 8-bit floats with scales to BF16. Quantizing decodes them in any case.
+        as_is: keep the tensors as published, whether their quantization is understood or not.
 
     Raises:
-        UnsupportedSource: the source cannot be stored, or is already quantized and should be
-            quantized.
+        UnsupportedSource: the source cannot be stored, or should be decoded or quantized and is
+            quantized already, or in a way that is not understood.
         UsageError: the options contradict each other, or do not apply to one of the tensors.
     """
     options = quantize or QuantizeOptions()
     decode = decode or options.quant_type is not None
-    recipes, notices, quant_type = detect_quantization(source.specs, source.config, decode=decode)
+    if as_is and decode:
+        raise UsageError("tensors that are kept as published are neither decoded nor quantized")
+    found = detect_quantization(
+        source.specs,
+        source.config,
+        metadata={pair for own in source.metadata.values() for pair in own.items()},
+        markers=_markers(source),
+        decode=decode,
+        as_is=as_is,
+    )
+    if found.scheme and decode:
+        what = "decoded" if options.quant_type is None else "quantized"
+        raise UnsupportedSource(
+            f"the source cannot be {what}: {found.reason}; create from the unquantized weights"
+        )
+    recipes, notices, quant_type = found[:3]
     policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
-        if not recipes:
-            raise UsageError("the source has no tensors, so there is nothing to quantize")
-        for recipe in recipes.values():
-            if isinstance(recipe, Prequantized):
-                raise UnsupportedSource(
-                    f"tensor {quote(recipe.spec.name)} is already quantized to {recipe.item.name}; "
-                    "create from the unquantized weights, or without quantizing"
-                )
-        if SourceQuantConfig(source.config).method == gpt_oss.METHOD:
-            # Stored with this config, plain weights would be mistaken for those of gpt-oss.
-            raise UnsupportedSource(
-                f"config.json says quant_method {quote(gpt_oss.METHOD)}, but no tensor has that "
-                "form; if the weights are plain, remove 'quantization_config' from it"
-            )
-    blobs = plan_blobs(recipes, experts=experts, policy=policy)
+        _check_quantizable(recipes, source.config)
+    blobs = plan_blobs(recipes, experts=experts, policy=policy, is_published=bool(found.scheme))
     unused = policy.unused_overrides() if policy is not None else ()
     if unused:
         raise UsageError(f"no tensor of the source matches the override {quote(unused[0])}")
@@ -188,6 +196,61 @@ def plan_source(
             f"the model has {len(blobs):,} blobs; a manifest that lists them would have more than "
             f"{MAX_MANIFEST_SIZE >> 20} MiB"
         )
-    kept = policy.notices() if policy is not None else ()
+    kept = (
+        *_unused_options(options, recipes, blobs, decode=decode),
+        *(policy.notices() if policy else ()),
+    )
     files = tuple(file.name for file in source.files)
-    return ModelPlan(blobs, policy, quant_type, files, (*source.notices, *notices, *kept))
+    notices = (*source.notices, *notices, *kept)
+    return ModelPlan(blobs, policy, quant_type, files, notices, found.scheme)
+
+
+def _markers(source: TensorSource) -> dict[str, bytes]:
+    """Return the contents of the small tensors that say how weights are quantized."""
+    buffer = memoryview(bytearray(_MARKER_BUFFER))
+    return {
+        name: b"".join(map(bytes, source.read(name, buffer)))
+        for name, spec in source.specs.items()
+        if is_marker(spec)
+    }
+
+
+def _unused_options(
+    options: QuantizeOptions,
+    recipes: Mapping[str, Recipe],
+    blobs: Sequence[BlobPlan],
+    *,
+    decode: bool,
+) -> Iterator[str]:
+    """Yield a notice if the request to quantize or decode changes nothing."""
+    if options.quant_type is not None:
+        if not any(isinstance(recipe, Quantized) for blob in blobs for recipe in blob.tensors):
+            yield (
+                f"nothing was quantized: no tensor can be {parse_format(options.quant_type).name}; "
+                "--dry-run has the reason for each"
+            )
+    elif decode and not any(isinstance(recipe, Decoded) for recipe in recipes.values()):
+        yield "nothing was decoded: the source has no 8-bit floats with scales"
+
+
+def _check_quantizable(recipes: Mapping[str, Recipe], config: Mapping[str, Any]) -> None:
+    """Check that a source has tensors, and that none of them is quantized.
+
+    Raises:
+        UsageError: it has no tensors.
+        UnsupportedSource: it is quantized, or its config says so.
+    """
+    if not recipes:
+        raise UsageError("the source has no tensors, so there is nothing to quantize")
+    for recipe in recipes.values():
+        if isinstance(recipe, Prequantized):
+            raise UnsupportedSource(
+                f"tensor {quote(recipe.spec.name)} is already quantized to {recipe.item.name}; "
+                "create from the unquantized weights, or without quantizing"
+            )
+    if SourceQuantConfig(config).method == gpt_oss.METHOD:
+        # Stored with this config, plain weights would be mistaken for those of gpt-oss.
+        raise UnsupportedSource(
+            f"config.json says quant_method {quote(gpt_oss.METHOD)}, but no tensor has that "
+            "form; if the weights are plain, remove 'quantization_config' from it"
+        )

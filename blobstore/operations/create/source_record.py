@@ -41,10 +41,17 @@ class ImportOptions(NamedTuple):
     quantize: QuantizeOptions = QuantizeOptions()
     experts: ExpertForm = "packed"
     decode: bool = False
+    as_is: bool = False
 
     def plan(self, source: TensorSource) -> ModelPlan:
         """Return the plan for an open source. Raises as :func:`plan_source`."""
-        return plan_source(source, experts=self.experts, quantize=self.quantize, decode=self.decode)
+        return plan_source(
+            source,
+            experts=self.experts,
+            quantize=self.quantize,
+            decode=self.decode,
+            as_is=self.as_is,
+        )
 
     def keeping(self, names: Iterable[str]) -> ImportOptions:
         """Return the options with some tensors kept as they are."""
@@ -67,6 +74,8 @@ class ImportOptions(NamedTuple):
         changed: dict[str, Any] = {} if self.experts == "packed" else {"experts": self.experts}
         if self.decode:
             changed["decode"] = True
+        if self.as_is:
+            changed["as_is"] = True
         for options in (self.source, quantize):
             for field in fields(options):
                 value = getattr(options, field.name)
@@ -91,8 +100,9 @@ class ImportOptions(NamedTuple):
         """
         left = dict(value)
         experts, decode = left.pop("experts", "packed"), left.pop("decode", False) is True
+        as_is = left.pop("as_is", False) is True
         source, quantize = _parsed(SourceOptions(), left), _parsed(QuantizeOptions(), left)
-        options = cls(source, quantize, experts, decode)
+        options = cls(source, quantize, experts, decode, as_is)
         try:
             quantize.to_policy({}, ())
             is_sound = experts in EXPERT_FORMS and options.to_json() == value

@@ -1,4 +1,4 @@
-"""The operation ``list``: the models of a store. It reads manifests, and only the names of blobs."""
+"""The operation ``list``: the models of a store. It reads manifests and configs, and names of other blobs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from blobstore.errors import Damaged
+from blobstore.models.published import published_scheme
 from blobstore.store.catalog import read_catalog
 from blobstore.store.local import LocalStore, StoreLike
 
@@ -36,6 +37,8 @@ class ListedModel:
     """Bytes of the blobs that other names use too."""
     frozen: int = 0
     """Bytes of the blobs that are only cold, before compression."""
+    published_scheme: str = ""
+    """The name of the quantization if the model is kept as published; otherwise empty."""
     source: SourceRecord | None = None
     """What the model was imported from, if that was asked for and is known."""
     error: BlobstoreError | None = None
@@ -73,6 +76,7 @@ def list_models(
             size=sum(entry.blobs.values()),
             shared=sum(size for digest, size in entry.blobs.items() if uses[digest] > 1),
             frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
+            published_scheme=published_scheme(store, entry.manifest) if entry.manifest else "",
             source=_source(store, entry) if read_sources else None,
             error=entry.error,
         )

@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
+from blobstore.models.published import published_scheme
 from blobstore.models.tensors import read_tensors
 from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore, StoreLike
@@ -105,6 +106,8 @@ class ModelDescription:
     """The config, then the layers in the manifest's order."""
     tensors: tuple[TensorDescription, ...] = field(repr=False)
     """The tensors of all readable blobs, in the manifest's order."""
+    published_scheme: str = ""
+    """The name of the quantization if the model is kept as published; otherwise empty."""
     notices: tuple[str, ...] = ()
     """What a user should know about how the model is served."""
 
@@ -193,6 +196,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
         format="gguf" if is_gguf else "tensors",
         architecture=next(filter(None, (first_text(config, key) for key in keys)), ""),
         model_type=first_text(config, "model_type"),
+        published_scheme=published_scheme(store, manifest),
         size=sum(blob.size for blob in manifest.blobs),
         frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
         blobs=tuple(

@@ -14,14 +14,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import MAX_DEPTH, check_paths, is_valid_name, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.source_layers import left_out_tensors, read_source_record, read_stacks
+from blobstore.models.published import published_scheme
+from blobstore.models.source_layers import (
+    left_out_tensors,
+    read_source_record,
+    read_stacks,
+    source_specs,
+)
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
@@ -191,12 +197,20 @@ def folder_contents(
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
     config = _decoded(store, files, "config.json")
+    scheme = published_scheme(store, manifest)
+    if scheme and dequantize:
+        raise BlobstoreError(
+            f"its weights ({escape(scheme)}) are kept as published and cannot be dequantized; export "
+            "it without dequantizing"
+        )
     is_gpt_oss = gpt_oss.is_gpt_oss(config, packed)
     # The weights and the config are then those of the source.
     is_as_source = not dequantize and (
         is_gpt_oss or any(map(_needs_source_layout, contents.tensors.values()))
     )
-    naming = SourceNaming(config) if is_as_source and not is_gpt_oss else None
+    naming = None
+    if is_as_source and not is_gpt_oss:
+        naming = SourceNaming(config, source_specs(store, manifest))
     tensors = _source_tensors(
         contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
     )
@@ -230,7 +244,7 @@ def folder_contents(
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
     configs: dict[str, bytes] = {}
-    if not is_as_source:
+    if not (is_as_source or scheme):
         configs = _changed_configs(store, files, stems, types)
         if modelopt_section(_decoded(store, files, MODELOPT_FILE)):
             del files[MODELOPT_FILE]  # it describes the weights of the source

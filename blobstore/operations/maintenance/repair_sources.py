@@ -141,10 +141,7 @@ class RebuiltBlobs:
         for planned, options in self._plans():
             made = [layer.data for layer in stacks_layer(planned.blobs)]
             made.append(source_record(self._source, planned.blobs, options)[0].to_bytes())
-            made += [
-                config_json(self._source, planned.quant_type, layers)
-                for layers in (*self._lists, None)
-            ]
+            made += [config_json(self._source, planned, layers) for layers in (*self._lists, None)]
             found = [
                 Candidate(blob, file.buffers)
                 for file in files
@@ -181,6 +178,7 @@ class RebuiltBlobs:
                     experts=recorded.experts,
                     quantize=recorded.quantize,
                     decode=recorded.decode,
+                    as_is=recorded.as_is,
                 )
                 yield plan, recorded._replace(source=self._options)
         quantizing = [
@@ -198,17 +196,22 @@ class RebuiltBlobs:
         for requests, must_be in every if self._recorded is None or self._overrides else [plain]:
             failure: BlobstoreError | None = None
             planned = None
-            for request, experts, decode in product(requests, EXPERT_FORMS, (False, True)):
-                if decode and request.quant_type is not None:
+            ways = ((False, False), (True, False), (False, True))
+            for request, experts, (decode, as_is) in product(requests, EXPERT_FORMS, ways):
+                if (decode or as_is) and request.quant_type is not None:
                     continue  # quantizing decodes in any case
                 try:
                     planned = plan_source(
-                        self._source, experts=experts, quantize=request, decode=decode
+                        self._source,
+                        experts=experts,
+                        quantize=request,
+                        decode=decode,
+                        as_is=as_is,
                     )
                 except (UnsupportedSource, UsageError) as error:
                     failure = failure or error
                 else:
-                    yield planned, ImportOptions(self._options, request, experts, decode)
+                    yield planned, ImportOptions(self._options, request, experts, decode, as_is)
             if must_be and planned is None and failure is not None:
                 raise failure
 

@@ -23,7 +23,12 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.sources.pytorch.container import open_container
-from blobstore.sources.pytorch.state_dict import find_state_dict, find_tensors, subtrees_of
+from blobstore.sources.pytorch.state_dict import (
+    EVERYTHING,
+    find_state_dict,
+    find_tensors,
+    subtrees_of,
+)
 from blobstore.sources.pytorch.storages import StorageReader
 from blobstore.sources.pytorch.tensors import TensorReader, UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values
@@ -53,8 +58,12 @@ class Checkpoint:
     The file stays open until :meth:`close`; views stay valid after that.
     """
 
-    def __init__(self, path: Path, *, subtree: str | None = None) -> None:
+    def __init__(
+        self, path: Path, *, subtree: str | None = None, skip_unreadable: bool = False
+    ) -> None:
+        """Open the file; with ``skip_unreadable``, tensors of unknown classes are unreadable, no error."""
         self.path = path
+        self._skips_unreadable = skip_unreadable
         self.notices: Sequence[str] = ()
         self.values: Any = None
         """The simple values next to the tensors, as JSON has them: a list or dict; None if there are
@@ -106,7 +115,7 @@ class Checkpoint:
             )
         count = f"{len(others) + 1} tensor{'s' * bool(others)}"
         names = join_some([*map(quote, self.unreadable)], _SHOWN)
-        notice = f"left out: {count} of types that safetensors does not have: {names}"
+        notice = f"left out: {count} of kinds that are not read: {names}"
         self.notices = [*self.notices, notice]
 
     def view(self, name: str) -> TensorView:
@@ -179,8 +188,11 @@ class Checkpoint:
         container = open_container(self._descriptor, self._size)
         self.kind = container.kind
         """Kind of the file, for messages."""
-        check_globals(container.result)
-        tree = find_tensors(container.result, container.pickle_size)
+        is_part = self._skips_unreadable or subtree not in (None, EVERYTHING)
+        if not is_part:
+            check_globals(container.result)
+        # Unknown objects in the other parts are inert records, which nothing looks into.
+        tree = find_tensors(container.result, container.pickle_size, is_part=is_part)
         choice = find_state_dict(tree, subtree)
         self._paths = [path for path, _ in tree.tensors]
         reader = TensorReader(
@@ -281,7 +293,7 @@ def check_globals(result: Result) -> None:
         raise CheckpointRefused(
             f"pickle byte {refused[0].offset}: it uses {names}, which checkpoints of tensors do not "
             "need; no code was executed",
-            advice="list them with 'blobstore inspect'",
+            advice="list them with 'blobstore inspect', or choose a part without them with --subtree",
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import CheckpointRefused, UsageError
-from blobstore.sources.unpickler.values import Items, Key, Record, Reduced, is_tensor
+from blobstore.sources.unpickler.values import Global, Items, Key, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -66,6 +66,9 @@ class Tree(NamedTuple):
     """The tensors, with the keys that lead to them."""
     is_module: bool
     """Whether it is a complete module: all of it is the model."""
+    unknown: Sequence[tuple[Path, Global]] = ()
+    """What globals that are not known would make, with the keys that lead to it; none if they were
+    checked before."""
 
 
 class Choice(NamedTuple):
@@ -84,21 +87,24 @@ class Subtree(NamedTuple):
     tensors: int
 
 
-def find_tensors(result: Result, size: int) -> Tree:
+def find_tensors(result: Result, size: int, *, is_part: bool = False) -> Tree:
     """Find all tensors of a pickle of ``size`` bytes.
+
+    With ``is_part``, only a part of the tensors is wanted, and unknown objects are no error here.
 
     Raises:
         CheckpointRefused: it is nested too deeply, shares its parts so often that reading them would
             take too long, or has an object of a class that is not a plain module.
     """
-    check_records(result.records)
+    if not is_part:
+        check_records(result.records)
     walk = _Walk(size)
     # Paths are made late, because a container can be shared as often as the limits allow.
     walk.todo.append(((), None, result.value))
     while walk.todo:
         parent, last, value = walk.todo.pop()
         walk.visit(parent if last is None else (*parent, last), value)
-    return Tree(walk.tensors, type(result.value) is Record)
+    return Tree(walk.tensors, type(result.value) is Record, walk.unknown if is_part else ())
 
 
 class _Walk:
@@ -106,6 +112,7 @@ class _Walk:
 
     def __init__(self, size: int) -> None:
         self.tensors: list[tuple[Path, Reduced]] = []
+        self.unknown: list[tuple[Path, Global]] = []
         self.todo: list[tuple[Path, Part | None, Any]] = []
         # Every value needs a byte of the pickle, unless it is shared.
         self._steps = size + min(size * 3, _MAX_CONTAINERS) + _SPARE_STEPS
@@ -117,6 +124,8 @@ class _Walk:
         if children is None:
             if is_tensor(value):
                 self.tensors.append((path, value))
+            else:
+                self._note_unknown(path, value)
             return
         if len(path) >= _MAX_DEPTH:
             raise CheckpointRefused(
@@ -156,8 +165,25 @@ class _Walk:
                 inner.append((path, key, child))
                 if len(inner) > self._containers:
                     break
+            elif type(child) in (Reduced, Global):
+                self._note_unknown((*path, key), child)
         self._containers -= len(inner)
         return inner
+
+    def _note_unknown(self, path: Path, value: Reduced | Record | Global) -> None:
+        made_by = _global_of(value)
+        if made_by is not None and made_by.use is None:
+            self._containers -= 1
+            self.unknown.append((path, made_by))
+
+
+def _global_of(value: Any) -> Global | None:
+    """Return the global that a record or a call is of, or the global itself; None for other values."""
+    if type(value) is Reduced:
+        return value.function
+    if type(value) is Record:
+        return value.cls
+    return value if type(value) is Global else None
 
 
 def check_records(records: Iterable[Record]) -> None:
@@ -180,12 +206,14 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
 
     Raises:
         UsageError: there is no such ``subtree``, or more than one.
-        CheckpointRefused: a key is neither a string nor an integer, or two tensors have one name.
+        CheckpointRefused: a key is neither a string nor an integer, two tensors have one name, or the part
+            that ``subtree`` names has objects that are not known.
     """
     if subtree is None:
         prefix = () if tree.is_module else _likeliest(tree)
     else:
         prefix = () if subtree == EVERYTHING else _named(tree, subtree)
+    _check_known(tree, prefix)
     # An optimizer can be next to the model's own keys.
     skips_training = subtree is None and not prefix and not tree.is_module
     depth = len(prefix)
@@ -207,6 +235,16 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
                 raise CheckpointRefused(f"two tensors would be called {quote(name)}")
             chosen[name] = value
     return Choice(chosen, list(_notices(left)))
+
+
+def _check_known(tree: Tree, prefix: Path) -> None:
+    """Check that a part has nothing that might be a tensor of an unknown class."""
+    for path, made_by in tree.unknown:
+        if path[: len(prefix)] == prefix:
+            raise CheckpointRefused(
+                f"pickle byte {made_by.offset}: the chosen part uses {quote(made_by)} at "
+                f"{quote(_shown(path))}, which checkpoints of tensors do not need; no code was executed"
+            )
 
 
 def subtrees_of(paths: Iterable[Path]) -> list[Subtree]:

@@ -13,7 +13,7 @@ from blobstore.core.tensor import DTYPES as BY_NAME
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import CheckpointRefused
 from blobstore.sources.unpickler.globals import DTYPES, STORAGES
-from blobstore.sources.unpickler.values import Global, Persistent, Reduced, Use
+from blobstore.sources.unpickler.values import Global, Persistent, Record, Reduced, Use, is_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +26,7 @@ _new = tuple.__new__
 MAX_RANK: Final = 64
 """The most dimensions that numpy supports."""
 _MAX_WRAPPERS = 8
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
 _LARGEST = 2**63 - 1
 _STORAGE_TYPES = {name: BY_NAME[dtype] for name, dtype in STORAGES.items()}
 _OTHER_SIZES = {
@@ -155,6 +156,14 @@ class TensorReader:
                 # The usual case. The last two arguments, for gradients, do not matter.
                 reference, offset, shape, stride, _, _ = arguments
                 return self._tensor(name, reference, offset, shape, stride)
+            if (size := _distributed_size(value)) is not None:
+                found = self.read(name, _local_tensor(value))
+                if found.spec.shape != size:
+                    raise UnreadableTensor(
+                        f"it is a shard of a DTensor: {list(found.spec.shape)} of {list(size)}; save "
+                        "full tensors, or a checkpoint of torch.distributed.checkpoint"
+                    )
+                return found
             return self._tensor(name, *_arguments(*_unwrapped(value)))
         except CheckpointRefused as error:
             raise error.at(f"pickle byte {value.offset}") from None
@@ -285,7 +294,10 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
             return function, arguments
         if function.name.startswith("_rebuild_from_type") and len(arguments) == 4:  # noqa: PLR2004
             # It would call its first argument, which must be a function that rebuilds tensors.
-            function, _, arguments, _ = arguments
+            function, cls, arguments, _ = arguments
+            if cls is not None and (type(cls) is not Global or cls.use is None):
+                shown = quote(cls) if type(cls) is Global else "that a call returns"
+                raise UnreadableTensor(f"tensors of the class {shown} are not supported")
         elif arguments and type(arguments[0]) is Reduced:
             value = arguments[0]
             function, arguments = value.function, value.arguments
@@ -294,6 +306,48 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
         if type(function) is not Global or type(arguments) is not tuple:
             break
     raise CheckpointRefused("a tensor is wrapped as torch does not write it")
+
+
+def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
+    """Return the size of all parts of a ``DTensor`` together; None for other tensors."""
+    arguments = value.arguments
+    if not value.function.name.startswith("_rebuild_from_type") or len(arguments) != 4:  # noqa: PLR2004
+        return None
+    function, cls, inner, _ = arguments
+    if (
+        type(cls) is not Global
+        or (cls.module, cls.name) != _DTENSOR
+        or type(function) is not Global
+        or function.name != "_rebuild_wrapper_subclass"
+    ):
+        return None
+    size = inner[2] if type(inner) is tuple and len(inner) > 2 else None  # noqa: PLR2004
+    if type(size) is not tuple:
+        raise CheckpointRefused("a DTensor is not made as torch does it")
+    return size
+
+
+def _attributes(state: Any) -> Mapping[Any, Any]:
+    """Return the attributes in the state of an object, with ``__slots__`` or without; empty if there are none."""
+    if type(state) is tuple and len(state) == 2 and state[0] is None:  # noqa: PLR2004
+        state = state[1]
+    return state if type(state) is dict else {}
+
+
+def _local_tensor(value: Reduced) -> Reduced:
+    """Return the part of a ``DTensor`` that this checkpoint has."""
+    parts = _attributes(value.arguments[3])
+    local, layout = parts.get("_local_tensor"), parts.get("_spec")
+    placements = _attributes(layout.state if type(layout) is Record else None).get("placements")
+    if type(local) is not Reduced or not is_tensor(local) or type(placements) is not tuple:
+        raise CheckpointRefused("a DTensor is not made as torch does it")
+    if _distributed_size(local) is not None:
+        raise CheckpointRefused("the local part of a DTensor is a DTensor")
+    for placement in placements:
+        kind = placement.cls.name if type(placement) is Record else ""
+        if kind not in ("Replicate", "Shard"):
+            raise UnreadableTensor(f"a DTensor with the placement {quote(kind)} is not read")
+    return local
 
 
 def _natural(number: Any, what: str) -> None:

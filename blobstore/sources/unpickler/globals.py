@@ -147,6 +147,8 @@ _UNREADABLE_TENSORS = (
     "_rebuild_meta_tensor_no_storage _rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy "
     "_rebuild_device_tensor_from_cpu_tensor"
 )
+_PLACED = "DTensorSpec TensorMeta ShardOrderEntry"
+"""What says where the parts of a distributed tensor are."""
 _USES: Final[Mapping[tuple[str, str], Use]] = dict(
     [
         *_names(
@@ -180,6 +182,15 @@ _USES: Final[Mapping[tuple[str, str], Use]] = dict(
         ),
         *_names(Use.VALUE, "copyreg", "_reconstructor"),
         *_names(Use.VALUE, "typing", "Any"),
+        *_names(Use.RECORD, "torch.distributed.tensor", "DTensor"),
+        *_names(Use.RECORD, "torch.distributed.tensor._dtensor_spec", _PLACED),
+        *_names(
+            Use.RECORD,
+            "torch.distributed.tensor.placement_types",
+            "Replicate Shard _StridedShard Partial _MaskPartial",
+        ),
+        *_names(Use.RECORD, "torch.distributed.device_mesh", "DeviceMesh"),
+        *_names(Use.RECORD, "torch.distributed._mesh_layout", "_MeshLayout _FlatLayout"),
         *_names(Use.RECORD, "numpy", "ndarray dtype float64 float32 int64 int32 bool_"),
         *_names(Use.RECORD, "numpy.core.multiarray", "_reconstruct scalar"),
         *_names(Use.RECORD, "numpy._core.multiarray", "_reconstruct scalar"),

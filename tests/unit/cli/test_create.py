@@ -12,6 +12,7 @@ import torch
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
+from tests.support.published import write_published
 from tests.unit.cli.running import run, run_json
 
 
@@ -268,7 +269,7 @@ def test_skips_tensors_of_unknown_types_on_request(
     assert "leave such tensors out with --skip-unreadable" in result.stderr
     more = ["--dry-run"] if dry else []
     result = run("create", tmp_path / "x.pt", "m", "--skip-unreadable", *more)
-    assert "left out: 1 tensor of types that safetensors does not have: 'odd'" in result.stderr
+    assert "left out: 1 tensor of kinds that are not read: 'odd'" in result.stderr
     run("convert", tmp_path / "x.pt", tmp_path / "x.safetensors", "--skip-unreadable")
     assert (tmp_path / "x.safetensors").exists()
 
@@ -365,3 +366,11 @@ def test_says_which_model_lost_its_name(stored: LocalStore, dense: Path, moe: Pa
     assert run("create", dense, "dense", "--quiet").stdout.startswith(
         "created dense:latest, which was the name of another model: "
     )
+
+
+def test_keeps_a_source_as_published_on_request(tmp_path: Path, store: LocalStore) -> None:
+    source = write_published(tmp_path / "awq", "awq")
+    for options in (("--dry-run",), ()):
+        result = run("create", source, "m", "--as-is", *options)
+        assert result.stderr == "note: awq, kept as published\n"
+    assert run_json("show", "m", "--source")["options"] == {"as_is": True}

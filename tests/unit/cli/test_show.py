@@ -23,6 +23,7 @@ from tests.support.models import (
     write_folder,
 )
 from tests.support.ollama_store import add_gguf_model
+from tests.support.published import write_published
 from tests.unit.cli.running import run, run_json, run_process
 
 NAMES = sorted(dense_tensors())
@@ -298,3 +299,23 @@ def test_distinguishes_layers_without_a_name(stored: LocalStore) -> None:
 def test_two_views_contradict_each_other(stored: LocalStore) -> None:
     error = run("show", "dense", "--layers", "--files", exit_code=2).stderr
     assert "--layers and --files contradict each other" in error
+
+
+def test_shows_the_scheme_of_a_model_that_is_kept_as_published(
+    stored: LocalStore, tmp_path: Path
+) -> None:
+    assert "kept as published" not in run("show", "dense").stdout
+    assert run_json("show", "dense")["published_scheme"] is None
+    created = run("create", write_published(tmp_path / "awq", "awq"), "quantized")
+    assert "note: awq, kept as published: tensor 'model." in created.stderr
+    assert ", awq, kept as published, " in run("show", "quantized").stdout
+    assert "quantization  awq, kept as published\n" in run("info", "quantized").stdout
+    for command in ("show", "info"):
+        assert run_json(command, "quantized")["published_scheme"] == "awq"
+    listed = {model["name"]: model["published_scheme"] for model in run_json("list")["models"]}
+    assert listed == {"dense:latest": None, "quantized:latest": "awq"}
+    heading, dense, quantized = run("list").stdout.splitlines()
+    assert heading.endswith("QUANTIZATION")
+    assert quantized.endswith("awq, kept as published")
+    assert "published" not in dense
+    assert "QUANTIZATION" not in run("list", "dense").stdout

@@ -14,11 +14,13 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import BlobDamaged
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.integrations.source_names import (
     PublishedTensors,
     component_prefixes,
     gpt_oss_experts,
+    is_dequantized,
+    is_published,
     quant_settings,
     stacked_names,
     why_decoded,
@@ -27,6 +29,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
+from tests.support.published import write_published
 
 UP = "model.layers.0.mlp.experts.up_proj.weight"
 
@@ -255,3 +258,21 @@ def test_weights_that_mlx_or_the_import_quantized_are_decoded(
     with blobstore.open("m", store=store) as model:
         reason = why_decoded(model, {"quantization_config": MODELOPT})
     assert reason == "not all of its quantized weights are fp8, or nvfp4 with global scales"
+
+
+def test_models_that_are_kept_as_published_are_never_decoded(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_published(tmp_path / "awq", "awq"), "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert why_decoded(model, model.config) == ""
+        for wanted in (None, False):
+            assert is_published(model, wanted)
+            assert not is_dequantized(model, model.config, wanted, default=True, unsupported="x")
+        with pytest.raises(
+            UsageError, match=r"m:latest cannot be dequantized: .* \(awq\) are kept"
+        ):
+            is_dequantized(model, model.config, True, default=True)
+    blobstore.create(write_folder(tmp_path / "plain", moe_tensors()), "m", store=store)
+    with blobstore.open("m", store=store) as model:
+        assert not is_published(model, True)

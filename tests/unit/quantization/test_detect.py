@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from blobstore.quantization.detect import (
     detect_quantization,
     fp4_blocks,
     fp4_weight,
+    is_marker,
     mlx_weight,
     mxfp8_weight,
 )
@@ -47,6 +49,18 @@ def detect(
     tensors: Tensors, config: dict[str, Any] | None = None, *, decode: bool = False
 ) -> DetectedQuantization:
     return detect_quantization(specs(tensors), config or {}, decode=decode)
+
+
+def assert_kept(tensors: Tensors, config: Any, message: str, scheme: str = "") -> None:
+    """Check that all tensors stay plain, with a note that says why."""
+    for decode in (False, True):
+        found = detect(tensors, config, decode=decode)
+        assert found.recipes == copies(specs(tensors))
+        assert re.search(message, found.reason)
+        assert found.scheme
+        assert scheme in ("", found.scheme)
+        assert found.notices == (f"{found.scheme}, kept as published: {found.reason}",)
+        assert not found.quant_type
 
 
 def prequantized(found: DetectedQuantization, name: str) -> Prequantized:
@@ -82,14 +96,14 @@ def folder(name: str) -> tuple[dict[str, TensorSpec], dict[str, Any]]:
 
 def test_keeps_the_tensors_of_a_plain_source() -> None:
     plain = specs({"a.weight": ("BF16", 8, 8), "a.bias": ("F32", 8), "ids": ("I64", 2, 2)})
-    assert detect_quantization(plain, {}) == (copies(plain), (), "")
+    assert detect_quantization(plain, {}) == (copies(plain), (), "", "", "")
     assert list(detect_quantization(plain, {}).recipes) == list(plain)
 
 
 @pytest.mark.parametrize("name", ["dense", "odd"])
 def test_keeps_the_tensors_of_plain_folders(name: str) -> None:
     found, config = folder(name)
-    assert detect_quantization(found, config) == (copies(found), (), "")
+    assert detect_quantization(found, config) == (copies(found), (), "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,7 @@ def test_keeps_the_tensors_of_plain_folders(name: str) -> None:
     ],
 )
 def test_keeps_tensors_that_only_look_quantized(tensors: Tensors) -> None:
-    assert detect(tensors) == (copies(specs(tensors)), (), "")
+    assert detect(tensors) == (copies(specs(tensors)), (), "", "", "")
 
 
 # MLX.
@@ -137,7 +151,7 @@ def test_detects_a_folder_of_mlx() -> None:
     assert [spec.name for spec in recipe.stored] == [weight, f"{weight}.scale", f"{weight}.bias"]
     types = [type(recipe) for recipe in found.recipes.values()]
     assert types == [Prequantized, Prequantized, Copied]
-    assert found[1:] == ((), "int4")
+    assert found[1:3] == ((), "int4")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
@@ -212,7 +226,7 @@ def test_detects_a_folder_of_compressed_tensors() -> None:
     )
     assert (recipe.item.name, recipe.group_size) == ("nvfp4", 16)
     assert recipe.parts[2].is_reciprocal
-    assert found[1:] == (("1 input scale (of activations) left out",), "nvfp4")
+    assert found[1:3] == (("1 input scale (of activations) left out",), "nvfp4")
 
 
 def test_detects_modelopt() -> None:
@@ -221,7 +235,7 @@ def test_detects_modelopt() -> None:
     recipe = prequantized(found, "m.weight")
     assert (recipe.item.name, recipe.group_size) == ("nvfp4", None)
     assert not recipe.parts[2].is_reciprocal
-    assert found[1:] == (("1 input scale (of activations) left out",), "nvfp4")
+    assert found[1:3] == (("1 input scale (of activations) left out",), "nvfp4")
 
 
 @pytest.mark.parametrize("tensors", [COMPRESSED, MODELOPT])
@@ -233,6 +247,9 @@ def test_leaves_out_only_the_activation_scales_of_quantized_weights(tensors: Ten
     assert set(specs(tensors | lone)) - kept <= {"m.input_scale", "m.input_global_scale"}
 
 
+SCALED: Tensors = {"m.weight": ("F8_E4M3", 256, 256), "m.weight_scale": ("F32", 1)}
+CAST: Tensors = {"m.weight": ("F8_E4M3", 256, 256)}
+PLAIN: Tensors = {"m.weight": ("BF16", 8, 8)}
 WORDS: Tensors = {"m.weight": ("U32", 8, 16)}
 GLOBAL: Tensors = WORDS | {"m.scales": ("U8", 8, 8), "m.global_scale": ("F32",)}
 FOUR_BITS: Tensors = {"m.weight_packed": ("U8", 8, 32)}
@@ -249,15 +266,12 @@ ZEROS: Tensors = {"m.weight_zero_point": ("I8", 8, 4)}
         (WORDS, MLX, "'m.weight' is packed by config.json, and its scales are missing"),
         (WORDS | {"m.biases": ("BF16", 8, 2)}, {}, "'m.weight' lacks its scales, 'm.scales'"),
         (PACKED, {}, "'m.weight' .*int4 in groups of 64 or int8"),
-        (GLOBAL, {}, r"'m.weight' \(U32\) has a global scale in MLX"),
         (
             COMPRESSED,
             sharing(num_bits=4, group_size=32),
             "is nvfp4 in groups of 16 .* 32 by config.json",
         ),
         (FOUR_BITS, {}, "'m.weight_packed' lacks its scales, 'm.weight_scale'"),
-        (INTEGERS, {}, r"'m.weight_packed' \(I32\) is of packed integers"),
-        (BYTES | BF16_SCALES, {}, r"'m.weight' \(U8\) has packed bytes with scales of type BF16"),
         (BYTES | {"m.weight_scale_inv": ("F32", 1, 1)}, {}, "'m.weight' lacks its scales"),
         (
             COMPRESSED | {"m.weight": ("BF16", 8, 64)},
@@ -265,14 +279,26 @@ ZEROS: Tensors = {"m.weight_zero_point": ("I8", 8, 4)}
             "'m.weight' is .* both plain and quantized",
         ),
         (COMPRESSED | BYTES | FACTOR_2, {}, "are both the weight 'm.weight'"),
-        (COMPRESSED | ZEROS, {}, r"'m.weight_zero_point' \(I8\) has zero points"),
     ],
 )
-def test_rejects_incomplete_and_other_packed_weights(
+def test_rejects_incomplete_and_contradictory_packed_weights(
     tensors: Tensors, config: Any, message: str
 ) -> None:
-    with pytest.raises(UnsupportedSource, match=message):
+    with pytest.raises(UnsupportedSource, match=f"{message}.*; store .* --as-is$"):
         detect(tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (GLOBAL, r"'m.weight' \(U32\) has a global scale in MLX"),
+        (INTEGERS, r"'m.weight_packed' \(I32\) is of packed integers"),
+        (BYTES | BF16_SCALES, r"'m.weight' \(U8\) has packed bytes with scales of type BF16"),
+        (COMPRESSED | ZEROS, r"'m.weight_zero_point' \(I8\) has zero points"),
+    ],
+)
+def test_keeps_other_packed_weights_as_published(tensors: Tensors, message: str) -> None:
+    assert_kept(tensors, {}, message)
 
 
 def test_detects_the_blocks_of_gpt_oss() -> None:
@@ -289,11 +315,10 @@ def test_detects_the_blocks_of_gpt_oss() -> None:
         TensorSpec("experts.gate_up_proj.scale", DType.U8, (4, 64, 2)),
     )
     assert isinstance(found.recipes["experts.gate_up_proj_bias"], Copied)
-    assert found[1:] == ((), "mxfp4")
+    assert found[1:3] == ((), "mxfp4")
     del tensors["experts.gate_up_proj_scales"]
     message = "gate_up_proj_blocks' .*packed in an unknown way of 'mxfp4'"
-    with pytest.raises(UnsupportedSource, match=message):
-        detect(tensors, config)
+    assert_kept(tensors, config, message, "mxfp4")
 
 
 # 8-bit floats.
@@ -313,7 +338,7 @@ def test_keeps_8_bit_floats_with_their_scales(suffix: str, code: str) -> None:
     assert stated(recipe.item, recipe.group_size) == ("fp8", None, "128x128")
     assert recipe.item.float8 is not None
     assert set(found.recipes) == {"m.weight", "norm.weight"}
-    assert found[1:] == ((), "fp8")
+    assert found[1:3] == ((), "fp8")
 
 
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
@@ -330,7 +355,7 @@ def test_decodes_blocks_of_8_bit_floats_on_request(suffix: str, code: str) -> No
         (128, 128),
     )
     assert set(found.recipes) == {"m.weight", "norm.weight"}
-    assert found[1:] == (("1 weight of 8-bit floats decoded to BF16",), "")
+    assert found[1:3] == (("1 weight of 8-bit floats decoded to BF16",), "")
 
 
 @pytest.mark.parametrize(
@@ -398,20 +423,19 @@ def test_the_config_states_the_block(
         ((300, 200), (300, 1), FP8_BLOCKS, "block of 128 x 128"),
         ((300, 200), (300, 1), sharing("tensor"), "one for each tensor"),
         ((300, 200), (3, 2), sharing("channel"), "one for each channel"),
-        ((300,), (300,), {}, "expected 2 or 3 dimensions"),
-        ((1, 1, 1, 1), (1,), {}, "expected 2 or 3 dimensions"),
-        ((), (), {}, "expected 2 or 3 dimensions"),
+        ((300,), (300,), {}, "not of 2 or 3 dimensions"),
+        ((1, 1, 1, 1), (1,), {}, "not of 2 or 3 dimensions"),
+        ((), (), {}, "not of 2 or 3 dimensions"),
         ((0, 200), (1,), {}, r"of shape \[0, 200\]"),
         ((300, 0), (1,), {}, r"of shape \[300, 0\]"),
         ((2**62, 2**62), (2, 2), {}, "has scales of shape"),
     ],
 )
-def test_rejects_scales_that_contradict_weight_or_config(
+def test_keeps_weights_as_published_if_scales_contradict_weight_or_config(
     weight: tuple[int, ...], scale: tuple[int, ...], config: Any, message: str
 ) -> None:
     tensors = {"m.weight": ("F8_E4M3", *weight), "m.weight_scale": ("F32", *scale)}
-    with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' .*{message}"):
-        detect(tensors, config)
+    assert_kept(tensors, config, f"tensor 'm.weight' .*{message}")
 
 
 @pytest.mark.parametrize("code", ["U8", "F8_E8M0"])
@@ -419,7 +443,7 @@ def test_one_exponent_per_32_columns_is_mxfp8(code: str) -> None:
     tensors = {"m.weight": ("F8_E4M3", 8, 64), "m.weight_scale": (code, 8, 2)}
     found = detect(tensors)
     assert prequantized(found, "m.weight").item.name == "mxfp8"
-    assert found[1:] == ((), "mxfp8")
+    assert found[1:3] == ((), "mxfp8")
 
 
 def test_scales_of_blocks_may_be_exponents() -> None:
@@ -427,8 +451,7 @@ def test_scales_of_blocks_may_be_exponents() -> None:
     assert decoded(detect(tensors, FP8_BLOCKS, decode=True), "m.weight").block == (128, 128)
     assert prequantized(detect(tensors, FP8_BLOCKS), "m.weight").item.name == "fp8"
     tensors["m.weight_scale_inv"] = ("U8", 2, 2)
-    with pytest.raises(UnsupportedSource, match="'m.weight' .* has scales of type U8"):
-        detect(tensors, FP8_BLOCKS)
+    assert_kept(tensors, FP8_BLOCKS, "'m.weight' .* has scales of type U8", "fp8")
 
 
 def test_leaves_out_the_scales_of_activations_of_8_bit_floats() -> None:
@@ -460,9 +483,9 @@ def test_8_bit_floats_without_scales_are_plain_unless_the_config_says_quantized(
         found = detect(tensors, config)
         assert found.recipes == copies(specs(tensors))
         notice = "2 weights of 8-bit floats without scales kept as plain tensors"
-        assert found[1:] == ((notice,), "")
-    with pytest.raises(UnsupportedSource, match="'a.weight' .* is of 8-bit floats without"):
-        detect(tensors, {"quantization_config": {"quant_method": "fp8"}})
+        assert found[1:3] == ((notice,), "")
+    method = {"quantization_config": {"quant_method": "fp8"}}
+    assert_kept(tensors, method, "'a.weight' .* is of 8-bit floats without", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -486,17 +509,76 @@ def test_8_bit_floats_without_scales_are_plain_unless_the_config_says_quantized(
         ),
     ],
 )
-def test_rejects_other_8_bit_weights(tensors: Tensors, message: str) -> None:
-    with pytest.raises(UnsupportedSource, match=f"tensor 'm.weight' {message}"):
-        detect(tensors)
+def test_keeps_other_8_bit_weights_as_published(tensors: Tensors, message: str) -> None:
+    assert_kept(tensors, {}, f"tensor 'm.weight' .*{message}", "unknown")
 
 
 @pytest.mark.parametrize("tensor", [("F8_E4M3", 8, 8), ("F8_E5M2", 8)])
-def test_rejects_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> None:
+def test_keeps_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> None:
     message = rf"'m.weight' \({tensor[0]}\) is of 8-bit floats without scales"
     for config in (FP8_BLOCKS, sharing("channel")):
-        with pytest.raises(UnsupportedSource, match=message):
-            detect({"m.weight": tensor}, config)
+        assert_kept({"m.weight": tensor}, config, message)
+
+
+@pytest.mark.parametrize("scale", [("F32",), ("F32", 1), ("BF16", 256, 1)])
+def test_scales_of_8_bit_floats_may_be_named_after_the_module(scale: Any) -> None:
+    tensors: Tensors = {
+        "m.weight": ("F8_E4M3", 256, 256),
+        "m.scale_weight": scale,
+        "m.scale_input": ("F32",),
+        "scaled_fp8": ("F8_E4M3", 0),
+    }
+    found = detect(tensors)
+    recipe = prequantized(found, "m.weight")
+    assert [part.sources for part in recipe.parts] == [("m.weight",), ("m.scale_weight",)]
+    assert recipe.stored[1].name == "m.weight_scale"
+    assert recipe.item.name == "fp8"
+    assert found[1:] == (("1 input scale (of activations) left out",), "fp8", "", "")
+    assert decoded(detect(tensors, decode=True), "m.weight").scales == ("m.scale_weight",)
+    assert_kept(
+        tensors | {"m.weight_scale": ("F32",)}, {}, "'m.weight' .*has two tensors of scales"
+    )
+    assert_kept(tensors | {"m.scale_weight": ("F32", 2, 3)}, {}, "has scales of shape")
+
+
+V4: dict[str, Any] = {"expert_dtype": "fp4", **FP8_BLOCKS}
+V4_TENSORS: Tensors = {
+    "wq.weight": ("F8_E4M3", 256, 128),
+    "wq.scale": ("F8_E8M0", 2, 1),
+    "experts.0.w1.weight": ("I8", 64, 64),
+    "experts.0.w1.scale": ("F8_E8M0", 64, 4),
+}
+
+
+def test_detects_deepseek_v4() -> None:
+    found = detect(V4_TENSORS, V4)
+    assert set(found.recipes) == {"wq.weight", "experts.0.w1.weight", "norm.weight"}
+    attention = prequantized(found, "wq.weight")
+    assert [spec.name for spec in attention.stored] == ["wq.weight", "wq.weight_scale"]
+    assert stated(attention.item, attention.group_size) == ("fp8", None, "128x128")
+    expert = prequantized(found, "experts.0.w1.weight")
+    assert expert.item.name == "mxfp4"
+    assert expert.stored == (
+        TensorSpec("experts.0.w1.weight", DType.U32, (64, 16)),
+        TensorSpec("experts.0.w1.weight.scale", DType.U8, (64, 4)),
+    )
+    assert not found.notices
+    recipe = decoded(detect(V4_TENSORS, V4, decode=True), "wq.weight")
+    assert (recipe.scales, recipe.block) == (("wq.scale",), (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({}, FP8_BLOCKS, r"w1.weight' \(I8\) is of 8-bit integers with scales"),
+        ({"experts.0.w1.scale": ("F8_E8M0", 64, 2)}, V4, "which is not mxfp4"),
+        ({"experts.0.w1.scale": ("F32", 64, 4)}, V4, "w1.weight' .*is packed in an unknown way"),
+        ({"wq.scale": ("F32", 2, 1)}, V4, "'wq.weight' .*without scales that are known"),
+        ({"wq.weight": ("U8", 256, 128)}, V4, "'wq.weight' .*is packed in an unknown way of 'fp8'"),
+    ],
+)
+def test_keeps_what_only_resembles_deepseek_v4(changes: Tensors, config: Any, message: str) -> None:
+    assert_kept(V4_TENSORS | changes, config, message, "fp8")
 
 
 # Unsupported schemes.
@@ -505,23 +587,32 @@ def test_rejects_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -
 @pytest.mark.parametrize(
     ("name", "code", "scheme"),
     [
-        ("m.qweight", "I32", "GPTQ, AWQ or a scheme like them"),
+        ("m.qweight", "I32", "gptq or awq"),
         ("m.SCB", "F32", "bitsandbytes"),
         ("m.weight.absmax", "U8", "bitsandbytes"),
         ("m.weight.quant_map", "F32", "bitsandbytes"),
         ("m.weight.quant_state.bitsandbytes__nf4", "U8", "bitsandbytes"),
         ("m.weight.quant_state.bitsandbytes__fp4", "U8", "bitsandbytes"),
-        ("m.W_q", "U8", "HQQ"),
-        ("m.q_weight", "I32", "EXL2"),
-        ("m.trellis", "I16", "EXL3"),
+        ("m.W_q", "U8", "hqq"),
+        ("m.q_weight", "I32", "exl2"),
+        ("m.trellis", "I16", "exl3"),
         ("m.weight._data", "I8", "quanto"),
         ("m._weight_qdata", "I8", "torchao"),
+        ("m.weight:qdata", "I8", "torchao"),
     ],
 )
-def test_rejects_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
-    message = rf"'{name}' \({code}\) belongs to a model quantized by {scheme}, .*; create from the"
-    with pytest.raises(UnsupportedSource, match=message):
-        detect({"m.scales": ("F16", 8, 2), name: (code, 8, 8)})
+def test_knows_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
+    message = rf"'{name}' \({code}\) is quantized by {scheme}"
+    assert_kept({"m.scales": ("F16", 8, 2), name: (code, 8, 8)}, {}, message, scheme)
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [("AWQ", "awq"), ("compressed-tensors", "compressed-tensors"), ("a\nb", "unknown"), ("", "")],
+)
+def test_the_config_names_the_scheme(method: str, scheme: str) -> None:
+    config = {"quantization_config": {"quant_method": method, "bits": 4}}
+    assert_kept({"m.qweight": ("I32", 8, 8)}, config, "'m.qweight'", scheme or "gptq or awq")
 
 
 @pytest.mark.parametrize(
@@ -535,12 +626,140 @@ def test_rejects_other_schemes_by_tensor_name(name: str, code: str, scheme: str)
         ("fp8", "I8"),
     ],
 )
-def test_rejects_packed_matrices_of_an_unknown_form(method: str, code: str) -> None:
+def test_keeps_packed_matrices_of_an_unknown_form_as_published(method: str, code: str) -> None:
     config = {"quantization_config": {"quant_method": method}}
-    with pytest.raises(
-        UnsupportedSource, match=f"'m.codes' .*packed in an unknown way of '{method}'"
+    message = f"'m.codes' .*packed in an unknown way of '{method}'"
+    assert_kept({"m.codes": (code, 8, 8)}, config, message, method)
+
+
+# Neighbours.
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        "m.weight_zero_point",
+        "m.weight_shape",
+        "m.weight_g_idx",
+        "m.pre_quant_scale",
+        "m.comfy_quant",
+        "m.smooth_factor",
+        "m.scale",
+        "m.weight.absmax",
+        "m.weight:zero_point",
+        "m.weight.quant_state.whatever__nf4",
+    ],
+)
+@pytest.mark.parametrize("weights", ["COMPRESSED", "MODELOPT", "PACKED", "SCALED", "CAST"])
+def test_a_neighbour_that_no_reading_claims_keeps_the_source_as_published(
+    weights: str, neighbour: str
+) -> None:
+    tensors: Tensors = {**globals()[weights], neighbour: ("F32", 1)}
+    config = MLX if weights == "PACKED" else {}
+    assert not detect(globals()[weights], config).scheme
+    assert_kept(tensors, config, f"'{neighbour}'")
+
+
+@pytest.mark.parametrize("end", ["scale_of_groups", "zeros", "activation_scale_of_experts"])
+def test_neighbours_of_weights_with_other_names(end: str) -> None:
+    experts: Tensors = {"e.up": ("F8_E4M3", 2, 8, 8), "e.up_scale_inv": ("F32", 2, 1, 1)}
+    assert not detect(experts).scheme
+    assert_kept(experts | {f"e.up_{end}": ("F32", 2)}, {}, f"'e.up_{end}' may change .*'e.up'")
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [
+        ("m.bias", "F32", 8),
+        ("m.e_score_correction_bias", "F32", 8),
+        ("m.k_scale", "F32"),
+        ("m.output_scale", "F32"),
+        ("m.table", "I32", 1024, 1024),
+        ("m.inner.weight", "F32", 4),
+        ("other.weight_shape", "I64", 2),
+        ("weight_shape", "I64", 2),
+    ],
+)
+def test_biases_cache_scales_and_other_modules_change_no_weight(neighbour: Any) -> None:
+    name, *tensor = neighbour
+    found = detect({**SCALED, name: tuple(tensor)})
+    assert prequantized(found, "m.weight").item.name == "fp8"
+    assert isinstance(found.recipes[name], Copied)
+
+
+def test_a_key_of_a_header_keeps_weights_as_published() -> None:
+    keys = [("format", "pt"), ("_quantization_metadata", "{}")]
+    for tensors in (SCALED, CAST, COMPRESSED):
+        found = detect_quantization(specs(tensors), {}, metadata=keys)
+        assert found.recipes == copies(specs(tensors))
+        assert "'_quantization_metadata'" in found.reason
+    for tensors, config in (({"m.weight": ("BF16", 8, 8)}, {}), (PACKED, MLX)):
+        assert not detect_quantization(specs(tensors), config, metadata=keys).scheme
+    assert not detect_quantization(specs(SCALED), {}, metadata=keys[:1]).scheme
+
+
+FLOAT8 = b'{"format": "float8_e4m3fn"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "is_known"),
+    [
+        (FLOAT8, True),
+        (b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}', True),
+        (b'{"format": "float8_e5m2"}', False),
+        (b'{"format": "nvfp4"}', False),
+        (b'{"format": "float8_e4m3fn", "convrot": true}', False),
+        (b'{"format": 7}', False),
+        (b"{}", False),
+        (b"[]", False),
+        (b"\xff\0", False),
+    ],
+)
+def test_a_marker_of_comfyui_must_say_what_the_tensors_say(text: bytes, is_known: bool) -> None:
+    tensors = {**SCALED, "m.comfy_quant": ("U8", len(text))}
+    source = specs(tensors)
+    layers = f'{{"format_version": "1.0", "layers": {{"m": {text.decode("latin-1")}}}}}'
+    metadata = [("_quantization_metadata", layers)]
+    for found in (
+        detect_quantization(source, {}, markers={"m.comfy_quant": text}),
+        detect_quantization(specs(SCALED), {}, metadata=metadata),
     ):
-        detect({"m.codes": (code, 8, 8)}, config)
+        assert found.quant_type == ("fp8" if is_known else "")
+        assert bool(found.scheme) != is_known
+    assert is_marker(source["m.comfy_quant"])
+    assert not is_marker(TensorSpec("m.comfy_quant", DType.U8, (2**40,)))
+    assert detect(tensors).scheme == "comfyui"
+
+
+def test_markers_that_no_longer_hold_are_left_out() -> None:
+    source = specs({**SCALED, "m.comfy_quant": ("U8", len(FLOAT8))})
+    markers = {"m.comfy_quant": FLOAT8}
+    kept = detect_quantization(source, {}, markers=markers)
+    assert isinstance(kept.recipes["m.comfy_quant"], Copied)
+    found = detect_quantization(source, {}, markers=markers, decode=True)
+    assert set(found.recipes) == {"m.weight", "norm.weight"}
+    assert found.notices[0] == "1 marker of 8-bit floats left out, since weights are decoded"
+
+
+def test_long_names_are_searched_at_their_end_only() -> None:
+    experts: Tensors = {"e.up": ("F8_E4M3", 2, 8, 8), "e.up_scale_inv": ("F32", 2, 1, 1)}
+    assert not detect({**experts, f"e.up{'_x' * 100_000}": ("F32", 1)}).scheme
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "scheme"),
+    [
+        ("PACKED", MLX, "mlx"),
+        ("COMPRESSED", sharing(num_bits=4), "unknown"),
+        ("SCALED", FP8_BLOCKS, "fp8"),
+        ("PLAIN", {}, ""),
+    ],
+)
+def test_keeps_any_source_as_published_on_request(tensors: str, config: Any, scheme: str) -> None:
+    source = specs(globals()[tensors])
+    found = detect_quantization(source, config, as_is=True)
+    notices = (f"{scheme}, kept as published",) if scheme else ()
+    assert found == (copies(source), notices, "", scheme, "")
 
 
 @pytest.mark.parametrize(
@@ -730,9 +949,9 @@ def test_affine_scales_have_the_type_of_the_weight(dtype: DType) -> None:
         ((8, 16), (U8, 8, 2), (U8, 8, 2), "is int4, whose scales cannot be U8"),
         ((8, 16), (BF16, 8, 2), (F32, 8, 2), "has biases, F32 .* unlike its scales, BF16"),
         ((8, 16), (BF16, 8, 2), (BF16, 2, 8), r"has biases, BF16 of shape \[2, 8\]"),
-        ((16,), (BF16, 2), (BF16, 2), r"of shape \[16\]; expected 2 or 3 dimensions"),
-        ((2, 2, 8, 16), (BF16, 2, 2, 8, 2), (BF16, 2, 2, 8, 2), "expected 2 or 3 dimensions"),
-        ((), (BF16,), (BF16,), "expected 2 or 3 dimensions"),
+        ((16,), (BF16, 2), (BF16, 2), r"of shape \[16\], not of 2 or 3 dimensions"),
+        ((2, 2, 8, 16), (BF16, 2, 2, 8, 2), (BF16, 2, 2, 8, 2), "not of 2 or 3 dimensions"),
+        ((), (BF16,), (BF16,), "not of 2 or 3 dimensions"),
         ((0, 16), (BF16, 0, 2), (BF16, 0, 2), "of shape"),
         ((8, 0), (BF16, 8, 0), (BF16, 8, 0), "of shape"),
         ((8, 2**60), (BF16, 8, 2), (BF16, 8, 2), "by config.json"),
@@ -797,11 +1016,16 @@ def test_mxfp4_keeps_its_bits(dtype: DType) -> None:
 @pytest.mark.parametrize(
     ("weight", "scale", "factor", "message"),
     [
-        (WEIGHT, SCALE, None, "'m.weight_packed' lacks its global scale"),
-        (WEIGHT, SCALE, spec("g", F32, 2), r"'g' must be one F32 number, and is F32 of shape \[2"),
-        (WEIGHT, SCALE, spec("g", F32, 0), "'g' must be one F32 number"),
-        (WEIGHT, SCALE, spec("g", BF16), "'g' must be one F32 number, and is BF16"),
-        (WEIGHT, SCALE._replace(dtype=BF16), FACTOR, "scales of type BF16, which no type"),
+        (WEIGHT, SCALE, None, "'m.weight_packed' .*lacks its global scale"),
+        (
+            WEIGHT,
+            SCALE,
+            spec("g", F32, 2),
+            r"'g' .*must be one F32 number, and is F32 of shape \[2",
+        ),
+        (WEIGHT, SCALE, spec("g", F32, 0), "'g' .*must be one F32 number"),
+        (WEIGHT, SCALE, spec("g", BF16), "'g' .*must be one F32 number, and is BF16"),
+        (WEIGHT, SCALE._replace(dtype=BF16), FACTOR, "scales of type BF16"),
         (WEIGHT, SCALE._replace(shape=(8, 2)), FACTOR, "which is not nvfp4 in groups of 16"),
         (WEIGHT, SCALE._replace(dtype=U8), None, "which is not mxfp4 in groups of 32"),
         (WEIGHT, spec("s", U8, 8, 2), FACTOR, "is mxfp4 by its scales.*and has a global scale"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import json
 import os
 from collections.abc import Iterator
@@ -646,6 +647,15 @@ TRAINING = [
 ]
 
 
+class Kind(enum.Enum):
+    A = "a"
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.value = 1
+
+
 def put_bin(folder: Path, *names: str, **tensors: int) -> Path:
     """Write checkpoints; each keyword is a tensor and its number of zeros."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -878,3 +888,74 @@ def test_says_where_weights_lie_deeper(tmp_path: Path) -> None:
     write_folder(tmp_path / "model" / "weights", dense_tensors())
     with pytest.raises(SourceError, match="has no weight files; .*model/weights' has some"):
         HuggingFaceFolder(tmp_path / "model")
+
+
+def test_a_checkpoint_of_empty_placeholders_is_refused(tmp_path: Path) -> None:
+    put_bin(tmp_path, "pytorch_model.bin", a=0, b=0)
+    with pytest.raises(
+        UnsupportedSource, match="all tensors of .* are empty, such as 'a'.*zero_to_"
+    ):
+        Found(tmp_path)
+    put_bin(tmp_path, "pytorch_model.bin", a=0, b=1)
+    assert Found(tmp_path).names == {"a", "b"}
+
+
+def test_a_file_of_one_rank_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"a": np.zeros(2)}, path, metadata={"format": "pt", "DCP_SHARDING_INFO": "{}"})
+    with pytest.raises(UnsupportedSource, match="has parts of tensors, as torch.distributed.check"):
+        Found(path)
+
+
+def test_a_tied_head_may_be_in_the_index_alone(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, dense_tensors(), shards=2)
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_bytes())["weight_map"]
+    weight_map["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(DamagedSource, match="lacks tensor 'lm_head.weight'"):
+        Found(folder)
+    (folder / "config.json").write_text('{"tie_word_embeddings": true}')
+    found = Found(folder)
+    assert found.names == set(dense_tensors())
+    (notice,) = found.notices
+    assert "places 'lm_head.weight' in" in notice
+    weight_map["other.weight"] = "model-00002-of-00002.safetensors"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(DamagedSource, match="lacks tensor 'lm_head.weight'"):
+        Found(folder)
+
+
+def test_two_sets_of_shards_without_an_index_name_the_option(tmp_path: Path) -> None:
+    for total in (2, 3):
+        names = [f"model-{n + 1:05}-of-{total:05}.safetensors" for n in range(total)]
+        for name in names:
+            save_file({f"{name}.weight": np.zeros(2)}, tmp_path / name)
+    message = r"has 2 sets of shards.*--weights '\*-of-00002.safetensors' or --weights '\*-of-00003"
+    with pytest.raises(SourceError, match=message) as caught:
+        Found(tmp_path)
+    assert not isinstance(caught.value, DamagedSource)
+    (tmp_path / names[0]).unlink()
+    with pytest.raises(SourceError, match=r"has 2 sets .*--weights '\*-of-00002.safetensors'$"):
+        Found(tmp_path)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(DamagedSource, match="are not a complete set of shards"):
+        Found(tmp_path)
+
+
+def test_objects_outside_the_chosen_part_are_not_looked_into(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    tensors = {"a": torch.ones(2)}
+    content: dict[str, Any] = {
+        "state_dict": tensors,
+        "callbacks": {os.getpid: {"b": torch.ones(1)}},
+        "hyper_parameters": {"f": os.getpid, "t": Thing(), "e": Kind.A},
+        "bad": {"a": torch.ones(2), "f": Kind.A},
+    }
+    torch.save(content, path)
+    for part in (None, ".", "bad"):
+        with pytest.raises(CheckpointRefused, match="which checkpoints of tensors do not need"):
+            Found(path, subtree=part)
+    with pytest.raises(CheckpointRefused, match="choose a part without them with --subtree"):
+        Found(path)
+    assert Found(path, subtree="state_dict").names == {"a"}

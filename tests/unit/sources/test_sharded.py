@@ -281,7 +281,7 @@ def test_skips_tensors_of_unknown_types_on_request(tmp_path: Path) -> None:
     add(shards, index)
     assert set(shards.specs) == {"a", "b", "c"}
     assert shards.notices == [
-        f"'{tmp_path}/{BINS[1]}': left out: 1 tensor of types that safetensors does not have: 'odd'"
+        f"'{tmp_path}/{BINS[1]}': left out: 1 tensor of kinds that are not read: 'odd'"
     ]
     shards.close()
 

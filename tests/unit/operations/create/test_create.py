@@ -24,6 +24,8 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
+from blobstore.models.published import published_scheme
+from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.versions import SourceVersions
@@ -32,6 +34,8 @@ from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
+from tests.support.published import LAYER, SCHEMES, write_published
+from tests.unit.operations.export.folders import contents, raw_tensors
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()
@@ -539,3 +543,66 @@ def test_reports_the_model_that_another_import_published_in_the_meantime(
     created = blobstore.create(folder, "m", store=store)
     assert created.replaced
     assert any("was the name of another model" in notice for notice in created.notices)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_keeps_what_is_not_understood_as_published(
+    scheme: str, tmp_path: Path, store: LocalStore
+) -> None:
+    source = write_published(tmp_path / "model", scheme, experts=3)
+    created = blobstore.create(source, "m", store=store)
+    assert any(
+        note.startswith(f"{scheme}, kept as published: tensor '") for note in created.notices
+    )
+    manifest = store.resolve(NAME)
+    names = {layer.name for layer in manifest.layers_of(media_types.TENSOR)}
+    parts = {f"{LAYER}.{end}" for end in SCHEMES[scheme]}
+    assert names == {"model.norm.weight", f"{EXPERTS}.experts", *parts}
+    assert published_scheme(store, manifest) == scheme
+    blobstore.export("m", tmp_path / "exported", store=store)
+    blobstore.link("m", tmp_path / "linked", store=store)
+    assert contents(tmp_path / "exported") == contents(source)
+    assert raw_tensors(tmp_path / "linked") == raw_tensors(source)
+    config = (tmp_path / "linked" / "config.json").read_bytes()
+    assert config == (source / "config.json").read_bytes()
+    for options in ({"quantize": "int4"}, {"decode": True}):
+        with pytest.raises(UnsupportedSource, match=r"^the source cannot be .*: tensor '"):
+            blobstore.create(source, "other", store=store, **options)
+    with pytest.raises(UsageError, match="neither decoded nor quantized"):
+        blobstore.create(source, "other", store=store, decode=True, as_is=True)
+    assert list(store.references()) == [NAME]
+
+
+def test_experts_that_are_not_understood_are_never_stacked(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    source = write_published(tmp_path / "model", "llm_int8", experts=3)
+    blobstore.create(source, "m", store=store, experts="stacked")
+    names = {layer.name for layer in store.resolve(NAME).layers_of(media_types.TENSOR)}
+    assert {f"{EXPERTS}.experts.{n}.up_proj.weight" for n in range(3)} <= names
+    assert not store.resolve(NAME).layers_of(media_types.STACKS)
+
+
+def test_keeps_any_source_as_published_on_request(
+    folder: Path, tmp_path: Path, store: LocalStore
+) -> None:
+    data = Path(__file__).parents[3] / "data" / "ollama" / "hf" / "ct-nvfp4"
+    blobstore.create(data, "m", store=store)
+    assert published_scheme(store, store.resolve(NAME)) == ""
+    created = blobstore.create(data, "m", store=store, as_is=True)
+    assert "compressed-tensors, kept as published" in created.notices
+    manifest = store.resolve(NAME)
+    assert published_scheme(store, manifest) == "compressed-tensors"
+    record = read_source_record(store, manifest)
+    assert record is not None
+    assert record.options == {"as_is": True}
+    with blobstore.open("m", store=store) as model:
+        assert not model.quantized
+    blobstore.export("m", tmp_path / "back", store=store)
+    file = "model.safetensors"
+    assert (tmp_path / "back" / file).read_bytes() == (data / file).read_bytes()
+    plain = blobstore.create(folder, "plain", store=store)
+    as_is = blobstore.create(folder, "as-is", store=store, as_is=True)
+    assert plain.notices == as_is.notices
+    layers = [store.resolve(Reference.parse(name)).layers[:-1] for name in ("plain", "as-is")]
+    assert layers[0] == layers[1]  # all but the record with the option

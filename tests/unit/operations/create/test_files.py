@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from blobstore.core.digest import Digest
 from blobstore.errors import DamagedSource
 from blobstore.manifests import media_types
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
-from blobstore.operations.create.plan import plan_source
+from blobstore.operations.create.plan import ModelPlan, plan_source
 from blobstore.sources.open import open_source
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 
@@ -66,10 +67,13 @@ def test_large_json_is_not_stored_as_json(tmp_path: Path) -> None:
 
 def test_the_config_states_the_type_and_the_digest_of_the_layers(tmp_path: Path) -> None:
     source = open_source(write_folder(tmp_path, dense_tensors()))
-    found = json.loads(config_json(source, "int4", None))
+    plan = ModelPlan((), None, "int4", (), ())
+    found = json.loads(config_json(source, plan, None))
     assert found["file_type"] == "int4"
-    assert "layers_digest" not in found
+    assert {"layers_digest", "published_scheme"}.isdisjoint(found)
     layers = Digest("a" * 64)
-    known = json.loads(config_json(source, "int4", layers))
+    known = json.loads(config_json(source, plan, layers))
     assert known == found | {"layers_digest": str(layers)}
+    published = json.loads(config_json(source, replace(plan, scheme="awq"), None))
+    assert published == found | {"published_scheme": "awq"}
     source.close()

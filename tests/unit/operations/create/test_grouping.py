@@ -403,3 +403,18 @@ def test_rejects_a_name_that_a_header_cannot_hold() -> None:
     blob = BlobPlan("__metadata__", (planned("__metadata__", "a"),))
     with pytest.raises(InvalidHeader, match="reserved"):
         _ = blob.size
+
+
+@pytest.mark.parametrize(
+    "prefix", ["layers.0.ffn.experts", "a.experts", "model.layers.3.mlp.experts"]
+)
+def test_groups_every_part_of_experts_that_are_published(prefix: str) -> None:
+    parts = [f"{prefix}.{n}.up.{end}" for n in range(2) for end in ("qweight", "scales", "g_idx")]
+    others = ["x.qweight", "experts.0.up.qweight", f"{prefix}.bias"]
+    recipes = specs(*parts, *others)
+    assert blobs(plan_blobs(recipes, is_published=True)) == {
+        **{name: [name] for name in sorted(others)},
+        prefix: sorted(parts),
+    }
+    single = plan_blobs(recipes, experts="stacked", is_published=True)
+    assert blobs(single) == {name: [name] for name in sorted((*parts, *others))}

@@ -154,3 +154,12 @@ def test_the_last_matching_override_decides(folder: Path) -> None:
 def test_a_model_without_quantized_tensors_has_no_type(folder: Path) -> None:
     found = planned(folder, quant_type="int4", overrides=("*=none",))
     assert found.quant_type == ""
+    assert found.notices[-1].startswith("nothing was quantized: no tensor can be int4; --dry-run")
+
+
+def test_decoding_nothing_has_a_notice(folder: Path) -> None:
+    source = open_source(folder)
+    assert plan_source(source).notices == ()
+    notices = plan_source(source, decode=True).notices
+    assert notices == ("nothing was decoded: the source has no 8-bit floats with scales",)
+    source.close()

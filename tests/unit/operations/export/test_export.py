@@ -43,6 +43,7 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
+from tests.support.published import write_published
 from tests.unit.operations.export.folders import (
     FORMS,
     NAME,
@@ -776,3 +777,19 @@ def test_every_file_and_folder_is_durable_before_the_folder_gets_its_name(
     statuses = [path.stat() for path in paths if path.is_file()]
     assert all(before[status.st_ino] == status.st_size for status in statuses)
     assert after.keys() == {out.parent.stat().st_ino}
+
+
+@pytest.mark.parametrize("shard_size", [None, 1000])
+def test_what_is_kept_as_published_keeps_its_config(
+    shard_size: int | None, tmp_path: Path, store: LocalStore
+) -> None:
+    source = write_published(tmp_path / "source", "awq")
+    create(source, NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store, shard_size=shard_size)
+    assert raw_tensors(tmp_path / "out") == raw_tensors(source)
+    assert contents(tmp_path / "out")["config.json"] == contents(source)["config.json"]
+    with pytest.raises(
+        BlobstoreError, match=r"weights \(awq\) are kept as published and cannot be"
+    ):
+        export_model(NAME, tmp_path / "plain", store=store, dequantize=True)
+    assert not (tmp_path / "plain").exists()

@@ -7,13 +7,17 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, Damaged, UsageError
 from blobstore.manifests import media_types
@@ -24,13 +28,20 @@ from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.create import source_record as record_module
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
-from tests.unit.operations.export.folders import NAME, add_layers, contents, remove_layers
+from tests.unit.operations.export.folders import (
+    NAME,
+    add_layers,
+    contents,
+    raw_tensors,
+    remove_layers,
+)
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
@@ -634,3 +645,87 @@ def test_a_second_record_is_damage(store: LocalStore, tmp_path: Path) -> None:
     add_layers(store, *((media_types.SOURCE, "", data) for data in (b"{}", b"{ }")))
     with pytest.raises(BlobDamaged, match="2 source layers"):
         export_model(NAME, tmp_path / "out", store=store)
+
+
+def scaled_fp8() -> Tensors:
+    return {
+        "a.weight": ("F8_E4M3", [4, 4], bytes(range(40, 56))),
+        "a.scale_weight": ("F32", [], struct.pack("<f", 0.25)),
+        "a.scale_input": ("F32", [], struct.pack("<f", 3)),
+        "scaled_fp8": ("F8_E4M3", [0], b""),
+    }
+
+
+def deepseek_v4() -> Tensors:
+    return {
+        "layers.0.attn.wq_a.weight": ("F8_E4M3", [128, 128], bytes([56]) * 128 * 128),
+        "layers.0.attn.wq_a.scale": ("F8_E8M0", [1, 1], bytes([120])),
+        "layers.0.ffn.experts.0.w1.weight": ("I8", [64, 64], bytes(range(256)) * 16),
+        "layers.0.ffn.experts.0.w1.scale": ("F8_E8M0", [64, 4], bytes([121]) * 256),
+    }
+
+
+V4 = {
+    "expert_dtype": "fp4",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+MARKER = b'{"format": "float8_e4m3fn"}'
+NAMED_AFTER_MODULES: dict[str, tuple[Tensors, Any]] = {
+    "marked by ComfyUI": (
+        {**scaled_fp8(), "a.comfy_quant": ("U8", [len(MARKER)], MARKER)},
+        {},
+    ),
+    "ComfyUI": (scaled_fp8(), {}),
+    "DeepSeek V4": (deepseek_v4(), V4),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_AFTER_MODULES)
+def test_scales_that_are_named_after_modules_keep_their_names(
+    kind: str, tmp_path: Path, store: LocalStore
+) -> None:
+    tensors, config = NAMED_AFTER_MODULES[kind]
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").write_bytes(file_of(tensors, {"format": "pt"}))
+    create(source, NAME, store=store)
+    with blobstore.open(NAME, store=store) as model:
+        assert model.quantized
+    export_model(NAME, tmp_path / "same", store=store)
+    assert contents(tmp_path / "same") == contents(source)
+    for folder in ("shards", "links"):
+        if folder == "links":
+            link_model(NAME, tmp_path / folder, store=store)
+        else:
+            export_model(NAME, tmp_path / folder, store=store, shard_size=1)
+        assert raw_tensors(tmp_path / folder) == raw_tensors(source)
+        assert contents(tmp_path / folder)["config.json"] == contents(source)["config.json"]
+
+
+def test_values_of_scales_that_are_named_after_modules(tmp_path: Path, store: LocalStore) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of(scaled_fp8()))
+    create(path, NAME, store=store)
+    codes = np.arange(40, 56, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    expected = (codes * np.float32(0.25)).reshape(4, 4)
+    with blobstore.open(NAME, store=store, dequantize=True) as model:
+        assert model["a.weight"].astype(np.float32).tolist() == expected.tolist()
+    create(path, NAME, store=store, decode=True)
+    with blobstore.open(NAME, store=store) as model:
+        assert model["a.weight"].astype(np.float32).tolist() == expected.tolist()
+
+
+def test_values_of_the_experts_of_deepseek_v4(tmp_path: Path, store: LocalStore) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(V4))
+    (source / "model.safetensors").write_bytes(file_of(deepseek_v4()))
+    create(source, NAME, store=store)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    packed = np.frombuffer(bytes(range(256)) * 16, np.uint8).reshape(64, 64)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(64, 128)
+    expected = np.where(codes > 7, -1, 1) * grid[codes & 7] * np.float32(2.0 ** (121 - 127))
+    with blobstore.open(NAME, store=store, dequantize=True) as model:
+        found = model["layers.0.ffn.experts.0.w1.weight"].astype(np.float32)
+    assert found.tolist() == expected.tolist()

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from blobstore.errors import (
     CheckpointRefused,
@@ -637,7 +639,7 @@ def test_names_code_that_it_does_not_run(tmp_path: Path, legacy: bool) -> None:
     path = save(tmp_path, {"a": torch.zeros(1), "x": Odd()}, legacy=legacy)
     assert refusal(path).endswith(
         "it uses 'posix.getpgid', which checkpoints of tensors do not need; no code was executed; list "
-        "them with 'blobstore inspect'"
+        "them with 'blobstore inspect', or choose a part without them with --subtree"
     )
 
 
@@ -718,7 +720,7 @@ def test_checking_can_skip_unreadable_tensors(strange: Path) -> None:
     with open_checkpoint(strange) as checkpoint:
         checkpoint.check_readable(skip=True)
         (notice,) = checkpoint.notices
-    assert notice.startswith("left out: 9 tensors of types that safetensors does not have: 'compl")
+    assert notice.startswith("left out: 9 tensors of kinds that are not read: 'compl")
     assert notice.endswith(
         "'sparse_csr', 'quantized', 'quantized_int', 'by_channel', 'bits8' and 1 more"
     )
@@ -833,3 +835,53 @@ def test_a_legacy_stream_has_its_own_kind(tmp_path: Path) -> None:
     with open_checkpoint(save(tmp_path, two(), legacy=True)) as checkpoint:
         assert checkpoint.kind == "legacy stream"
         assert checkpoint.notices == []
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Two ranks, of which this process is the first, without any communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def test_complete_distributed_tensors_are_read(tmp_path: Path, mesh: Any, legacy: bool) -> None:
+    full = torch.arange(16.0).reshape(4, 4)
+    replicated = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
+    path = save(tmp_path, {"model": {"a": replicated, "b": full}}, legacy=legacy)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.specs["a"].shape == (4, 4)
+        assert bytes(checkpoint.view("a").data) == bytes(checkpoint.view("b").data)
+
+
+def test_shards_of_distributed_tensors_can_be_left_out(
+    tmp_path: Path, mesh: Any, legacy: bool
+) -> None:
+    part = torch.ones(2, 4)
+    sharded = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    summand = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    content = {"a": sharded, "b": summand, "c": part}
+    path = save(tmp_path, content, legacy=legacy)
+    with open_checkpoint(path) as checkpoint:
+        assert set(checkpoint.specs) == {"c"}
+        assert "it is a shard of a DTensor: [2, 4] of [4, 4]" in checkpoint.unreadable["a"]
+        assert "with the placement 'Partial'" in checkpoint.unreadable["b"]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor of a class that is not known."""
+
+
+def test_tensors_of_unknown_classes_can_be_left_out(tmp_path: Path, legacy: bool) -> None:
+    own = torch.ones(2).as_subclass(Wrapper)
+    path = save(tmp_path, {"a": own, "b": torch.ones(2)}, legacy=legacy)
+    assert "Wrapper', which checkpoints of tensors do not need" in refusal(path)
+    with Checkpoint(path, skip_unreadable=True) as checkpoint:
+        assert set(checkpoint.specs) == {"b"}
+        assert "Wrapper' are not supported" in checkpoint.unreadable["a"]
+        checkpoint.check_readable(skip=True)
+    path = save(tmp_path, {"a": torch.ones(2), "b": Odd()}, legacy=legacy)
+    with pytest.raises(CheckpointRefused, match="'posix.getpgid' at 'b', which"):
+        Checkpoint(path, skip_unreadable=True)

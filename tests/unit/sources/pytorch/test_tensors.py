@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -631,6 +632,13 @@ def nested(depth: int) -> bytes:
 )
 def test_rejects_other_wrappers(value: bytes) -> None:
     assert refusal(value) == "a tensor is wrapped as torch does not write it"
+
+
+@pytest.mark.parametrize("cls", [named("mine", "Quantized"), call(named("mine", "make"))])
+def test_rejects_tensors_of_unknown_classes(cls: bytes) -> None:
+    function = named("torch._tensor", "_rebuild_from_type_v2")
+    value = call(function, named(UTILS, "_rebuild_tensor_v2"), cls, ARGUMENTS, b"}")
+    assert re.fullmatch("tensors of the class .* are not supported", unreadable(value))
 
 
 def test_rejects_deeply_nested_wrappers() -> None:

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.quantization.neighbours import owner, unclaimed_neighbour
+
+WEIGHTS = {"m.weight", "e.up", "weight", ".weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("m.weight_scale", "m.weight"),
+        ("m.zeros", "m.weight"),
+        ("m.weight.quant_state.bitsandbytes__nf4", "m.weight"),
+        ("m.weight:scale", "m.weight"),
+        ("e.up_scale_inv", "e.up"),
+        ("e.up.scale", "e.up"),
+        ("m.weight", ""),
+        ("m.inner.scale", ""),
+        ("e.upper_scale", ""),
+        ("scale", ".weight"),
+        ("", ".weight"),
+    ],
+)
+def test_a_tensor_belongs_to_a_weight_by_its_name(name: str, weight: str) -> None:
+    assert owner(name, WEIGHTS) == weight
+
+
+def test_claimed_and_large_tensors_are_no_neighbours() -> None:
+    weight = TensorSpec("m.weight", DType.U8, (128, 128))
+    small = TensorSpec("m.zeros", DType.F32, (128,))
+    specs = {spec.name: spec for spec in (weight, small)}
+    weights = {weight.name: weight}
+    assert unclaimed_neighbour(specs, (), weights) == ("m.zeros", "m.weight")
+    assert unclaimed_neighbour(specs, {"m.zeros"}, weights) is None
+    specs["m.zeros"] = small._replace(shape=(128, 128))
+    assert unclaimed_neighbour(specs, (), weights) is None
+    tiny = {"m.weight": weight._replace(shape=(2, 2))}
+    specs["m.zeros"] = small
+    assert unclaimed_neighbour(specs, (), tiny) == ("m.zeros", "m.weight")
