@@ -56,6 +56,7 @@ class HuggingFaceFolder(ShardSet):
                 self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
+            self.check_stripped(path)
             if self.values:
                 from blobstore.sources.pytorch.values import with_values
 
