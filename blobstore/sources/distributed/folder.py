@@ -105,8 +105,8 @@ class AssembledFolder:
             bare = name.removeprefix(prefix)
             if not bare or bare in by_name:
                 raise UsageError(
-                    f"without the prefix {quote(prefix)}, two tensors of {self._tree.label()} would "
-                    f"be called {quote(bare)}"
+                    f"without the prefix {quote(prefix)}, tensor {quote(name)} of "
+                    f"{self._tree.label()} would have no name of its own"
                 )
             by_name[bare] = tensor._replace(spec=tensor.spec._replace(name=bare))
         first = next(iter(by_name), "")

@@ -29,7 +29,7 @@ def read_piece(descriptor: int, file: DataFile, tensor: StoredTensor, piece: Sto
         OSError: it cannot be read.
     """
     stored, box = piece.stored, piece.box
-    item = ZipCheckpoint(descriptor, stored.size, stored.begin)
+    item = _opened(descriptor, stored)
     check_globals(item.result)
     value = item.result.value
     if not is_tensor(value):
@@ -69,7 +69,14 @@ def read_value(descriptor: int, stored: Stored) -> Any:
         CheckpointRefused: it is damaged, or no checkpoint.
         OSError: it cannot be read.
     """
-    return ZipCheckpoint(descriptor, stored.size, stored.begin).result.value
+    return _opened(descriptor, stored).result.value
+
+
+def _opened(descriptor: int, stored: Stored) -> ZipCheckpoint:
+    item = ZipCheckpoint(descriptor, stored.size, stored.begin)
+    if item.pickle_size > stored.size:  # many small items could have large pickles
+        raise DamagedSource("its pickle is compressed, which torch never does")
+    return item
 
 
 def check_places(stored: Iterable[Stored], files: dict[str, DataFile]) -> None:

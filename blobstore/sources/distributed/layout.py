@@ -24,7 +24,7 @@ SHARD: Final = re.compile(
 )
 """Matches the names of the files that the Hugging Face writer saves for each process."""
 _MODEL_FOLDER = "pytorch_model_fsdp_0"
-"""Where accelerate and the Trainer of transformers put the model, beside the optimizer's folder."""
+"""Where accelerate and the Trainer of transformers put the model, next to the optimizer's folder."""
 _SHOWN = 8
 
 

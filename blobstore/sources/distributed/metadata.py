@@ -20,7 +20,7 @@ from blobstore.sources.unpickler.machine import Limits, run
 from blobstore.sources.unpickler.values import Global, Key, Number, Record, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import Final
 
     from blobstore.core.tensor import DType
@@ -30,32 +30,38 @@ MAX_METADATA_SIZE: Final = 64 * 2**20
 """Bytes of the file. torch writes 200 for each tensor, and 150 for each piece."""
 _LIMITS = Limits(objects=1 << 22)
 _MAX_RANK = 32
+_MAX_PIECES = 1 << 19
+_MAX_NAME = 1 << 12
+_MAX_KEYS = 32
+"""Keys that lead to an entry."""
+_MAX_LETTERS = 16 * 2**20
+"""Characters of all keys that lead to entries."""
 _LARGEST = 2**63 - 1
 _SHOWN = 8
 _MODULES = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata"
 _OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
-_METADATA = {
+_METADATA = (
     *((module, "Metadata") for module in _MODULES),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
-}
-_TENSOR = {(module, "TensorStorageMetadata") for module in _MODULES}
-_BYTES = {(module, "BytesStorageMetadata") for module in _MODULES}
-_PROPERTIES = {(_MODULES[0], "TensorProperties"), (_OLD_PROPERTIES, "TensorProperties")}
-_CHUNK = {(module, "ChunkStorageMetadata") for module in _MODULES}
-_INDEX = {(module, "MetadataIndex") for module in _MODULES}
-_STORED = {
+)
+_TENSOR = tuple((module, "TensorStorageMetadata") for module in _MODULES)
+_BYTES = tuple((module, "BytesStorageMetadata") for module in _MODULES)
+_CHUNK = tuple((module, "ChunkStorageMetadata") for module in _MODULES)
+_INDEX = tuple((module, "MetadataIndex") for module in _MODULES)
+_STORED = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
-}
+)
 _ALLOWED: Final = frozenset(
     {
         *_METADATA,
         *_TENSOR,
         *_BYTES,
-        *_PROPERTIES,
         *_CHUNK,
         *_INDEX,
         *_STORED,
+        (_MODULES[0], "TensorProperties"),
+        (_OLD_PROPERTIES, "TensorProperties"),
         (_MODULES[0], "_MEM_FORMAT_ENCODING"),
         (_OLD_PROPERTIES, "MEM_FORMAT_ENCODING"),
         (_MODULES[0], "StorageMeta"),
@@ -119,7 +125,7 @@ def parse_metadata(data: bytes) -> Metadata:
     """
     with gc_paused():
         result = run(data, limits=_LIMITS)
-        if refused := [item for item in result.globals if not _is_allowed(item)]:
+        if refused := [item for item in result.globals if not is_allowed(item)]:
             names = join_some([*map(quote, refused)], _SHOWN)
             raise CheckpointRefused(
                 f"pickle byte {refused[0].offset}: it uses {names}, which the metadata of checkpoints "
@@ -134,14 +140,15 @@ def parse_metadata(data: bytes) -> Metadata:
         stored = _stored_items(fields.get("storage_data"))
         tensors: dict[str, StoredTensor] = {}
         values: dict[str, Stored] = {}
+        left = _MAX_PIECES
         for name, entry in listed.items():
-            if type(name) is not str:
-                raise DamagedSource("the name of an entry is not a string")
+            items = stored.get(_name(name), [])
             try:
                 if _is_a(entry, _BYTES):
-                    values[name] = _only(stored.get(name, []))
-                else:
-                    tensors[name] = _tensor(entry, stored.get(name, []))
+                    values[name] = _only(items)
+                    continue
+                tensors[name] = _tensor(entry, items, left)
+                left -= len(entry.state["chunks"])  # one list can be that of many tensors
             except DamagedSource as error:
                 raise error.at(f"entry {quote(name)}") from None
         return Metadata(tensors, values, _paths(fields.get("planner_data")))
@@ -151,7 +158,8 @@ _Item = tuple[tuple[int, ...] | None, Stored]
 """The offsets of a piece, if it is one, and the place of its item."""
 
 
-def _is_allowed(item: Global) -> bool:
+def is_allowed(item: Global) -> bool:
+    """Return whether the metadata of a checkpoint may use a global."""
     if (item.module, item.name) in _ALLOWED:
         return True
     return item.module == "torch" and (
@@ -159,14 +167,14 @@ def _is_allowed(item: Global) -> bool:
     )
 
 
-def _is_a(value: Any, classes: Iterable[tuple[str, str]]) -> bool:
+def _is_a(value: Any, classes: Sequence[tuple[str, str]]) -> bool:
     return type(value) is Record and (value.cls.module, value.cls.name) in classes
 
 
-def _fields(value: Any, classes: Iterable[tuple[str, str]], what: str) -> dict[str, Any]:
+def _fields(value: Any, classes: Sequence[tuple[str, str]], what: str) -> dict[str, Any]:
     """Return the attributes of an object, which must be of one of the classes."""
     if not _is_a(value, classes) or value.arguments or value.entries:
-        raise DamagedSource(f"{what} is not a {next(iter(classes))[1]}, as torch writes it")
+        raise DamagedSource(f"{what} is not a {classes[0][1]}, as torch writes it")
     if type(value.state) is not dict:
         raise DamagedSource(f"{what} has no attributes")
     return value.state
@@ -190,17 +198,26 @@ def _stored_items(value: Any) -> dict[str, list[_Item]]:
     found: dict[str, list[_Item]] = {}
     for key, place in value.items():
         index = _fields(key.value if type(key) is Key else key, _INDEX, "a key of storage_data")
-        name, offsets = index.get("fqn"), index.get("offset")
-        if type(name) is not str:
-            raise DamagedSource("a key of storage_data has no name")
-        if offsets is not None:
-            offsets = _numbers(offsets, f"entry {quote(name)}: the offsets of an item")
-        fields = _fields(place, _STORED, f"the place of {quote(name)}")
-        found.setdefault(name, []).append((offsets, _place(name, fields)))
+        name, offsets = _name(index.get("fqn")), index.get("offset")
+        try:
+            if offsets is not None:
+                offsets = _numbers(offsets, "the offsets of an item")
+            stored = _place(_fields(place, _STORED, "the place of an item"))
+        except (DamagedSource, UnsupportedSource) as error:
+            raise error.at(f"entry {quote(name)}") from None
+        found.setdefault(name, []).append((offsets, stored))
     return found
 
 
-def _place(name: str, fields: Mapping[str, Any]) -> Stored:
+def _name(value: Any) -> str:
+    if type(value) is not str or len(value) > _MAX_NAME:
+        raise DamagedSource(
+            f"the name of an entry is not a string of at most {_MAX_NAME} characters"
+        )
+    return value
+
+
+def _place(fields: Mapping[str, Any]) -> Stored:
     file = fields.get("relative_path")
     if (
         type(file) is not str
@@ -209,15 +226,11 @@ def _place(name: str, fields: Mapping[str, Any]) -> Stored:
         or any(mark in file for mark in "/\\")
     ):
         shown = quote(file) if type(file) is str else "missing"
-        raise DamagedSource(
-            f"entry {quote(name)}: its file {shown} is not the plain name of a file"
-        )
-    begin, size = _numbers(
-        (fields.get("offset"), fields.get("length")), f"offset and length of {quote(name)}"
-    )
+        raise DamagedSource(f"its file {shown} is not the plain name of a file")
+    begin, size = _numbers((fields.get("offset"), fields.get("length")), "its offset and length")
     if fields.get("transform_descriptors") is not None:
         raise UnsupportedSource(
-            f"entry {quote(name)} is transformed by an extension of the writer, such as a compression; "
+            "it is transformed by an extension of the writer, such as a compression; "
             "load it with torch and save it without extensions"
         )
     return Stored(file, begin, size)
@@ -229,7 +242,7 @@ def _only(items: list[_Item]) -> Stored:
     return items[0][1]
 
 
-def _tensor(entry: Any, items: list[_Item]) -> StoredTensor:
+def _tensor(entry: Any, items: list[_Item], limit: int) -> StoredTensor:
     fields = _fields(entry, _TENSOR, "it")
     properties = fields.get("properties")
     state = properties.state if type(properties) is Record else None
@@ -242,8 +255,8 @@ def _tensor(entry: Any, items: list[_Item]) -> StoredTensor:
     if math.prod(shape) * itemsize > _LARGEST:
         raise DamagedSource("it has more than 2^63 - 1 bytes")
     chunks = fields.get("chunks")
-    if type(chunks) is not list:
-        raise DamagedSource("its pieces are not a list")
+    if type(chunks) is not list or len(chunks) > limit:
+        raise DamagedSource("its pieces are not a list, or too many")
     return StoredTensor(dtype, cls.name, shape, tuple(_pieces(chunks, items, len(shape))))
 
 
@@ -273,14 +286,17 @@ def _paths(planner_data: Any) -> dict[str, Path]:
     """Return the keys of entries, as the planner of torch for nested dicts lists them."""
     if type(planner_data) is not dict:
         return {}
-    return {
-        name: tuple(map(_part, path))
-        for name, path in planner_data.items()
-        if type(name) is str
-        and type(path) is tuple
-        and path
-        and all(type(part) in (str, int) for part in path)
-    }
+    paths: dict[str, Path] = {}
+    left = _MAX_LETTERS
+    for name, path in planner_data.items():
+        if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _MAX_KEYS:
+            continue
+        if all(type(part) in (str, int) for part in path):
+            left -= sum(len(part) for part in path if type(part) is str)
+            if left < 0:
+                raise DamagedSource(f"the keys of its entries are over {_MAX_LETTERS} characters")
+            paths[name] = tuple(map(_part, path))
+    return paths
 
 
 def _part(value: str | int) -> Part:

@@ -5,7 +5,6 @@ A tensor becomes the same bytes however many processes saved it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from operator import attrgetter
@@ -40,7 +39,7 @@ from blobstore.sources.pytorch.values import plain_values, with_values
 from blobstore.sources.selection import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from blobstore.sources.base import SourceOptions
@@ -51,6 +50,8 @@ if TYPE_CHECKING:
 _SCALARS = ((), (1,))
 _MAX_VALUES_SIZE = 64 * 2**20
 """Bytes of all items that are not tensors; more are left out."""
+_FAILURE_COST = 2**20
+"""What counts for an item that cannot be read, because finding that out can take a while."""
 _SHOWN = 8
 
 
@@ -84,7 +85,7 @@ class TorchFolder(AssembledFolder):
         self._check_finished()
         name = joined(inner, METADATA_FILE)
         path = self._tree.path(name)
-        stored = _parsed(path)
+        stored = read_metadata(path)
         self._entries = [(_path_of(name, stored.paths), name) for name in stored.tensors]
         self._stored = stored
         self._open_files()
@@ -106,13 +107,6 @@ class TorchFolder(AssembledFolder):
                 "import all of it with --subtree ."
             )
         self._add_values()
-
-    @property
-    def subtrees(self) -> Sequence[Subtree]:
-        """The parts that ``subtree`` can name, with their tensors and bytes."""
-        tensors = self._stored.tensors
-        sizes = [_nbytes(tensors[name]) for _, name in self._entries]
-        return subtrees_of([path for path, _ in self._entries], sizes)
 
     def _check_finished(self) -> None:
         """Check that there is a ``.metadata``, which torch writes when all data are."""
@@ -209,16 +203,17 @@ class TorchFolder(AssembledFolder):
             left -= stored.size
             if left < 0:
                 break
-            with (
-                contextlib.suppress(DamagedSource, UnsupportedSource),
-                self._by_name[stored.file].opened() as descriptor,
-            ):
-                values[name] = read_value(descriptor, stored)
-        skipped = len(self._stored.values) - len(values)
+            try:
+                with self._by_name[stored.file].opened() as descriptor:
+                    values[name] = read_value(descriptor, stored)
+            except (DamagedSource, UnsupportedSource):
+                left -= _FAILURE_COST
         kept, notices = plain_values(values)
-        if skipped:
-            notices.append(f"left out: {skipped} values that cannot be read, or are too large")
-        self.files, more = with_values(self.files, {METADATA_FILE: kept}, self._tree.root)
+        if skipped := [quote(name) for name in self._stored.values if name not in values]:
+            notices.append(
+                f"left out: {join_some(skipped, _SHOWN)}: values that cannot be read, or are too large"
+            )
+        self.files, more = with_values(self.files, {METADATA_FILE: kept or None}, self._tree.root)
         self.notices += [*notices, *more]
 
 
@@ -233,7 +228,13 @@ class _Wanted(NamedTuple):
 _box = attrgetter("box")
 
 
-def _parsed(path: Path) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
+    """Read a ``.metadata`` file.
+
+    Raises:
+        CheckpointRefused, DamagedSource, UnsupportedSource: as :func:`parse_metadata`.
+        SourceError: it cannot be read.
+    """
     try:
         return parse_metadata(read_regular(path, MAX_METADATA_SIZE))
     except OSError as error:
@@ -254,6 +255,13 @@ def _path_of(name: str, paths: Mapping[str, state_dict.Path]) -> state_dict.Path
         return paths[name]
     first, dot, rest = name.partition(".")
     return (first, rest) if dot and rest and is_training(first) else (name,)
+
+
+def subtrees_in(metadata: Metadata) -> list[Subtree]:
+    """Return the parts of a checkpoint that ``subtree`` can name, with their tensors and bytes."""
+    tensors = metadata.tensors
+    paths = [_path_of(name, metadata.paths) for name in tensors]
+    return subtrees_of(paths, map(_nbytes, tensors.values()))
 
 
 def _nbytes(tensor: StoredTensor) -> int:
