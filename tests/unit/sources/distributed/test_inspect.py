@@ -70,3 +70,8 @@ def test_the_command_shows_sizes(folder: Path) -> None:
     assert run("create", "--list", folder).stdout.splitlines()[1].split() == [".", "2", "64", "B"]
     (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
     assert "REFUSED" in run("inspect", folder, exit_code=4).stdout
+
+
+def test_the_command_names_parts_that_are_not_there(folder: Path) -> None:
+    result = run("inspect", folder, "--subtree", "x", exit_code=2)
+    assert "there is no subtree 'x' with tensors; there are '.', 'model'" in result.stderr
