@@ -25,13 +25,14 @@ def _parse_target(ctx: click.Context, param: click.Parameter, value: str) -> str
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
 @click.argument("source", type=arguments.FILE)
 @click.argument("target", metavar="OUT.safetensors", type=arguments.FILE, callback=_parse_target)
-@options.shared("subtree", "weights", "keep-names", "skip-unreadable")
+@options.shared("subtree", "strip-prefix", "weights", "keep-names", "skip-unreadable")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @options.shared("jobs", "json")
 def command(
     source: str,
     target: str,
     subtree: str | None,
+    strip_prefix: str | None,
     weights: str | None,
     keep_names: bool,
     skip_unreadable: bool,
@@ -50,6 +51,7 @@ def command(
             source,
             target,
             subtree=subtree,
+            strip_prefix=strip_prefix,
             weights=weights,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,

@@ -70,7 +70,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     is_flag=True,
     help="Keep all tensors as published, whether their quantization is understood or not.",
 )
-@options.shared("weights", "ignore-unindexed", "subtree")
+@options.shared("weights", "ignore-unindexed", "subtree", "strip-prefix")
 @click.option(
     "--list",
     "is_list",
@@ -105,10 +105,11 @@ def command(
     """Import SOURCE into the store under NAME.
 
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
-    Meta's Llama, a models--org--name folder of the Hub cache, or the id or URL of a Hub repository
-    (org/name, hf://org/name@revision). NAME is [host/][namespace/]model[:tag]; with --all, models
-    are named after their repositories or folders. Blobs that the store already has are not
-    rewritten. The name appears last, when everything else is safely on disk.
+    torch.distributed.checkpoint or of Meta's Llama, a models--org--name folder of the Hub cache, or
+    the id or URL of a Hub repository (org/name, hf://org/name@revision). NAME is
+    [host/][namespace/]model[:tag]; with --all, models are named after their repositories or folders.
+    Blobs that the store already has are not rewritten. The name appears last, when everything else is
+    safely on disk.
     """
     if is_list:
         from blobstore.cli.inspect import show_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import click
 from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import escape, quote
 from blobstore.errors import CheckpointRefused, SourceNotFound
+from blobstore.sources.distributed.layout import find_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.sources.pytorch.inspect import Inspection
     from blobstore.sources.pytorch.state_dict import Subtree
+
+
+_PART_FIELDS = "path tensors bytes=nbytes"
 
 
 @click.command(
@@ -32,11 +37,10 @@ def command(
 ) -> None:
     """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
-    Of a safetensors file, a model folder or an archive, it lists what "blobstore show" does.
+    FILE can be a folder of torch.distributed.checkpoint too. Of a safetensors file, a model folder or an archive, it lists what "blobstore show" does.
     No code of the file is executed. Files that create would refuse are shown too, with exit code 4.
     """
     from blobstore.cli.show_path import show_path
-    from blobstore.sources.pytorch.inspect import inspect_checkpoint
 
     if _is_listed(file):
         if subtree or with_tensors:
@@ -44,7 +48,7 @@ def command(
         show_path(file, (), out)
         return
     try:
-        inspected = inspect_checkpoint(file, subtree=subtree)
+        inspected = _inspected(file, subtree)
     except SourceNotFound as error:
         raise SourceNotFound(
             error.message, advice="for a model in the store, use 'blobstore show'"
@@ -57,10 +61,12 @@ def command(
 
 
 def _is_listed(file: str) -> bool:
-    """Return whether a path is a folder, an archive or a safetensors file, which show lists."""
+    """Return whether a path is a model folder, an archive or a safetensors file, which show lists."""
     path = Path(file)
     try:
-        if path.is_dir() or file.endswith(".bsar"):
+        if path.is_dir():
+            return find_checkpoint(path) is None
+        if file.endswith(".bsar"):
             return True
         if not path.is_file() or path.suffix != ".safetensors":
             return False
@@ -70,20 +76,36 @@ def _is_listed(file: str) -> bool:
         return False
 
 
+def _inspected(file: str, subtree: str | None) -> Inspection:
+    from blobstore.sources.distributed.inspect import inspect_folder
+    from blobstore.sources.pytorch.inspect import inspect_checkpoint
+
+    path = Path(file)
+    inner = None
+    with contextlib.suppress(OSError, ValueError):  # inspecting the file reports it
+        inner = find_checkpoint(path) if path.is_dir() else None
+    if inner is not None:
+        return inspect_folder(path, inner, subtree=subtree)
+    return inspect_checkpoint(file, subtree=subtree)
+
+
 def show_parts(file: str, out: Output) -> None:
     """Print the parts of a checkpoint that ``--subtree`` can name."""
     from blobstore.sources.pytorch.checkpoint import open_checkpoint
 
-    with open_checkpoint(file) as checkpoint:
-        parts = checkpoint.subtrees
-    out.result(output.records(parts, "path tensors"), _parts_table(parts))
+    if Path(file).is_dir() and not _is_listed(file):
+        parts = _inspected(file, None).subtrees
+    else:
+        with open_checkpoint(file) as checkpoint:
+            parts = checkpoint.subtrees
+    out.result(output.records(parts, _PART_FIELDS), _parts_table(parts))
 
 
 def _as_json(inspected: Inspection) -> dict[str, Any]:
     fields = "file=path bytes=size kind refusal globals parts=subtrees tensors unreadable notices"
     return output.record(inspected, fields) | {
         "globals": output.records(inspected.globals, "name use pickle offset"),
-        "parts": output.records(inspected.subtrees, "path tensors"),
+        "parts": output.records(inspected.subtrees, _PART_FIELDS),
         "tensors": output.records(inspected.tensors, "name dtype=dtype.value shape bytes=nbytes"),
     }
 
@@ -118,8 +140,15 @@ def _sections(inspected: Inspection, *, with_tensors: bool) -> Iterator[str]:
 
 def _parts_table(subtrees: Sequence[Subtree]) -> str:
     """Return the parts of a checkpoint that ``--subtree`` can name."""
-    rows = [(render.cell(part.path), f"{part.tensors:,}") for part in subtrees]
-    return render.table(("PART", "TENSORS"), rows, right=(1,))
+    headings: tuple[str, ...] = ("PART", "TENSORS")
+    rows: list[tuple[str, ...]] = [
+        (render.cell(part.path), f"{part.tensors:,}") for part in subtrees
+    ]
+    sizes = [part.nbytes for part in subtrees if part.nbytes is not None]
+    if sizes:
+        headings = (*headings, "SIZE")
+        rows = [(*row, render.human_bytes(size)) for row, size in zip(rows, sizes, strict=True)]
+    return render.table(headings, rows, right=(1, 2)[: len(headings) - 1])
 
 
 def _summary(inspected: Inspection) -> str:

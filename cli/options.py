@@ -203,6 +203,11 @@ _SHARED = {
     "ignore-unindexed": click.option(
         "--ignore-unindexed", is_flag=True, help="Skip tensors that the weight index does not name."
     ),
+    "strip-prefix": click.option(
+        "--strip-prefix",
+        metavar="TEXT",
+        help="Remove TEXT, such as 'module.', from the names of a PyTorch checkpoint's tensors.",
+    ),
     "subtree": click.option(
         "--subtree",
         metavar="PATH",

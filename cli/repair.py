@@ -41,7 +41,7 @@ _ADVICE = (
     multiple=True,
     help="The overrides that the model was created with; other settings are detected.",
 )
-@options.shared("weights", "ignore-unindexed", "subtree", "keep-names")
+@options.shared("weights", "ignore-unindexed", "subtree", "strip-prefix", "keep-names")
 @options.shared("skip-unreadable", "keep", "exclude")
 @click.option("--dry-run", is_flag=True, help="Change nothing; report what could be rewritten.")
 @options.shared("store", "wait", "jobs", "json")
@@ -55,6 +55,7 @@ def command(
     weights: str | None,
     ignore_unindexed: bool,
     subtree: str | None,
+    strip_prefix: str | None,
     keep_names: bool,
     skip_unreadable: bool,
     keep: tuple[str, ...],
@@ -83,6 +84,7 @@ def command(
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
+            strip_prefix=strip_prefix,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
             keep=keep,

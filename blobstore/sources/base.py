@@ -42,6 +42,8 @@ class SourceOptions:
     subtree: str | None = None
     """Part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole checkpoint; by
     default it is the model, found by the keys that training programs use."""
+    strip_prefix: str | None = None
+    """Text to remove from the beginning of the names of a PyTorch checkpoint's tensors."""
     keep_names: bool = False
     """Keep the tensor names and the row order of Meta's Llamas."""
     skip_unreadable: bool = False

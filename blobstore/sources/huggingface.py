@@ -58,6 +58,7 @@ class HuggingFaceFolder(ShardSet):
                 self.files = [SourceFile(path.name, path)]
             else:
                 self.add(path)
+            self.check_stripped(path)
             if self.values:
                 self._check_not_empty()
                 from blobstore.sources.pytorch.values import with_values

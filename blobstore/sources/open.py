@@ -10,6 +10,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.distributed.layout import open_distributed
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.meta.source import MetaFolder, is_meta_folder
 
@@ -60,25 +61,31 @@ def open_source(
             )
         return _open_snapshot(hub.download(name, options, progress=progress), options)
     try:
-        if path.is_dir() and options.weights is None and is_meta_folder(path):
-            if options.subtree is not None:
-                raise UsageError(
-                    f"{quote(path)} is a Meta Llama folder, which has no parts for --subtree"
-                )
-            from blobstore.sources.pytorch.checkpoint import open_checkpoint
-
-            return MetaFolder(path, open_checkpoint, options)
-        if options.keep_names:
-            raise UsageError(
-                f"{quote(path)} is not a Meta Llama folder; --keep-names applies only to those"
-            )
-        if (snapshot := hub.open_cached(path, options, progress=progress)) is not None:
-            return _open_snapshot(snapshot, options)
-        return HuggingFaceFolder(path, options)
+        return _open_local(path, options, progress)
     except OSError as error:
         raise SourceError(
             f"cannot read {quote(error.filename or path)}: {error.strerror}"
         ) from error
+
+
+def _open_local(path: Path, options: SourceOptions, progress: Progress | None) -> TensorSource:
+    if path.is_dir() and options.weights is None and is_meta_folder(path):
+        if options.subtree is not None:
+            raise UsageError(
+                f"{quote(path)} is a Meta Llama folder, which has no parts for --subtree"
+            )
+        from blobstore.sources.pytorch.checkpoint import open_checkpoint
+
+        return MetaFolder(path, open_checkpoint, options)
+    if options.keep_names:
+        raise UsageError(
+            f"{quote(path)} is not a Meta Llama folder; --keep-names applies only to those"
+        )
+    if (source := open_distributed(path, options)) is not None:
+        return source
+    if (snapshot := hub.open_cached(path, options, progress=progress)) is not None:
+        return _open_snapshot(snapshot, options)
+    return HuggingFaceFolder(path, options)
 
 
 def _open_snapshot(snapshot: hub.HubSnapshot, options: SourceOptions) -> HuggingFaceFolder:

@@ -59,6 +59,8 @@ class ShardSet:
         self.values: dict[str, Any] = {}
         """The simple values of PyTorch checkpoints, by their names relative to the source."""
         self._options = options
+        self._is_stripped = False
+        """Whether a name had the prefix to strip."""
         self._places: dict[str, _Place] = {}
         self._shards: dict[Path, Shard] = {}
         self._unreadable: dict[Path, AbstractSet[str]] = {}
@@ -76,10 +78,11 @@ class ShardSet:
             checkpoint.check_readable(skip=self._options.skip_unreadable)
             self.values[prefix + path.name] = checkpoint.values
             self._unreadable |= {path: checkpoint.unreadable.keys()}
-        elif self._options.subtree is not None:
-            raise UsageError(
-                f"{quote(path)} is not a PyTorch checkpoint, so it has no parts for --subtree"
-            )
+        elif self._options.subtree is not None or self._options.strip_prefix:
+            reason = "it has no parts for --subtree"
+            if self._options.subtree is None:
+                reason = "--strip-prefix does not apply"
+            raise UsageError(f"{quote(path)} is not a PyTorch checkpoint, so {reason}")
         else:
             shard = self._shards[path] = safetensors = SafetensorsShard(path)
             self.metadata[path] = safetensors.metadata
@@ -90,17 +93,19 @@ class ShardSet:
                     advice="join all parts with torch's consolidate_safetensors_files, and create from that",
                 )
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
+        strip = self._options.strip_prefix or ""
         for name, spec in shard.specs.items():
             if names is not None and name not in names:
                 self.is_partial = True
                 continue
-            full = prefix + name
+            self._is_stripped |= bool(strip) and name.startswith(strip)
+            full = prefix + name.removeprefix(strip)
             if full in self.specs:
                 raise DamagedSource(
                     f"tensor {quote(full)} is in both {quote(self._places[full].shard.path)} "
                     f"and {quote(path)}"
                 )
-            self.specs[full] = TensorSpec(full, spec.dtype, spec.shape) if prefix else spec
+            self.specs[full] = spec if full == name else TensorSpec(full, spec.dtype, spec.shape)
             self._places[full] = _Place(shard, name)
 
     def _open_checkpoint(self, path: Path) -> Checkpoint:
@@ -123,6 +128,18 @@ class ShardSet:
                 f"{quote(path)}: this is {kind}, which cannot be read" if kind else str(error),
                 advice=INSTEAD,
             ) from None
+
+    def check_stripped(self, path: Path) -> None:
+        """Check that the prefix to strip, if there is one, was that of a name in ``path``.
+
+        Raises:
+            UsageError: it was not.
+        """
+        if self._options.strip_prefix and not self._is_stripped:
+            raise UsageError(
+                f"no tensor of {quote(path)} has a name that begins with "
+                f"{quote(self._options.strip_prefix)}"
+            )
 
     def names_in(self, path: Path) -> AbstractSet[str]:
         """Return the names of all tensors of an added file, also of those left out, without prefix."""

@@ -93,6 +93,7 @@ class CreateOptions(TypedDict, total=False):
     weights: str | None
     ignore_unindexed: bool
     subtree: str | None
+    strip_prefix: str | None
     keep_names: bool
     skip_unreadable: bool
     keep: str | Sequence[str]
@@ -137,6 +138,7 @@ def create(
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
+    strip_prefix: str | None = None,
     keep_names: bool = False,
     skip_unreadable: bool = False,
     keep: str | Sequence[str] = (),
@@ -151,7 +153,7 @@ def create(
 
     Args:
         source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
-            of Meta's Llama, or a Hub id.
+            of ``torch.distributed.checkpoint`` or of Meta's Llama, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
@@ -168,6 +170,8 @@ def create(
         ignore_unindexed: leave out tensors that the weight index does not name.
         subtree: part of a PyTorch checkpoint: its keys, joined by dots. ``.`` is the whole
             checkpoint; by default it is the model, found by the keys that training programs use.
+        strip_prefix: text to remove from the beginning of the names of a PyTorch checkpoint's
+            tensors, such as ``module.``. Names that do not begin with it stay as they are.
         keep_names: keep the tensor names and the row order of Meta's Llama.
         skip_unreadable: leave out tensors of PyTorch checkpoints that are quantized or sparse, or of
             another type that the safetensors format does not have. Otherwise they are an error.
@@ -200,6 +204,7 @@ def create(
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
+            strip_prefix=strip_prefix,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
             keep=one_or_more(keep),

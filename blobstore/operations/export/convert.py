@@ -52,6 +52,7 @@ def convert_checkpoint(
     target: str | os.PathLike[str],
     *,
     subtree: str | None = None,
+    strip_prefix: str | None = None,
     weights: str | None = None,
     keep_names: bool = False,
     skip_unreadable: bool = False,
@@ -67,6 +68,7 @@ def convert_checkpoint(
         source: as for :func:`blobstore.create`.
         target: the file. It appears complete and synced, or not at all.
         subtree: as for :func:`blobstore.create`.
+        strip_prefix: as for :func:`blobstore.create`.
         weights: as for :func:`blobstore.create`.
         keep_names: as for :func:`blobstore.create`.
         skip_unreadable: as for :func:`blobstore.create`.
@@ -87,6 +89,7 @@ def convert_checkpoint(
         SourceOptions(
             weights=weights,
             subtree=subtree,
+            strip_prefix=strip_prefix,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
         ),

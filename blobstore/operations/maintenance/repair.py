@@ -102,6 +102,7 @@ def repair_models(
     weights: str | None = None,
     ignore_unindexed: bool = False,
     subtree: str | None = None,
+    strip_prefix: str | None = None,
     keep_names: bool = False,
     skip_unreadable: bool = False,
     keep: Sequence[str] = (),
@@ -121,6 +122,7 @@ def repair_models(
         weights: as for :func:`blobstore.create`.
         ignore_unindexed: as for :func:`blobstore.create`.
         subtree: as for :func:`blobstore.create`.
+        strip_prefix: as for :func:`blobstore.create`.
         keep_names: as for :func:`blobstore.create`.
         skip_unreadable: as for :func:`blobstore.create`.
         keep: as for :func:`blobstore.create`.
@@ -148,6 +150,7 @@ def repair_models(
             weights=weights,
             ignore_unindexed=ignore_unindexed,
             subtree=subtree,
+            strip_prefix=strip_prefix,
             keep_names=keep_names,
             skip_unreadable=skip_unreadable,
             keep=tuple(keep),

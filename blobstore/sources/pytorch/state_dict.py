@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +12,7 @@ from blobstore.errors import CheckpointRefused, UsageError
 from blobstore.sources.unpickler.values import Global, Items, Key, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
     from blobstore.sources.unpickler.machine import Result
@@ -62,19 +63,21 @@ _CONTAINERS = (dict, list, tuple, Items, Record)
 class Tree(NamedTuple):
     """The contents of a checkpoint."""
 
-    tensors: Sequence[tuple[Path, Reduced]]
+    tensors: Sequence[tuple[Path, Any]]
     """The tensors, with the keys that lead to them."""
     is_module: bool
     """Whether it is a complete module: all of it is the model."""
     unknown: Sequence[tuple[Path, Global]] = ()
     """What globals that are not known would make, with the keys that lead to it; none if they were
     checked before."""
+    is_scalar: Callable[[Any], bool] = lambda value: value.arguments[2:3] in _SCALARS
+    """Whether a tensor can be next to a model without being a part of it."""
 
 
 class Choice(NamedTuple):
     """The chosen tensors."""
 
-    tensors: Mapping[str, Reduced]
+    tensors: Mapping[str, Any]
     """The tensors by name: their keys below the model, joined by dots."""
     notices: list[str]
     """Remarks about the tensors that are left out."""
@@ -85,6 +88,8 @@ class Subtree(NamedTuple):
 
     path: str
     tensors: int
+    nbytes: int | None = None
+    """Bytes of its tensors, if they are known."""
 
 
 def find_tensors(result: Result, size: int, *, is_part: bool = False) -> Tree:
@@ -217,7 +222,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
     # An optimizer can be next to the model's own keys.
     skips_training = subtree is None and not prefix and not tree.is_module
     depth = len(prefix)
-    chosen: dict[str, Reduced] = {}
+    chosen: dict[str, Any] = {}
     left: Counter[str] = Counter()
     for path, value in tree.tensors:
         if path[:depth] != prefix:
@@ -225,7 +230,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
             while path[same : same + 1] == prefix[same : same + 1]:
                 same += 1
             left[_shown(path[: same + 1])] += 1  # up to the first key that differs
-        elif skips_training and len(path) > 1 and _is_training(path[0]):
+        elif skips_training and len(path) > 1 and is_training(path[0]):
             left[_shown(path[:1])] += 1
         else:
             name = path[depth] if len(path) == depth + 1 else None
@@ -247,13 +252,22 @@ def _check_known(tree: Tree, prefix: Path) -> None:
             )
 
 
-def subtrees_of(paths: Iterable[Path]) -> list[Subtree]:
-    """Return the parts that contain the tensors at ``paths``, the whole checkpoint first."""
+def subtrees_of(paths: Iterable[Path], sizes: Iterable[int] | None = None) -> list[Subtree]:
+    """Return the parts that contain the tensors at ``paths``, the whole checkpoint first.
+
+    ``sizes`` has the bytes of each tensor.
+    """
     counts: Counter[str] = Counter()
-    for path in paths:
+    totals: Counter[str] = Counter()
+    for path, size in zip(paths, itertools.repeat(0) if sizes is None else sizes, strict=False):
         for end in range(len(path)):
-            counts[_shown(path[:end]) or EVERYTHING] += 1
-    return [Subtree(path, count) for path, count in counts.items()]
+            part = _shown(path[:end]) or EVERYTHING
+            counts[part] += 1
+            totals[part] += size
+    return [
+        Subtree(path, count, None if sizes is None else totals[path])
+        for path, count in counts.items()
+    ]
 
 
 def _children(value: Any) -> tuple[int, Iterable[tuple[Part, Any]]] | None:
@@ -300,9 +314,19 @@ def _likeliest(tree: Tree) -> Path:
             if path[: len(prefix)] == prefix:
                 if len(path) > len(prefix) + 1:
                     heads[path[len(prefix)]] = True
-                elif value.arguments[2:3] not in _SCALARS and not any(map(_is_training, path[-1:])):
+                elif not tree.is_scalar(value) and not any(map(is_training, path[-1:])):
                     return prefix  # this level is the model
         found = next((key for key in keys if key in heads), None)
+        if found is None and len(heads) == 1 and keys is _MODEL_KEYS:
+            # One object has the model and its optimizer, as in torch's tutorials.
+            (only,) = heads
+            depth = len(prefix) + 1
+            inner = {
+                path[depth]: True for path, _ in tree.tensors if path[:depth] == (*prefix, only)
+            }
+            if any(map(is_training, inner)) and any(key in inner for key in _MODEL_KEYS):
+                prefix = (*prefix, only)
+                continue
         if found is None:
             return prefix
         prefix = (*prefix, found)
@@ -326,7 +350,8 @@ def _named(tree: Tree, subtree: str) -> Path:
     )
 
 
-def _is_training(key: Part) -> bool:
+def is_training(key: Part) -> bool:
+    """Return whether training programs use a key for other state than the model."""
     return type(key) is str and _TRAINING.match(key) is not None
 
 

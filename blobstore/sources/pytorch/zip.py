@@ -36,8 +36,8 @@ class ZipCheckpoint:
 
     kind = "zip checkpoint"
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        """Read the directory and the pickle.
+    def __init__(self, descriptor: int, size: int, start: int = 0) -> None:
+        """Read the directory and the pickle of an archive of ``size`` bytes at byte ``start``.
 
         Raises:
             CheckpointRefused: the archive is damaged, or not a checkpoint.
@@ -45,7 +45,7 @@ class ZipCheckpoint:
         self._descriptor = descriptor
         self._used: Collection[ZipEntry] = ()
         try:
-            self._entries = read_entries(descriptor, size)
+            self._entries = read_entries(descriptor, size, start)
             self._root = self._only_root()
             self.is_swapped = self._check_records()
             pickle = read_pickle(descriptor, self._entries[f"{self._root}data.pkl"])

@@ -61,10 +61,15 @@ class _Directory(NamedTuple):
     entries: int
 
 
-def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
+def read_directory(descriptor: int, size: int, start: int = 0) -> tuple[list[Listed], int]:
     """Return the entries of an archive's directory, and the offset of the directory.
 
     All local headers and their names are before that offset. No two entries have the same name.
+
+    Args:
+        descriptor: an open file.
+        size: bytes of the archive.
+        start: offset of the archive in the file. All other offsets are from there.
 
     Raises:
         DamagedSource: the file is not a complete zip archive, or the directory contradicts itself.
@@ -72,11 +77,11 @@ def read_directory(descriptor: int, file_size: int) -> tuple[list[Listed], int]:
             one file of several.
         OSError: it cannot be read.
     """
-    directory = _find_directory(descriptor, file_size)
+    directory = _find_directory(descriptor, size, start)
     listed: list[Listed] = []
     at, taken = directory.start, 1
     while taken and at < directory.end and len(listed) <= directory.entries:
-        window = read_whole(descriptor, min(_WINDOW, directory.end - at), at)
+        window = read_whole(descriptor, min(_WINDOW, directory.end - at), start + at)
         taken = _parse(window, at, directory, listed)
         at += taken
     if at != directory.end or len(listed) != directory.entries:
@@ -129,10 +134,10 @@ def widen(
     return size, stored, header, disk
 
 
-def _find_directory(descriptor: int, file_size: int) -> _Directory:
+def _find_directory(descriptor: int, size: int, start: int) -> _Directory:
     """Return the place of the directory, by the end records."""
-    tail_start = max(0, file_size - _MAX_TAIL)
-    tail = read_whole(descriptor, file_size - tail_start, tail_start)
+    tail_start = max(0, size - _MAX_TAIL)
+    tail = read_whole(descriptor, size - tail_start, start + tail_start)
     at = tail.rfind(_END_SIGN, 0, max(0, len(tail) - _END.size + len(_END_SIGN)))
     if at < 0:
         raise DamagedSource("it has no end record: it is truncated, or not a zip archive")

@@ -63,7 +63,7 @@ class ZipEntry(NamedTuple):
     name: str
     """Name in the directory. It is not checked, and must never be used as a path."""
     offset: int
-    """Offset of its data in the archive."""
+    """Offset of its data in the file."""
     stored_size: int
     """Bytes of its data in the archive."""
     size: int
@@ -73,8 +73,13 @@ class ZipEntry(NamedTuple):
     is_deflated: bool
 
 
-def read_entries(descriptor: int, file_size: int) -> dict[str, ZipEntry]:
+def read_entries(descriptor: int, size: int, start: int = 0) -> dict[str, ZipEntry]:
     """Return the entries of an archive by name, in the order of the directory, without folders.
+
+    Args:
+        descriptor: an open file.
+        size: bytes of the archive.
+        start: offset of the archive in the file. Messages have offsets from there.
 
     Raises:
         DamagedSource: the file is not a complete zip archive, or contradicts itself.
@@ -82,9 +87,9 @@ def read_entries(descriptor: int, file_size: int) -> dict[str, ZipEntry]:
             one file of several.
         OSError: it cannot be read.
     """
-    listed, end = read_directory(descriptor, file_size)
+    listed, end = read_directory(descriptor, size, start)
     in_file_order = sorted(listed, key=itemgetter(0))
-    entries = _locate(descriptor, in_file_order, end)
+    entries = _locate(descriptor, in_file_order, end, start)
     if in_file_order == listed:  # nearly always
         return entries
     return {entry[1]: entries[entry[1]] for entry in listed if entry[1] in entries}
@@ -122,7 +127,7 @@ def read_small_entry(descriptor: int, entry: ZipEntry, limit: int) -> bytes:
     return b"".join([bytes(piece) for piece in read_entry(descriptor, entry, buffer)])
 
 
-def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEntry]:
+def _locate(descriptor: int, listed: list[Listed], end: int, start: int) -> dict[str, ZipEntry]:
     """Return the entries except folders. ``listed`` is sorted by offset; data must end at ``end``."""
     entries = {}
     parts_size = _LOCAL.size
@@ -133,13 +138,13 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
         at = header - window_start
         name_at = at + parts_size
         if name_at + len(raw_name) > len(window):
-            window, window_start = _read_headers(descriptor, listed, index), header
+            window, window_start = _read_headers(descriptor, listed, index, start), header
             at, name_at = 0, parts_size
         if header < free or (not free and header):
             raise _misplaced(entry, free)
         if method != usual_method or not window.startswith(usual, at):
             local = _LOCAL.unpack_from(window, at)
-            _check_local(descriptor, entry, local)
+            _check_local(descriptor, entry, local, start)
             if local[1] & _SIZES_FOLLOW and not any(local[3:6]):  # it fits all entries
                 usual, usual_method = window[at : at + _LENGTHS_AT], method
         name_size, extra_size = _LENGTHS(window, at + _LENGTHS_AT)
@@ -155,7 +160,7 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
             )
         free = offset + stored
         if not name.endswith("/"):
-            parts = (name, offset, stored, size, crc, method == DEFLATED)
+            parts = (name, start + offset, stored, size, crc, method == DEFLATED)
             entries[name] = _new(ZipEntry, parts)
         elif size:
             raise DamagedSource(
@@ -164,7 +169,7 @@ def _locate(descriptor: int, listed: list[Listed], end: int) -> dict[str, ZipEnt
     return entries
 
 
-def _read_headers(descriptor: int, listed: list[Listed], index: int) -> bytes:
+def _read_headers(descriptor: int, listed: list[Listed], index: int, start: int) -> bytes:
     """Return the local header of entry ``index``, and the following ones if they are close."""
     first = listed[index]
     last_index = min(index + _GROUP, len(listed)) - 1
@@ -172,10 +177,10 @@ def _read_headers(descriptor: int, listed: list[Listed], index: int) -> bytes:
     if last[0] - first[0] > _NEAR * (last_index - index):
         last = first
     end = max(entry[0] + _LOCAL.size + len(entry[2]) for entry in (first, last))
-    return read_whole(descriptor, end - first[0], first[0])
+    return read_whole(descriptor, end - first[0], start + first[0])
 
 
-def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
+def _check_local(descriptor: int, entry: Listed, local: _Local, start: int) -> None:
     """Check that a local header matches the directory."""
     header, name, raw_name, method, *listed = entry
     sign, flags, other_method, *numbers, _, extra_size = local
@@ -189,7 +194,7 @@ def _check_local(descriptor: int, entry: Listed, local: _Local) -> None:
     may_miss = {0} if flags & _SIZES_FOLLOW else set()
     if numbers == listed or {*numbers} <= may_miss:
         return
-    extra = read_whole(descriptor, extra_size, header + _LOCAL.size + len(raw_name))
+    extra = read_whole(descriptor, extra_size, start + header + _LOCAL.size + len(raw_name))
     numbers[2], numbers[1], *_ = widen(extra, (numbers[2], numbers[1]), 0, 0, header)
     for what, one, other in zip(("CRC", "stored size", "size"), numbers, listed, strict=True):
         if one not in {other, *may_miss}:

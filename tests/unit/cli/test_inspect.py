@@ -63,7 +63,7 @@ def test_prints_json(checkpoint: Path) -> None:
     assert found["kind"] == "zip checkpoint"
     assert found["refusal"] is None
     assert found["tensors"][0] == {"name": "a", "dtype": "F32", "shape": [2, 3], "bytes": 24}
-    assert {"path": "model", "tensors": 2} in found["parts"]
+    assert {"path": "model", "tensors": 2, "bytes": None} in found["parts"]
     assert found["unreadable"] == {}
     assert {"torch._utils._rebuild_tensor_v2"} < {item["name"] for item in found["globals"]}
     assert {item["pickle"] for item in found["globals"]} == {"x/data.pkl"}

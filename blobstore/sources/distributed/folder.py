@@ -1,0 +1,136 @@
+"""A source whose tensors are assembled from pieces in several files."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.core.escape import join_some, quote
+from blobstore.core.tensor import DType, TensorSpec
+from blobstore.errors import DamagedSource, UsageError
+from blobstore.manifests.source_record import RecordedFile, SourceRecord
+from blobstore.sources.base import SourceFile
+from blobstore.sources.small_files import matching_files, small_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from blobstore.manifests.source_record import Format
+    from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.distributed.files import DataFile
+    from blobstore.sources.distributed.pieces import Piece
+    from blobstore.sources.file_tree import FileTree
+
+_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
+"""Prefixes that DistributedDataParallel and torch.compile put in front of all names."""
+_SHOWN = 8
+
+
+class Assembled(NamedTuple):
+    """A tensor and its pieces, which tile it."""
+
+    spec: TensorSpec
+    shape: Sequence[int]
+    """The sizes of the dimensions, in elements of ``itemsize`` bytes."""
+    pieces: Sequence[Piece]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element; for F4, per pair."""
+        return self.spec.dtype.bits // 8 or 1
+
+
+def spec_of(name: str, dtype: DType, shape: tuple[int, ...]) -> TensorSpec:
+    """Return the spec of a tensor by its sizes in torch, which counts pairs of F4."""
+    if dtype is DType.F4 and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return TensorSpec(name, dtype, shape)
+
+
+class AssembledFolder:
+    """The part of a :class:`TensorSource` that all kinds of folders with pieces share."""
+
+    metadata: Mapping[Path, Mapping[str, str]] = {}
+    reopen: Callable[[], TensorSource]
+    _format: Format
+
+    def __init__(self, tree: FileTree, options: SourceOptions) -> None:
+        """Read nothing yet."""
+        self.notices: list[str] = []
+        self.config: Mapping[str, Any] = {}
+        self.files: Sequence[SourceFile] = ()
+        self.specs: Mapping[str, TensorSpec] = {}
+        self.versions = tree.versions
+        self._tree = tree
+        self._options = options
+        self._tensors: Mapping[str, Assembled] = {}
+        self._data_files: dict[str, DataFile] = {}
+        """The data files by their names relative to the folder."""
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`TensorSource`."""
+        from blobstore.sources.distributed.assembly import read_assembled  # imports numpy
+
+        tensor = self._tensors[name]
+        try:
+            yield from read_assembled(tensor.shape, tensor.itemsize, tensor.pieces, buffer)
+        except DamagedSource as error:
+            raise error.at(f"tensor {quote(name)}") from None
+
+    def check_unchanged(self) -> None:
+        """See :class:`TensorSource`."""
+        self.versions.check({file.path: file.version for file in self._data_files.values()})
+
+    def record(self) -> SourceRecord:
+        """See :class:`TensorSource`."""
+        files = [
+            RecordedFile(name, self._format, file.version.size, b"")
+            for name, file in sorted(self._data_files.items())
+        ]
+        return SourceRecord(kind="folder", files=tuple(files), is_converted=True)
+
+    def close(self) -> None:
+        """See :class:`TensorSource`. Files are open only while they are read."""
+
+    def _add(self, tensors: Mapping[str, Assembled]) -> None:
+        """Set the tensors, without the prefix that the options name."""
+        prefix = self._options.strip_prefix or ""
+        if prefix and not any(name.startswith(prefix) for name in tensors):
+            raise UsageError(
+                f"no tensor of {self._tree.label()} has a name that begins with {quote(prefix)}"
+            )
+        by_name: dict[str, Assembled] = {}
+        for name, tensor in sorted(tensors.items(), key=_position):
+            bare = name.removeprefix(prefix)
+            if not bare or bare in by_name:
+                raise UsageError(
+                    f"without the prefix {quote(prefix)}, tensor {quote(name)} of "
+                    f"{self._tree.label()} would have no name of its own"
+                )
+            by_name[bare] = tensor._replace(spec=tensor.spec._replace(name=bare))
+        first = next(iter(by_name), "")
+        if (found := _WRAPPERS.match(first)) and all(name.startswith(found[0]) for name in by_name):
+            self.notices.append(
+                f"all names begin with {quote(found[0])}; --strip-prefix {found[0]} removes it"
+            )
+        self._tensors = by_name
+        self.specs = {name: tensor.spec for name, tensor in by_name.items()}
+
+    def _list_files(self, used: Collection[str]) -> None:
+        """Find the small files to keep; add a notice of what is left out."""
+        tree = self._tree
+        kept = matching_files(tree, self._options.keep, used)
+        entries = [name for name in tree.entries() if name not in kept]
+        kept |= set(small_files(tree, entries, self.notices))
+        self.files = [SourceFile(name, tree.path(name)) for name in sorted(kept)]
+        read = {name.partition("/")[0] for name in (*used, *kept)}
+        if others := [quote(name) for name in tree.entries() if name not in read]:
+            self.notices.append(f"left out: {join_some(others, _SHOWN)}")
+
+
+def _position(item: tuple[str, Assembled]) -> tuple[str, int, str]:
+    """Return where a tensor begins: its file and offset."""
+    name, tensor = item
+    first = tensor.pieces[0] if tensor.pieces else None
+    return ("", 0, name) if first is None else (first.file.path.name, first.begin, name)

@@ -1,0 +1,79 @@
+"""Describes a folder of ``torch.distributed.checkpoint``, also if it could not be imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.core.files import read_regular
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
+from blobstore.sources.base import SourceOptions
+from blobstore.sources.distributed.layout import DATA_FILE, FORMAT, METADATA_FILE
+from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, is_allowed
+from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadata, subtrees_in
+from blobstore.sources.pytorch.inspect import GlobalUse, Inspection
+from blobstore.sources.unpickler.machine import scan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.sources.pytorch.state_dict import Subtree
+
+
+def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> Inspection:
+    """Describe what a folder contains.
+
+    Args:
+        folder: the folder of the model.
+        inner: the folder of the data files, relative to it.
+        subtree: the part whose tensors are listed; the model by default.
+
+    Raises:
+        UsageError: there is no such subtree.
+        OSError: the folder cannot be read.
+    """
+    path = folder / inner
+    files = [file for file in path.iterdir() if file.suffix == DATA_FILE and file.is_file()]
+    refusal: str | None = None
+    tensors: Sequence[TensorSpec] = ()
+    unreadable: dict[str, str] = {}
+    subtrees: Sequence[Subtree] = ()
+    notices: Sequence[str] = ()
+    try:
+        subtrees = subtrees_in(read_metadata(path / METADATA_FILE))
+        opened = TorchFolder(folder, inner, SourceOptions(subtree=subtree, skip_unreadable=True))
+        tensors, notices = tuple(opened.specs.values()), opened.notices
+        unreadable = opened.unreadable
+    except (DamagedSource, UnsupportedSource) as error:
+        refusal = error.message
+    except SourceError as error:  # it has no model
+        notices = [error.message]
+    return Inspection(
+        path=folder,
+        size=sum(file.stat().st_size for file in files),
+        kind=f"folder of {FORMAT}" if refusal is None else None,
+        refusal=refusal,
+        globals=_globals_of(path / METADATA_FILE),
+        tensors=tensors,
+        unreadable=unreadable,
+        subtrees=subtrees,
+        notices=notices,
+    )
+
+
+def _globals_of(path: Path) -> list[GlobalUse]:
+    """Return the globals of the metadata, as far as they can be read."""
+    try:
+        data = read_regular(path, MAX_METADATA_SIZE)
+    except (OSError, BlobstoreError):  # opening the folder reports it
+        return []
+    return [
+        GlobalUse(
+            str(item),
+            (item.use.value if item.use else "class of the metadata") if is_allowed(item) else None,
+            METADATA_FILE,
+            item.offset,
+        )
+        for item in scan(data).globals
+    ]

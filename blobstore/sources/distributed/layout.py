@@ -1,0 +1,90 @@
+"""Recognises folders with pieces of tensors by the names of their files."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import UnsupportedSource
+from blobstore.sources.selection import is_model_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import Final
+
+    from blobstore.sources.base import SourceOptions, TensorSource
+
+FORMAT: Final = "torch.distributed.checkpoint"
+METADATA_FILE: Final = ".metadata"
+DATA_FILE: Final = ".distcp"
+"""Ending of the data files."""
+SHARD: Final = re.compile(
+    r"shard-(?P<rank>[0-9]{5})-model-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors"
+)
+"""Matches the names of the files that the Hugging Face writer saves for each process."""
+_MODEL_FOLDER = "pytorch_model_fsdp_0"
+"""Where accelerate and the Trainer of transformers put the model, next to the optimizer's folder."""
+_SHOWN = 8
+
+
+def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
+    """Open a folder with pieces of tensors; return None for other sources.
+
+    Raises:
+        UnsupportedSource: it is a single file of such a folder, or has no model but such folders.
+        SourceError, UsageError: as the kinds of folders.
+        OSError: the folder cannot be read.
+    """
+    if not path.is_dir():
+        if path.name == METADATA_FILE or path.suffix == DATA_FILE:
+            raise UnsupportedSource(
+                f"{quote(path)} is one file of a folder of {FORMAT}; import the folder"
+            )
+        return None
+    if options.weights is not None:
+        return None
+    # The readers are imported late: they take a while, and most models need none.
+    if _has_shards(path):
+        from blobstore.sources.distributed.huggingface_shards import HuggingFaceShards
+
+        return HuggingFaceShards(path, options)
+    if (inner := find_checkpoint(path)) is not None:
+        from blobstore.sources.distributed.torch_folder import TorchFolder
+
+        return TorchFolder(path, inner, options)
+    if not is_model_folder(path):
+        _check_not_above(path)
+    return None
+
+
+def find_checkpoint(folder: Path) -> str | None:
+    """Return where in a folder the files of ``torch.distributed.checkpoint`` are; None if there are none.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    names = [path.name for path in folder.iterdir()]
+    if any(name.endswith(DATA_FILE) for name in names):
+        return ""
+    if any(name.endswith(".safetensors") for name in names):
+        return None  # the complete model
+    return _MODEL_FOLDER if _MODEL_FOLDER in names and _has_data(folder / _MODEL_FOLDER) else None
+
+
+def _check_not_above(folder: Path) -> None:
+    """Check that a folder without a model does not have folders with pieces."""
+    if found := sorted(quote(path.name) for path in folder.iterdir() if _has_data(path)):
+        raise UnsupportedSource(
+            f"{quote(folder)} has no weights, but folders of {FORMAT}; import one of them: "
+            f"{join_some(found, _SHOWN)}"
+        )
+
+
+def _has_shards(folder: Path) -> bool:
+    names = [path.name for path in folder.iterdir() if path.suffix == ".safetensors"]
+    return bool(names) and all(SHARD.fullmatch(name) for name in names)
+
+
+def _has_data(folder: Path) -> bool:
+    return folder.is_dir() and any(path.suffix == DATA_FILE for path in folder.iterdir())

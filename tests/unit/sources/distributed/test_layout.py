@@ -1,0 +1,59 @@
+"""Folders with pieces are recognised by the names of their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
+from blobstore.sources.base import SourceOptions
+from blobstore.sources.distributed.layout import find_checkpoint, open_distributed
+from blobstore.sources.open import open_source
+
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def test_finds_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path) is None
+    touch(tmp_path / "pytorch_model_fsdp_0" / "__0_0.distcp")
+    assert find_checkpoint(tmp_path) == "pytorch_model_fsdp_0"
+    touch(tmp_path / "model.safetensors")
+    assert find_checkpoint(tmp_path) is None
+    touch(tmp_path / "__0_0.distcp")
+    assert find_checkpoint(tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_one_file_of_a_folder_is_not_a_source(tmp_path: Path, name: str) -> None:
+    touch(tmp_path / name)
+    with pytest.raises(UnsupportedSource, match="one file of a folder of torch.distributed") as it:
+        open_source(tmp_path / name)
+    assert it.value.exit_code == 1
+
+
+def test_the_folders_in_a_folder_are_named(tmp_path: Path) -> None:
+    touch(tmp_path / "iter_2" / "__0_0.distcp", tmp_path / "iter_1" / "__0_0.distcp")
+    touch(tmp_path / "logs" / "x", tmp_path / "latest_checkpointed_iteration.txt")
+    with pytest.raises(UnsupportedSource, match="import one of them: 'iter_1', 'iter_2'"):
+        open_source(tmp_path)
+
+
+def test_other_sources_are_left_to_others(tmp_path: Path) -> None:
+    touch(tmp_path / "config.json", tmp_path / "step" / "__0_0.distcp")
+    touch(tmp_path / "x.pt")
+    options = SourceOptions()
+    assert open_distributed(tmp_path, options) is None
+    assert open_distributed(tmp_path / "x.pt", options) is None
+    assert open_distributed(tmp_path / "step", SourceOptions(weights="x*")) is None
+    with pytest.raises(DamagedSource, match="no .metadata"):
+        open_distributed(tmp_path / "step", options)
+
+
+def test_a_folder_without_anything_has_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="is empty"):
+        open_source(tmp_path)
