@@ -151,7 +151,7 @@ def human_age(moment: float) -> str:
     return "just now"
 
 
-def published(scheme: str) -> str:
+def published(scheme: str | None) -> str:
     """Return how the weights of a model are shown that is kept as published; empty without a scheme."""
     return f"{cell(scheme)}, kept as published" if scheme else ""
 

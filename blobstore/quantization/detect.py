@@ -60,6 +60,7 @@ from blobstore.quantization.recipes import (
     copies,
 )
 from blobstore.quantization.schemes import (
+    SCHEME_ENDS,
     UNKNOWN,
     quantization_key,
     scheme_name,
@@ -84,6 +85,7 @@ _EVERY_FLOAT8: Final = (*FLOAT8, *_OTHER_FLOAT8)
 _BYTES: Final = (DType.U8, DType.I8, *FLOAT8)
 _PACKED: Final = (*_BYTES, *_OTHER_FLOAT8, DType.U32)
 _INTEGERS: Final = (DType.I16, DType.U16, DType.I32)
+_PACKED_OR_INTEGERS: Final = frozenset((*_PACKED, *_INTEGERS))
 _USUAL_SHARINGS: Final[tuple[Sharing, ...]] = ("tensor", "channel", (128, 128))
 """How 8-bit floats may share scales if the config does not say; the shapes are distinct."""
 
@@ -222,8 +224,8 @@ def _is_known_key(key: str, text: str, specs: Specs) -> bool:
 
 def _may_be_packed(spec: TensorSpec) -> bool:
     """Return whether a tensor that no reading uses may be a quantized weight all the same."""
-    is_matrix = spec.name.endswith(".weight") and len(spec.shape) > 1
-    return is_matrix and spec.dtype in (*_PACKED, *_INTEGERS)
+    is_packed = spec.dtype in _PACKED_OR_INTEGERS
+    return is_packed and spec.name.endswith(".weight") and len(spec.shape) > 1
 
 
 def _check_neighbours(
@@ -256,8 +258,8 @@ def _quantized(
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
-    if scheme := scheme_of_tensor(name):
-        _refuse(spec, f"is quantized by {scheme}")
+    if name.endswith(SCHEME_ENDS):
+        _refuse(spec, f"is quantized by {scheme_of_tensor(name)}")
     if name.endswith(".weight_packed"):
         return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
     if dtype is DType.U32:

@@ -28,7 +28,7 @@ _SUFFIXES: Final = {
     ":qdata": "torchao",
 }
 """Suffixes of tensor names that only these schemes use."""
-_ENDS: Final = tuple(_SUFFIXES)
+SCHEME_ENDS: Final = tuple(_SUFFIXES)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,39}", re.ASCII)
 """What a config may call its scheme. The name is stored and shown."""
 _HEADER_KEY: Final = re.compile(r"quant|scale", re.IGNORECASE)
@@ -36,7 +36,7 @@ _HEADER_KEY: Final = re.compile(r"quant|scale", re.IGNORECASE)
 
 def scheme_of_tensor(name: str) -> str:
     """Return the scheme that alone uses tensors of such a name; empty if there is none."""
-    if not name.endswith(_ENDS):
+    if not name.endswith(SCHEME_ENDS):
         return ""
     return next(scheme for end, scheme in _SUFFIXES.items() if name.endswith(end))
 

@@ -37,8 +37,8 @@ class ListedModel:
     """Bytes of the blobs that other names use too."""
     frozen: int = 0
     """Bytes of the blobs that are only cold, before compression."""
-    published_scheme: str = ""
-    """The name of the quantization if the model is kept as published; otherwise empty."""
+    published_scheme: str | None = None
+    """The name of the quantization if the model is kept as published."""
     source: SourceRecord | None = None
     """What the model was imported from, if that was asked for and is known."""
     error: BlobstoreError | None = None
@@ -76,7 +76,9 @@ def list_models(
             size=sum(entry.blobs.values()),
             shared=sum(size for digest, size in entry.blobs.items() if uses[digest] > 1),
             frozen=sum(size for digest, size in entry.blobs.items() if digest in frozen),
-            published_scheme=published_scheme(store, entry.manifest) if entry.manifest else "",
+            published_scheme=(published_scheme(store, entry.manifest) or None)
+            if entry.manifest
+            else None,
             source=_source(store, entry) if read_sources else None,
             error=entry.error,
         )

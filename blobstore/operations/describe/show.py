@@ -106,8 +106,8 @@ class ModelDescription:
     """The config, then the layers in the manifest's order."""
     tensors: tuple[TensorDescription, ...] = field(repr=False)
     """The tensors of all readable blobs, in the manifest's order."""
-    published_scheme: str = ""
-    """The name of the quantization if the model is kept as published; otherwise empty."""
+    published_scheme: str | None = None
+    """The name of the quantization if the model is kept as published."""
     notices: tuple[str, ...] = ()
     """What a user should know about how the model is served."""
 
@@ -196,7 +196,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
         format="gguf" if is_gguf else "tensors",
         architecture=next(filter(None, (first_text(config, key) for key in keys)), ""),
         model_type=first_text(config, "model_type"),
-        published_scheme=published_scheme(store, manifest),
+        published_scheme=published_scheme(store, manifest) or None,
         size=sum(blob.size for blob in manifest.blobs),
         frozen_size=sum(blob.size for blob in manifest.blobs if blob.digest in frozen),
         blobs=tuple(
