@@ -90,7 +90,7 @@ class ShardSet:
                 raise UnsupportedSource(
                     f"{quote(path)} has parts of tensors, as torch.distributed.checkpoint writes them "
                     f"({_PART_KEY} in its metadata)",
-                    advice="join all parts with torch's consolidate_safetensors_files, and create from that",
+                    advice="create from the folder that has the shards of all processes",
                 )
         self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
         strip = self._options.strip_prefix or ""

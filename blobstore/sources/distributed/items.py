@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 
     from blobstore.sources.distributed.files import DataFile
     from blobstore.sources.distributed.metadata import Stored, StoredPiece, StoredTensor
+    from blobstore.sources.distributed.templates import Templates
 
 
-def read_piece(descriptor: int, file: DataFile, tensor: StoredTensor, piece: StoredPiece) -> Piece:
+def read_piece(
+    descriptor: int,
+    file: DataFile,
+    tensor: StoredTensor,
+    piece: StoredPiece,
+    templates: Templates,
+) -> Piece:
     """Read the item of a piece, except its data, and check that it is what the metadata say.
+
+    ``templates`` are the items that were read before, and get this one.
 
     Raises:
         CheckpointRefused: it is damaged, or no checkpoint.
@@ -28,6 +37,8 @@ def read_piece(descriptor: int, file: DataFile, tensor: StoredTensor, piece: Sto
         DamagedSource: it has another type or shape, or not exactly its own elements.
         OSError: it cannot be read.
     """
+    if (known := templates.match(descriptor, file, tensor, piece)) is not None:
+        return known
     stored, box = piece.stored, piece.box
     item = _opened(descriptor, stored)
     check_globals(item.result)
@@ -58,6 +69,8 @@ def read_piece(descriptor: int, file: DataFile, tensor: StoredTensor, piece: Sto
             f"its storage of {place.size} bytes is compressed, big-endian, or has not exactly the "
             f"{found.nbytes} bytes of the tensor"
         )
+    if found.is_direct:
+        templates.add(descriptor, tensor, piece, item.entries, place)
     strided = None if found.is_direct else found
     return Piece(box, file, place.offset, place.size, place.crc, strided)
 

@@ -25,6 +25,7 @@ from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spe
 from blobstore.sources.distributed.items import check_places, read_piece, read_value
 from blobstore.sources.distributed.layout import DATA_FILE, FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, parse_metadata
+from blobstore.sources.distributed.templates import Templates
 from blobstore.sources.distributed.tiling import check_tiling
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.pytorch.state_dict import (
@@ -168,13 +169,17 @@ class TorchFolder(AssembledFolder):
 
     def _read_pieces(self, wanted: list[_Wanted]) -> Iterable[tuple[str, Piece]]:
         """Yield the pieces of tensors, in the order of their bytes, with the names of the tensors."""
+        templates = Templates()
         wanted.sort(key=lambda item: item.piece.stored)
         for name, here in itertools.groupby(wanted, lambda item: item.piece.stored.file):
             file = self._by_name[name]
             with file.opened() as descriptor:
                 for item in here:
                     try:
-                        yield item.name, read_piece(descriptor, file, item.tensor, item.piece)
+                        yield (
+                            item.name,
+                            read_piece(descriptor, file, item.tensor, item.piece, templates),
+                        )
                     except UnreadableTensor as error:
                         self.unreadable[item.name] = str(error)
                     except (DamagedSource, UnsupportedSource) as error:

@@ -16,7 +16,7 @@ from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
 from blobstore.sources.unpickler.machine import run
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from blobstore.sources.pytorch.tensors import Storage
     from blobstore.sources.pytorch.zip_entries import ZipEntry
@@ -57,6 +57,11 @@ class ZipCheckpoint:
             raise CheckpointRefused(
                 f"{len(pickle) - self.result.end} bytes follow the end of data.pkl's pickle"
             )
+
+    @property
+    def entries(self) -> Sequence[ZipEntry]:
+        """All entries of the archive."""
+        return [*self._entries.values()]
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
         """See :class:`Container`."""
