@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from typing import TypeVar
 
@@ -22,10 +24,29 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+# Each module and each test is compiled once, not by every worker and every process that tests start, also
+# where the environment says otherwise, as that of many containers does.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that. The tests
 # that interrupt some need it as users have it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what collection makes out of all later garbage collections, of which each would look at it.
+
+    That is millions of objects: the tests, and the frameworks that they import.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
