@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
+from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
 
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
@@ -47,6 +48,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the markers that follow from what tests use."""
+    tests = [item for item in items if isinstance(item, pytest.Function)]
+    for item in tests:
+        mark(item)
+    config.stash[COLLECTED] = tests
 
 
 @pytest.hookimpl(wrapper=True)
