@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
+from blobstore.store.local import LocalStore
 from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
 
@@ -110,3 +112,15 @@ def object_address(
 @pytest.fixture
 def objects(object_address: StoreAddress) -> ObjectStore:
     return ObjectStore(object_address)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Return an empty store."""
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> LocalStore:
+    """Return another empty store."""
+    return LocalStore(tmp_path / "other")

@@ -35,7 +35,7 @@ def in_a_method() -> None:
 
 
 def in_a_function_inside() -> Callable[[], object]:
-    return lambda: [run()]
+    return lambda: [run]
 
 
 def by_a_local_import() -> None:

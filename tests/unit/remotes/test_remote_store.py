@@ -46,11 +46,6 @@ def local(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "other")
-
-
 class Read(list[tuple[str, int, int]]):
     """Which bytes of which blobs were read from object storage."""
 
