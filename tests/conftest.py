@@ -32,6 +32,10 @@ settings.load_profile("patient")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Each worker and each process that tests start uses one thread for arithmetic: the models are small, and
+# threads that wait for others use processors too. The libraries read this when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that. The tests
 # that interrupt some need it as users have it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
