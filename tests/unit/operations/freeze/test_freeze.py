@@ -19,7 +19,6 @@ from blobstore.errors import (
     BlobDamaged,
     InvalidManifest,
     ModelNotFound,
-    StoreBusy,
     StoreError,
     UsageError,
 )
@@ -209,13 +208,6 @@ def test_leased_blobs_stay_hot(store: LocalStore) -> None:
         assert outcomes(freeze_models(["a"], store=store)) == {"x": "in use", "y": "frozen"}
         assert forms_of(store, "a") == {"x": "hot", "y": "cold"}
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "frozen", "y": "cold"}
-
-
-def test_needs_the_exclusive_lock(store: LocalStore) -> None:
-    put(store, "a", {"x": 1})
-    with store.shared_lock(), pytest.raises(StoreBusy):
-        freeze_models(["a"], store=store)
-    assert forms_of(store, "a") == {"x": "hot"}
 
 
 def test_an_open_model_stays_readable(store: LocalStore) -> None:
