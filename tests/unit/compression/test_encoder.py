@@ -192,6 +192,7 @@ def test_compresses_a_chunk_that_differs_from_the_sample() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 def test_chunks_unlike_the_first_get_another_layout(level: Level) -> None:
     data = weights(DType.BF16, 4 << 20)
@@ -223,6 +224,7 @@ def tensors_with_bases(draw: st.DrawFn) -> tuple[DType, bytes, bytes]:
     return dtype, data.tobytes(), base
 
 
+@pytest.mark.slow
 @given(st.lists(tensors_with_bases(), min_size=1, max_size=8), st.sampled_from(get_args(Level)))
 def test_whatever_is_encoded_with_a_base_decodes(
     tensors: list[tuple[DType, bytes, bytes]], level: Level

@@ -62,6 +62,7 @@ def test_samples_rows_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.75 * size < about < 0.75 * plain
 
 
+@pytest.mark.slow
 def test_each_matrix_of_a_stack_has_its_own_factors() -> None:
     before = b"head" + b"".join(matrix(seed) for seed in range(8))
     step = len(BASE)

@@ -60,6 +60,7 @@ def test_rejects_every_other_form(text: str) -> None:
         Digest.parse(text)
 
 
+@pytest.mark.slow
 @given(
     st.text()
     | st.text(alphabet="0123456789abcdefABCDEF./\\:-\0\n", min_size=60, max_size=66).map(

@@ -23,11 +23,13 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_parses_its_own_output(value: object) -> None:
     assert strictjson.loads(strictjson.dumps(value).encode()) == value
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_agrees_with_the_standard_library(value: object) -> None:
     data = json.dumps(value).encode()

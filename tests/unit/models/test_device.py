@@ -192,6 +192,7 @@ def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateStream:
 # The bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.lists(st.integers(0, 700), max_size=12), max_size=8),

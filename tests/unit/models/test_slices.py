@@ -283,6 +283,7 @@ def test_a_group_is_not_split(quantized: LocalStore) -> None:
             model.quantized_slice("model.embed_tokens.weight", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_any_slice_can_be_dequantized(

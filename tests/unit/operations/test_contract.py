@@ -143,6 +143,7 @@ def everything(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", accepting("store"))
 @pytest.mark.parametrize("kind", [str, LocalStore])
 def test_accepts_a_store_or_its_path(call: Callable[..., Any], kind: Any, folder: Path) -> None:

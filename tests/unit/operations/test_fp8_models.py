@@ -202,6 +202,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(200), deadline=None)
 @given(name=st.sampled_from(sorted(name for name in others() if "scale" not in name)), index=PARTS)
 def test_a_slice_equals_the_slice_of_the_dequantized_weight(

@@ -712,6 +712,7 @@ def as_float32(array: Any) -> Any:
     return np.array(array.astype(mx.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_dequantizes_quantized_weights(quantized: LocalStore, tag: str, framework: Any) -> None:
     with blobstore.open(f"m:{tag}", store=quantized, framework=framework) as model:
@@ -724,6 +725,7 @@ def test_dequantizes_quantized_weights(quantized: LocalStore, tag: str, framewor
             np.testing.assert_array_equal(as_float32(found), expected.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_a_model_can_be_opened_dequantized(quantized: LocalStore, tag: str, framework: Any) -> None:
     with (
@@ -968,6 +970,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -1110,6 +1113,7 @@ def replace_after_reading(
     monkeypatch.setattr(store, "read_manifest", read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("options", WAYS)
 def test_a_model_that_is_replaced_while_it_is_opened_is_read_again(

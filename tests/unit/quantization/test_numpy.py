@@ -135,6 +135,7 @@ def test_scales_next_to_powers_of_two_are_those_of_mlx() -> None:
         compare_quantized(rows, FORMATS[name], 32)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     npst.arrays(np.uint32, (2, 128), elements=st.integers(0, 2**32 - 1)),

@@ -579,6 +579,7 @@ def nearly_canonical(draw: st.DrawFn) -> tuple[str, int]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(400))
 @given(nearly_canonical())
 @example((f'{{"a":{{"dtype":"U8","shape":[{2**61}],"data_offsets":[0,{2**61}]}}}}', 2**61))
@@ -731,6 +732,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(1000))
 @given(damaged())
 def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: bytes) -> None:

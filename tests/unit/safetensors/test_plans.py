@@ -179,6 +179,7 @@ def test_small_neighbours_are_read_together_and_large_tensors_in_parts(path: Pat
     assert counted(path, {"large": None}) == [4 << 20] * 3
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_part_of_any_tensor_has_the_values_of_numpy(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3))

@@ -105,6 +105,7 @@ def test_rejects_a_model_without_tensors(
         write(NAME, out, store=store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -173,6 +173,7 @@ def test_a_false_duplicate_does_not_hide_a_real_one(store: LocalStore) -> None:
     assert_whole(store, blobs)
 
 
+@pytest.mark.slow
 def test_a_nearly_equal_tensor_is_no_duplicate(store: LocalStore) -> None:
     count = 4_000_000
     data = bytearray(weights(1, count))
@@ -248,6 +249,7 @@ def experts_of(seed: int) -> Arrays:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["packed", "stacked"])
 @pytest.mark.parametrize("is_together", [False, True])
 def test_packed_and_stacked_experts_are_stored_once(

@@ -86,6 +86,7 @@ def test_frozen_models_take_less_space_and_read_the_same(store: LocalStore) -> N
     assert list(store.folder("leases").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
     put(store, "a", {f"t{number}": number for number in range(100)})
     freeze_models(["a"], store=store)
@@ -881,6 +882,7 @@ def damage_lost_base(family: LocalStore, form: str) -> Descriptor:
     return item
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hot", "cold", "pinned", "hot and cold"])
 @pytest.mark.parametrize("origin", ["folder", "store", "nothing"])
 def test_verify_finds_and_repair_repairs_a_damaged_base_without_a_model(
@@ -1093,6 +1095,7 @@ def put_family(store: LocalStore, code: str) -> dict[str, bytes]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "level", "most"),
     [("BF16", "fast", 0.25), ("BF16", "small", 0.25), ("F32", "fast", 0.6), ("F32", "small", 0.6)],

@@ -531,6 +531,7 @@ def test_blobs_from_the_future_count_as_new(store: LocalStore) -> None:
     assert len(collect_garbage(store, older_than=0, force=True).blobs) == 1
 
 
+@pytest.mark.slow
 def test_refuses_to_remove_over_nine_tenths_of_the_blobs(store: LocalStore, tmp_path: Path) -> None:
     model_and_garbage(store, tmp_path, 0)
     model = len(list(store.folder("blobs").iterdir()))

@@ -100,6 +100,7 @@ def layers(repaired: Repaired) -> set[str]:
 # Each damage of each kind of blob
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("layer", [PLAIN, EXPERTS, "config.json", "merges.txt", ""])
 @pytest.mark.parametrize("from_store", [False, True], ids=["source", "store"])
@@ -806,6 +807,7 @@ def _write_source(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -68,6 +68,7 @@ def test_a_source_has_every_blob_of_its_model(
     assert set(tries.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize(
     "options",

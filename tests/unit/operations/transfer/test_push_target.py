@@ -39,6 +39,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return remote
 
 
+@pytest.mark.slow
 def test_an_unchanged_model_is_not_sent_again(origin: LocalStore, target: str) -> None:
     first = blobstore.push("m", target, store=origin, cold=True)
     assert (first.is_unchanged, first.cold_blobs) == (False, 2)
@@ -50,6 +51,7 @@ def test_an_unchanged_model_is_not_sent_again(origin: LocalStore, target: str) -
     assert verified.bytes_present == verified.bytes_verified == first.bytes_sent
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
     origin: LocalStore, target: str
 ) -> None:

@@ -79,6 +79,7 @@ def test_makes_the_same_config_for_any_number_of_shards(maker: Maker) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_calculates_what_meta_s_model_calculates(

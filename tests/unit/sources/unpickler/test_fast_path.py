@@ -203,6 +203,7 @@ def test_leaves_other_tensors_to_the_single_opcodes(
     assert whole == single
 
 
+@pytest.mark.slow
 def test_a_changed_byte_changes_both_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     body = tensor()
     for at in range(len(body)):
