@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 # What a test uses if it starts processes, which take longer than all that most tests do.
-PROCESSES = {"subprocess", "multiprocessing", "concurrent.futures.process", "distributed"}
+PROCESSES = {"subprocess", "multiprocessing", "concurrent.futures.process", "distributed", "fork"}
 SERVERS = {
     "socket",
     "socketserver",
