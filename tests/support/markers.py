@@ -33,8 +33,8 @@ FRAMEWORKS = {
 }
 # Where decorators, properties and hypothesis keep the function that they wrap.
 WRAPPERS = ("__wrapped__", "__func__", "fget", "hypothesis", "inner_test")
-# Files outside of tests/unit whose tests are fast too.
-FAST_FILES = {"test_architecture.py", "test_markers.py", "test_prose.py"}
+# Outside of tests/unit, the tests of these files alone are fast.
+FAST_FILES = {"test_markers.py"}
 COLLECTED = pytest.StashKey[list[pytest.Function]]()
 """All tests that were collected, also those that are deselected later."""
 

@@ -45,6 +45,7 @@ def test_a_merged_adapter_takes_little_space(level: Level) -> None:
     assert coded(MERGED, span_of(MERGED, SHAPE), BASE, level)[1] == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 def test_estimates_what_factors_save(level: Level) -> None:
     span = span_of(MERGED, SHAPE)

@@ -34,6 +34,7 @@ def test_enables_garbage_collection_after_an_error() -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_objects_that_the_program_has_frozen_stay_frozen() -> None:
     frozen: list[list[int]] = [[]]
     gc.freeze()

@@ -36,6 +36,7 @@ def test_agrees_with_the_standard_library(value: object) -> None:
     assert strictjson.loads(data) == json.loads(data)
 
 
+@pytest.mark.slow
 @given(st.binary() | TEXTS.map(str.encode))
 def test_raises_only_value_errors(data: bytes) -> None:
     with contextlib.suppress(ValueError):

@@ -131,6 +131,7 @@ def test_rejects_invalid_json(data: bytes) -> None:
         Manifest.from_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_value_of_any_depth_is_refused_cleanly() -> None:
     for depth in range(850, 1010):
         text = '{"schemaVersion":' + "[" * depth + "]" * depth + "}"
@@ -286,6 +287,7 @@ def tokens(manifest: Manifest) -> list[bytes]:
     return re.findall(rb"\w+|\W", manifest.to_bytes())
 
 
+@pytest.mark.slow
 def test_no_change_of_a_token_gets_past_the_parser_by_the_short_cut() -> None:
     whole = tokens(read(layers=[layer(name="a"), layer(B)]))
     for place in range(len(whole) + 1):

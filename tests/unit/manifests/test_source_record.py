@@ -134,6 +134,7 @@ def test_a_frame_without_its_size_is_damage() -> None:
         SourceRecord.from_bytes(forged(data=base64.b64encode(frame).decode()))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_flipped_bytes_are_read_or_reported(data: st.DataObject) -> None:
     content = bytearray(RECORD.to_bytes())

@@ -83,6 +83,7 @@ def test_decodes_blobs_of_every_size(frozen: LocalStore, past_cache: bool, is_ca
     assert region.present == set(range(len(names)))
 
 
+@pytest.mark.slow
 def test_large_blobs_bypass_the_page_cache_on_request(frozen: LocalStore) -> None:
     path = frozen.cold_path(layers(frozen, "m")["large"].digest)
     for past_cache in (True, False):
@@ -125,6 +126,7 @@ def test_returns_the_slots_of_thawed_blobs(store: LocalStore) -> None:
     assert content(region, 1, len(BLOBS["small"])) == BLOBS["small"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "whole", "large"])
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_damage_is_reported_and_ends_the_work(

@@ -244,6 +244,7 @@ def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
     return reference.dequantize(weight, scale, bias, item, group_size, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "int8", "nvfp4"])
 @pytest.mark.parametrize("options", WAYS)
 def test_a_weight_and_its_companions_are_sliced_alike(

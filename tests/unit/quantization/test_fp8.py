@@ -291,6 +291,7 @@ def as_numpy(framework: str, found: Any, dtype: str) -> Array:
 SIDES = st.integers(0, 9)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(300), deadline=None)
 @given(
     shape=st.lists(SIDES, max_size=4).map(tuple),

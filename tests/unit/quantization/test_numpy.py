@@ -116,6 +116,7 @@ def test_quantizes_any_finite_bits_as_mlx_does(
     compare_quantized(finite(bits, dtype), item, group_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 def test_the_scales_of_all_16_bit_values_are_those_of_mlx(name: str, dtype: str) -> None:

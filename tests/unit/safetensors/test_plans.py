@@ -200,6 +200,7 @@ def test_packed_values_are_selected(tmp_path: Path) -> None:
     assert np.array_equal(found.view(np.uint8), values[1:3, 1:2].view(np.uint8))
 
 
+@pytest.mark.slow
 def test_maps_that_are_loaded_ask_for_large_pages(tmp_path: Path) -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages")

@@ -67,6 +67,7 @@ def test_a_file_is_sliced_as_numpy_slices_an_array(data: st.DataObject) -> None:
                 assert found.shape == np.shape(array[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
     [

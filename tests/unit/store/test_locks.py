@@ -222,6 +222,7 @@ def test_the_exclusive_lock_is_taken_on_a_file_that_is_open_for_writing(
         assert modes == {fcntl.LOCK_EX | fcntl.LOCK_NB: os.O_RDWR}
 
 
+@pytest.mark.slow
 def test_readers_without_folders_or_permission_get_no_lease() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)

@@ -163,6 +163,7 @@ def single(tmp_path: Path, name: str = "model.safetensors", tensors: str = "a b"
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_every_file_comes_back(
@@ -459,6 +460,7 @@ def with_header(data: bytes, size: int | None = None) -> Callable[[RecordedFile]
     return lambda file: file._replace(start=data[:end], size=len(data) if size is None else size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

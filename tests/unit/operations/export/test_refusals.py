@@ -146,6 +146,7 @@ GATE = "model.layers.0.mlp.experts.gate_proj.weight"
 NAMES = [f"x.{number}" for number in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

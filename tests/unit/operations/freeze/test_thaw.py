@@ -201,6 +201,7 @@ def test_an_interrupt_leaves_every_blob_intact(store: LocalStore) -> None:
     assert list(store.folder("temporary").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_all_blobs_cold(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
         store = LocalStore(disk / "store")

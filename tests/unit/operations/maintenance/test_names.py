@@ -330,6 +330,7 @@ for what, action in ACTIONS.items():
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore) -> None:
     make(store, "a", b"one", b"two")
     with sandbox.start(KILLED, store.root) as process:
@@ -474,6 +475,7 @@ def test_a_store_without_the_name_is_not_touched(store: LocalStore) -> None:
         remove_models(["a"], store=store)
 
 
+@pytest.mark.slow
 def test_reports_a_store_without_write_permission() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
@@ -541,6 +543,7 @@ print(done)
 """
 
 
+@pytest.mark.slow
 def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Path) -> None:
     rounds, stop = 25, tmp_path / "stop"
     make(store, "m:0", b"one", b"two")

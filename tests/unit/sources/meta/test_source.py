@@ -27,6 +27,7 @@ from tests.support.meta_models import (
 SHARDS = [1, 2, 4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("embedding", [0, 1])
 @pytest.mark.parametrize("kv_heads", [8, 4, None])

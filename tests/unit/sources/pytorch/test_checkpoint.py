@@ -384,6 +384,7 @@ def test_reads_archives_without_checksums(tmp_path: Path) -> None:
         assert read(checkpoint, "a") != raw(tensors["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_reads_archives_that_were_repacked(tmp_path: Path, method: int) -> None:
     tensors = odd_layouts() | every_type() | {"zeros": torch.zeros(100, 100)}

@@ -554,6 +554,7 @@ def modules() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", modules())
 @pytest.mark.parametrize("protocol", [1, 2, 4])
 def test_reads_a_module_saved_whole(tmp_path: Path, kind: str, protocol: int) -> None:
@@ -689,6 +690,7 @@ def test_modules_within_modules_are_bounded_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_names_of_hidden_buffers_are_bounded() -> None:
     hidden = call(named("builtins", "set"), listed(*[text("x")] * 20_000)) + b"q\x07"
     inner = record(opcodes({**PARTS, "_non_persistent_buffers_set": Opcodes(hidden)}))

@@ -534,6 +534,7 @@ def test_reports_every_changed_byte_that_alters_content(which: int, at: int, cha
         assert str(error).isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ARCHIVES)
 def test_rejects_every_archive_that_is_truncated_or_extended(data: bytes) -> None:
     for size in range(len(data)):

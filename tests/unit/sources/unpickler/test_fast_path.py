@@ -276,6 +276,7 @@ def test_reads_numbers_once() -> None:
     assert len(numbers) == 2
 
 
+@pytest.mark.slow
 def test_reads_most_tensors_of_torch_at_once(
     matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

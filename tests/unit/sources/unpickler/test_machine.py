@@ -88,6 +88,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(len(PLAIN)))
 def test_reads_what_python_writes(which: int) -> None:
     for protocol in PROTOCOLS:
@@ -424,6 +425,7 @@ def test_a_limit_is_the_most_that_is_let_through() -> None:
     assert len(run(data, limits=Limits(values=PAST - 1)).value) == PAST - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
