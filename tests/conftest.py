@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -12,6 +15,8 @@ from hypothesis import HealthCheck, settings
 
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
+from blobstore.store.local import LocalStore
+from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
 
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
@@ -22,10 +27,43 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+# Each module and each test is compiled once, not by every worker and every process that tests start, also
+# where the environment says otherwise, as that of many containers does.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Each worker and each process that tests start uses one thread for arithmetic: the models are small, and
+# threads that wait for others use processors too. The libraries read this when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell starts what runs in its background with Ctrl-C ignored, and children inherit that. The tests
 # that interrupt some need it as users have it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what collection makes out of all later garbage collections, of which each would look at it.
+
+    That is millions of objects: the tests, and the frameworks that they import.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the markers that follow from what tests use."""
+    tests = [item for item in items if isinstance(item, pytest.Function)]
+    for item in tests:
+        mark(item)
+    config.stash[COLLECTED] = tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,3 +117,15 @@ def object_address(
 @pytest.fixture
 def objects(object_address: StoreAddress) -> ObjectStore:
     return ObjectStore(object_address)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Return an empty store."""
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> LocalStore:
+    """Return another empty store."""
+    return LocalStore(tmp_path / "other")

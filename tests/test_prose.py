@@ -63,11 +63,11 @@ def written_files() -> list[str]:
 
 def stumbles(text: str) -> list[str]:
     """Return each place where the text uses a word that the glossary replaces."""
+    words = text.replace("_", " ")
     return [
-        f"{number}: {found[0]!r}; write: {instead}"
-        for number, line in enumerate(text.splitlines(), 1)
+        f"{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}; write: {instead}"
         for pattern, instead in PATTERNS.items()
-        for found in pattern.finditer(line.replace("_", " "))
+        for found in pattern.finditer(words)
     ]
 
 

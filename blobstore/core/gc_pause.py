@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+class _Program:
+    """What is known of the program that uses this package."""
+
+    has_frozen = False
+    """Whether objects were frozen. To count them takes milliseconds, so they are not counted twice."""
+
+
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection while many long-lived objects are created."""
@@ -23,7 +30,8 @@ def gc_paused() -> Iterator[None]:
         if was_enabled:
             # Move all objects to the oldest generation, as collections would have done, unless this
             # would unfreeze objects that the program has frozen.
-            if not gc.get_freeze_count():
+            _Program.has_frozen = _Program.has_frozen or gc.get_freeze_count() > 0
+            if not _Program.has_frozen:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -10,6 +10,7 @@ The other half, :mod:`tests.faults.processes`, talks to this one in lines of JSO
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -31,6 +32,7 @@ _LIBRARY = ctypes.CDLL(None)
 def main() -> None:
     """Serve requests until the other side ends; take along what still runs."""
     warm_up()
+    gc.freeze()  # what is imported is never garbage, and children share its pages longer
     living: dict[int, float] = {}
     _answer({"ready": True})
     try:

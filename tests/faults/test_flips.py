@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults import flips
-from tests.faults.outcomes import Effort
+from tests.faults.outcomes import Effort, Outcome
 
 
-def test_verify_finds_every_bit_that_flips_in_a_blob() -> None:
-    blobs, _, _ = flips.run(Effort(40))
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return flips.run(Effort(60))
+
+
+def test_verify_finds_every_bit_that_flips_in_a_blob(outcomes: list[Outcome]) -> None:
+    blobs, _, _ = outcomes
     assert blobs.injected > 20
     assert blobs.violations == []
 
 
-def test_verify_finds_every_bit_that_flips_in_a_manifest() -> None:
-    _, manifests, _ = flips.run(Effort(40))
+def test_verify_finds_every_bit_that_flips_in_a_manifest(outcomes: list[Outcome]) -> None:
+    _, manifests, _ = outcomes
     assert manifests.injected > 5
     assert manifests.violations == []
 
 
-def test_verify_finds_every_bit_that_flips_in_what_is_frozen() -> None:
-    *_, frozen = flips.run(Effort(60))
+def test_verify_finds_every_bit_that_flips_in_what_is_frozen(outcomes: list[Outcome]) -> None:
+    *_, frozen = outcomes
     assert frozen.injected > 5
     assert frozen.violations == []

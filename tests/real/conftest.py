@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-from blobstore.store.local import LocalStore
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +18,3 @@ def _no_progress_bars() -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     yield
     transformers.utils.logging.enable_progress_bar()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")

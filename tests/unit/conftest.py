@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from blobstore.core import interrupts
-from blobstore.store.local import LocalStore
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    """Return an empty store."""
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture

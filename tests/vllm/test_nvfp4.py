@@ -55,11 +55,6 @@ def _emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "is_supported_config", lambda *_, **__: (True, None))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def with_settings_apart(folder: Path) -> Path:
     """Move a model's quantization settings to the file in which earlier versions of ModelOpt wrote them."""
     config = json.loads((folder / "config.json").read_text())

@@ -42,11 +42,6 @@ def _one_engine_after_another() -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def options(store: LocalStore, folder: Path, **settings: Any) -> dict[str, Any]:
     """Return vLLM options that take config and tokenizer from a folder, and weights from the store."""
     extra = {"name": "m", "store": str(store.root), **settings}

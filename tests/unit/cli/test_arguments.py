@@ -10,6 +10,7 @@ from tests.support.sandbox import NOBODY
 from tests.unit.cli.running import run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 def test_warns_of_a_name_that_another_user_gave(stored: LocalStore) -> None:
     os.chown(stored.manifest_path(Reference.parse("dense")), NOBODY, NOBODY)

@@ -50,6 +50,7 @@ def test_a_damaged_file_ends_with_an_error(stored: LocalStore, options: list[str
     assert "is damaged" in run("cat", "dense", "merges.txt", *options, exit_code=4).stderr
 
 
+@pytest.mark.slow
 def test_prints_large_texts_as_json(store: LocalStore, dense: Path) -> None:
     text = "".join(f"token {number}\n" for number in range(500_000))
     (dense / "vocab.txt").write_text(text)

@@ -23,6 +23,7 @@ def changed(stored: LocalStore, dense: Path) -> LocalStore:
     return stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -66,6 +67,7 @@ def test_stops_gc_until_the_name_is_gone(changed: LocalStore) -> None:
     run("gc")
 
 
+@pytest.mark.slow
 def test_is_repaired_as_the_message_says(changed: LocalStore, dense: Path) -> None:
     run("cp", "whole", "dense", "--force")
     run("verify")

@@ -272,3 +272,27 @@ def test_a_model_can_be_named_by_a_glob_or_its_id(command: str, folder: Path) ->
         arguments = [text if word == "dense" else word for word in plain]
         arguments = [word.replace(str(folder), str(copy)) for word in arguments]
         run(*arguments, "--store", copy / "store", exit_code=1 if command == "diff" else 0)
+
+
+def has_dry_run(command: str) -> bool:
+    found = program.get_command(click.Context(program), command)
+    return found is not None and any("--dry-run" in option.opts for option in found.params)
+
+
+def everything(folder: Path) -> dict[Path, bytes | None]:
+    """Return all that is in a folder, with the bytes of files.
+
+    Pushes take the lock of their notes on remotes, and create its file, in dry runs too.
+    """
+    return {
+        path: path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if "remotes" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("command", [name for name in ARGUMENTS if has_dry_run(name)])
+def test_a_dry_run_writes_nothing(command: str, folder: Path) -> None:
+    before = everything(folder)
+    run(*arguments_of(command, folder), "--dry-run", "--store", folder / "store")
+    assert everything(folder) == before

@@ -54,6 +54,7 @@ def test_the_same_name_is_wrong_usage(stored: LocalStore, command: str) -> None:
     assert len(list(stored.references())) == 1
 
 
+@pytest.mark.slow
 def test_copies_a_model_to_another_store(stored: LocalStore, tmp_path: Path) -> None:
     other = tmp_path / "other"
     result = run("cp", "dense", "--to", other)

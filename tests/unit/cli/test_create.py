@@ -350,6 +350,7 @@ def test_waits_as_long_as_the_option_says(stored: LocalStore, moe: Path) -> None
     assert list(map(str, stored.references())) == ["dense:latest"]
 
 
+@pytest.mark.slow
 def test_says_which_model_lost_its_name(stored: LocalStore, dense: Path, moe: Path) -> None:
     digest = run_json("list", "dense")["models"][0]["digest"].removeprefix("sha256:")
     assert run_json("create", dense, "dense")["replaced"] is False

@@ -105,6 +105,7 @@ def test_every_name_stays_on_its_row(hostile: Path) -> None:
     assert sum("…" in row for row in rows) == 1
 
 
+@pytest.mark.slow
 def test_json_has_the_names_unchanged(hostile: Path) -> None:
     for command in commands(hostile):
         run_json(*command)

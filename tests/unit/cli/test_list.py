@@ -143,6 +143,7 @@ def test_a_pattern_that_matches_nothing_is_not_found(stored: LocalStore) -> None
     assert "no model matches 'x*'" in run("list", "dense", "x*", exit_code=3).stderr
 
 
+@pytest.mark.slow
 def test_lists_what_it_can_if_a_folder_of_manifests_is_closed(
     dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

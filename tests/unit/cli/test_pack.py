@@ -26,6 +26,7 @@ def test_reports_what_was_packed(family: LocalStore, tmp_path: Path) -> None:
     assert len(check_archive(path).references) == 2
 
 
+@pytest.mark.slow
 def test_prints_json_with_exact_numbers(family: LocalStore, tmp_path: Path) -> None:
     path = tmp_path / "family.bsar"
     found = run_json("pack", "tuned", "base", path, "--level", "small", "-j", "1")

@@ -68,6 +68,7 @@ def test_tensors_in_other_models_are_those_that_diff_finds(
     assert 0 < len(shared) < len(found)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_compare(quantized: LocalStore, page: Path) -> None:
     run("page", "small", page, "--measure")
 

@@ -92,6 +92,7 @@ def test_a_dry_run_changes_nothing(stored: LocalStore, dense: Path) -> None:
     assert run_json("repair", "--from", dense, "--dry-run")["dry_run"] is True
 
 
+@pytest.mark.slow
 def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     run("create", dense, "any-name", "--store", other)
@@ -101,6 +102,7 @@ def test_takes_blobs_from_another_store(stored: LocalStore, dense: Path, tmp_pat
     run("verify")
 
 
+@pytest.mark.slow
 def test_restores_a_damaged_manifest_from_another_store(
     stored: LocalStore, dense: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +140,7 @@ def test_json_lists_restored_manifests(stored: LocalStore, dense: Path, tmp_path
     assert run_json("repair", "--from", other)["manifests"] == []
 
 
+@pytest.mark.slow
 def test_a_quantized_model_needs_only_its_overrides(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", quantizable_tensors())
     override = ("--quantize-override", "*.experts.1.up_proj.weight=int8")

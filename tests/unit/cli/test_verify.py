@@ -128,6 +128,7 @@ def reads(pid: int) -> bool:
     return len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--signatures",)])
 def test_checks_what_it_can_if_a_folder_of_manifests_is_closed(
     dense: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

@@ -68,6 +68,7 @@ def test_an_empty_blob_has_no_pieces() -> None:
     assert list(blob.pieces()) == []
 
 
+@pytest.mark.slow
 @given(st.integers(0, len(BLOB)), st.integers(0, 700_000), st.booleans())
 def test_reads_any_range(begin: int, size: int, is_odd: bool) -> None:
     expected = BLOB[begin : begin + size]

@@ -43,6 +43,7 @@ def back(stored: bytes) -> bytes:
     return decoded(ColdBlobDecoder(stored))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.value)
 def test_every_type_survives_a_round_trip_and_never_grows_much(dtype: DType, level: Level) -> None:
@@ -52,6 +53,7 @@ def test_every_type_survives_a_round_trip_and_never_grows_much(dtype: DType, lev
     assert len(stored) < len(blob) + 300
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=5000), st.lists(st.integers(0, 5000), max_size=6))
 def test_the_division_into_pieces_does_not_change_the_result(blob: bytes, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(blob)) for cut in cuts), len(blob)]
@@ -60,6 +62,7 @@ def test_the_division_into_pieces_does_not_change_the_result(blob: bytes, cuts: 
     assert cold(blob, pieces=pieces) == cold(blob)
 
 
+@pytest.mark.slow
 def test_small_is_no_larger_than_fast() -> None:
     words = text(300)
     assert len(cold(words, level="small")) < len(cold(words))
@@ -101,6 +104,7 @@ def test_writes_before_all_pieces_are_read() -> None:
     assert sum(written) > size
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_chunks() -> None:
     size = 48 << 20
     piece = weights(DType.BF16, 1 << 19)
@@ -192,6 +196,7 @@ def test_compresses_a_chunk_that_differs_from_the_sample() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 def test_chunks_unlike_the_first_get_another_layout(level: Level) -> None:
     data = weights(DType.BF16, 4 << 20)
@@ -202,6 +207,7 @@ def test_chunks_unlike_the_first_get_another_layout(level: Level) -> None:
     assert len(stored) < 1.01 * expected
 
 
+@pytest.mark.slow
 def test_chunks_unlike_the_base_are_compressed_alone() -> None:
     base, other = weights(DType.BF16, 4 << 20), weights(DType.BF16, 4 << 20, seed=1)
     data = base[: 1 << 20] + other[1 << 20 :]
@@ -223,6 +229,7 @@ def tensors_with_bases(draw: st.DrawFn) -> tuple[DType, bytes, bytes]:
     return dtype, data.tobytes(), base
 
 
+@pytest.mark.slow
 @given(st.lists(tensors_with_bases(), min_size=1, max_size=8), st.sampled_from(get_args(Level)))
 def test_whatever_is_encoded_with_a_base_decodes(
     tensors: list[tuple[DType, bytes, bytes]], level: Level

@@ -23,6 +23,7 @@ def decoded(method: int, stored: bytes | memoryview, size: int) -> bytes:
     return bytes(out)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=3000), st.sets(st.sampled_from(EVERY)))
 def test_every_plane_comes_back(plane: bytes, coders: set[Coder]) -> None:
     stored = encode_plane(plane, coders)

@@ -45,6 +45,7 @@ def test_a_merged_adapter_takes_little_space(level: Level) -> None:
     assert coded(MERGED, span_of(MERGED, SHAPE), BASE, level)[1] == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Level))
 def test_estimates_what_factors_save(level: Level) -> None:
     span = span_of(MERGED, SHAPE)
@@ -62,6 +63,7 @@ def test_samples_rows_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.75 * size < about < 0.75 * plain
 
 
+@pytest.mark.slow
 def test_each_matrix_of_a_stack_has_its_own_factors() -> None:
     before = b"head" + b"".join(matrix(seed) for seed in range(8))
     step = len(BASE)

@@ -70,6 +70,7 @@ def test_packs_the_ends_of_the_range(value: int) -> None:
     assert there_and_back(np.full(64, value, np.uint8)) is not None
 
 
+@pytest.mark.slow
 @given(
     hnp.arrays(
         np.uint8, st.integers(1, 300).map(lambda half: 2 * half), elements=st.integers(98, 116)

@@ -84,6 +84,7 @@ def test_all_upper_bit_patterns_survive_a_round_trip(transform: Transform) -> No
         assert merged(transform, planes, len(chunk)) == chunk.tobytes()
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_any_elements_survive_a_round_trip(count: int, data: st.DataObject) -> None:
     transform = data.draw(st.sampled_from(SOLO))
@@ -113,6 +114,7 @@ def test_planes_may_be_unaligned(transform: Transform) -> None:
     assert merged(transform, odd, len(chunk)) == chunk
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_planes_can_be_decoded(data: st.DataObject) -> None:
     transform = data.draw(st.sampled_from(SOLO))

@@ -21,6 +21,7 @@ def test_hashes_an_empty_stream() -> None:
     assert digest.hex == EMPTY
 
 
+@pytest.mark.slow
 @given(st.binary())
 def test_parses_the_text_of_a_digest(data: bytes) -> None:
     digest = Digest.of(data)
@@ -28,6 +29,7 @@ def test_parses_the_text_of_a_digest(data: bytes) -> None:
     assert digest.hex == hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary()))
 def test_the_digest_of_a_stream_is_that_of_its_bytes(parts: list[bytes]) -> None:
     digester = Digester()
@@ -60,6 +62,7 @@ def test_rejects_every_other_form(text: str) -> None:
         Digest.parse(text)
 
 
+@pytest.mark.slow
 @given(
     st.text()
     | st.text(alphabet="0123456789abcdefABCDEF./\\:-\0\n", min_size=60, max_size=66).map(

@@ -33,6 +33,7 @@ def test_escapes_characters_that_a_terminal_would_interpret_or_hide(text: str, s
     assert escape(text) == shown
 
 
+@pytest.mark.slow
 @given(st.text(st.characters()), st.none() | st.integers(1, 50))
 def test_the_result_is_printable_and_encodable(text: str, limit: int | None) -> None:
     shown = escape(text, limit)

@@ -274,6 +274,7 @@ def test_a_slot_whose_writing_failed_is_not_present() -> None:
     assert region.present == set()
 
 
+@pytest.mark.slow
 def test_a_written_slot_takes_no_more_memory_than_its_bytes() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[always]" in setting.read_text():
@@ -367,6 +368,7 @@ def test_a_small_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> Non
     assert region.present == set()
 
 
+@pytest.mark.slow
 def test_distinguishes_too_many_maps_from_too_little_memory() -> None:
     assert too_many_maps("a file") is None
 

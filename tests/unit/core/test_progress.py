@@ -4,6 +4,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from blobstore.core.progress import Meter
 
 
@@ -19,6 +21,7 @@ def test_is_silent_without_a_callback() -> None:
     Meter(None, 10).add(3, "a")
 
 
+@pytest.mark.slow
 def test_calls_back_from_one_thread_at_a_time_and_loses_no_bytes() -> None:
     done: list[int] = []
     inside = threading.Lock()

@@ -40,6 +40,7 @@ def parts(draw: st.DrawFn) -> tuple[tuple[int, ...], Any]:
     return shape, tuple(items)
 
 
+@pytest.mark.slow
 @given(parts())
 def test_selects_the_same_elements_as_numpy(example: tuple[tuple[int, ...], Any]) -> None:
     shape, index = example

@@ -23,17 +23,20 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_parses_its_own_output(value: object) -> None:
     assert strictjson.loads(strictjson.dumps(value).encode()) == value
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_agrees_with_the_standard_library(value: object) -> None:
     data = json.dumps(value).encode()
     assert strictjson.loads(data) == json.loads(data)
 
 
+@pytest.mark.slow
 @given(st.binary() | TEXTS.map(str.encode))
 def test_raises_only_value_errors(data: bytes) -> None:
     with contextlib.suppress(ValueError):

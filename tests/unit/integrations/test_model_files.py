@@ -56,6 +56,7 @@ def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_does_not_write_large_files_that_were_kept(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "source", dense_tensors())
     (source / "x.gguf").touch()

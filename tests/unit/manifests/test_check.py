@@ -30,6 +30,7 @@ def test_a_manifest_is_what_its_config_says() -> None:
     assert check_layers(manifest().to_bytes().removesuffix(b"\n"), CONFIG)  # as Ollama pulls it
 
 
+@pytest.mark.slow
 def test_finds_every_bit_that_flips() -> None:
     whole = manifest()
     data = whole.to_bytes()

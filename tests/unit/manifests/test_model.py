@@ -131,6 +131,7 @@ def test_rejects_invalid_json(data: bytes) -> None:
         Manifest.from_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_value_of_any_depth_is_refused_cleanly() -> None:
     for depth in range(850, 1010):
         text = '{"schemaVersion":' + "[" * depth + "]" * depth + "}"
@@ -144,6 +145,7 @@ def test_refuses_a_key_that_occurs_twice_in_a_layer() -> None:
         Manifest.from_bytes(data.encode())
 
 
+@pytest.mark.slow
 def test_a_manifest_over_the_limit_is_not_parsed() -> None:
     data = json.dumps(document()).encode()
     assert Manifest.from_bytes(data.ljust(MAX_MANIFEST_SIZE)).layers == ()
@@ -228,6 +230,7 @@ VALUES = st.recursive(
 UNKNOWN = st.dictionaries(st.text(max_size=5).map("x".__add__), VALUES, max_size=3)
 
 
+@pytest.mark.slow
 @given(UNKNOWN, UNKNOWN, UNKNOWN)
 def test_any_unknown_field_survives_anywhere(
     top: dict[str, Any], config: dict[str, Any], of_layer: dict[str, Any]
@@ -284,6 +287,7 @@ def tokens(manifest: Manifest) -> list[bytes]:
     return re.findall(rb"\w+|\W", manifest.to_bytes())
 
 
+@pytest.mark.slow
 def test_no_change_of_a_token_gets_past_the_parser_by_the_short_cut() -> None:
     whole = tokens(read(layers=[layer(name="a"), layer(B)]))
     for place in range(len(whole) + 1):
@@ -301,6 +305,7 @@ DESCRIPTORS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(DESCRIPTORS, st.lists(DESCRIPTORS, max_size=3), st.data())
 def test_no_change_of_some_tokens_gets_past_the_parser_by_the_short_cut(
     config: Descriptor, layers: list[Descriptor], data: st.DataObject

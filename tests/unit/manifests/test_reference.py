@@ -113,6 +113,7 @@ def test_sorts_by_its_parts() -> None:
     ]
 
 
+@pytest.mark.slow
 @given(GRAMMAR | st.text(max_size=8))
 @example("a/../b")
 @example("..")
@@ -143,6 +144,7 @@ def test_a_name_survives_being_shown(text: str) -> None:
 PART = st.text(alphabet="ab0_-.:", min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @given(st.tuples(PART, PART, PART, PART), st.tuples(PART, PART, PART, PART))
 def test_two_names_never_share_a_path(
     first: tuple[str, str, str, str], second: tuple[str, str, str, str]

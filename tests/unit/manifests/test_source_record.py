@@ -121,6 +121,7 @@ def test_a_malformed_record_is_damage(content: bytes, message: str) -> None:
         SourceRecord.from_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_frame_that_declares_far_more_than_it_has_is_not_decompressed() -> None:
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2**28))
     with pytest.raises(BlobDamaged, match="declares 268435456 bytes"):
@@ -133,6 +134,7 @@ def test_a_frame_without_its_size_is_damage() -> None:
         SourceRecord.from_bytes(forged(data=base64.b64encode(frame).decode()))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_flipped_bytes_are_read_or_reported(data: st.DataObject) -> None:
     content = bytearray(RECORD.to_bytes())
@@ -145,6 +147,7 @@ def test_flipped_bytes_are_read_or_reported(data: st.DataObject) -> None:
         assert str(error).isprintable()
 
 
+@pytest.mark.slow
 def test_twenty_thousand_tensors_take_few_bytes_each() -> None:
     names = [f"model.layers.{i // 400}.mlp.experts.{i % 400}.up_proj.weight" for i in range(20_000)]
     header = {

@@ -122,6 +122,7 @@ def test_every_level_finds_what_the_levels_before_it_find(store: LocalStore) -> 
     assert found() == ["size", "header", "digest", "rehash"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", get_args(Verify))
 @pytest.mark.parametrize("read", ["mmap", "pread"])
 @pytest.mark.parametrize("index", [True, False])

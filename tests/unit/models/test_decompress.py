@@ -68,6 +68,7 @@ def content(region: MappedRegion, slot: int, size: int) -> bytes:
     return bytes(memoryview(region.memory)[begin : begin + size])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("past_cache", [False, True])
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_decodes_blobs_of_every_size(frozen: LocalStore, past_cache: bool, is_cached: bool) -> None:
@@ -82,6 +83,7 @@ def test_decodes_blobs_of_every_size(frozen: LocalStore, past_cache: bool, is_ca
     assert region.present == set(range(len(names)))
 
 
+@pytest.mark.slow
 def test_large_blobs_bypass_the_page_cache_on_request(frozen: LocalStore) -> None:
     path = frozen.cold_path(layers(frozen, "m")["large"].digest)
     for past_cache in (True, False):
@@ -124,6 +126,7 @@ def test_returns_the_slots_of_thawed_blobs(store: LocalStore) -> None:
     assert content(region, 1, len(BLOBS["small"])) == BLOBS["small"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "whole", "large"])
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_damage_is_reported_and_ends_the_work(
@@ -150,6 +153,7 @@ def test_no_file_stays_open(frozen: LocalStore) -> None:
     assert region.present
 
 
+@pytest.mark.slow
 def test_more_blobs_than_buffers_are_decoded(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +177,7 @@ def test_more_blobs_than_buffers_are_decoded(
         assert Digest.of(content(region, slot, item.size)) == item.digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20_000, 2 << 20])
 @pytest.mark.parametrize("is_frozen_again", [False, True])
 def test_a_base_may_be_removed_while_its_blob_is_decoded(

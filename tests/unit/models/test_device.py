@@ -192,6 +192,7 @@ def check(parts: list[TensorLocation], blobs: Blobs, buffer: int) -> LateStream:
 # The bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.lists(st.integers(0, 700), max_size=12), max_size=8),
@@ -548,6 +549,7 @@ def test_all_tensors_arrive(device: str, store: LocalStore, read: str, verify: s
         assert list(model.state_dict()) == list(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["mmap", "pread"])
 def test_cold_tensors_are_decoded_on_their_way(device: str, tmp_path: Path, read: str) -> None:
     store = LocalStore(tmp_path / "store")
@@ -594,6 +596,7 @@ def test_the_caller_of_a_model_may_stop_early(device: str, store: LocalStore) ->
         assert torch.equal(tensor.cpu(), of_numpy(TENSORS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp8"])
 def test_packed_weights_arrive_unchanged(device: str, packed: LocalStore, kind: str) -> None:
     with open_on(device, packed, kind) as model, blobstore.open(kind, store=packed) as plain:
@@ -605,6 +608,7 @@ def test_packed_weights_arrive_unchanged(device: str, packed: LocalStore, kind: 
             assert bytes(tensor.cpu().view(-1).view(torch.uint8).numpy().data) == data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "nvfp4", "mxfp8"])
 def test_packed_weights_are_dequantized_on_the_device(
     device: str, packed: LocalStore, kind: str
@@ -711,6 +715,7 @@ def test_a_model_reports_a_device_that_fails_at_the_end(device: str, store: Loca
             dict(found)
 
 
+@pytest.mark.slow
 def test_no_copy_is_in_progress_after_an_error_of_dequantization(
     device: str, packed: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

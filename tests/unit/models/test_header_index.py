@@ -79,6 +79,7 @@ def test_an_unproven_manifest_gets_no_index(store: LocalStore) -> None:
     assert not index_file(store).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -223,6 +224,7 @@ def test_ranks_have_about_equal_bytes() -> None:
     assert SHARDED.shard("abcde", "name", (0, 2)) == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 100)), st.integers(1, 9))
 def test_every_tensor_belongs_to_one_rank(sizes: list[int], world: int) -> None:
     entries = {str(slot): ("U8", (size,), slot, 0) for slot, size in enumerate(sizes)}

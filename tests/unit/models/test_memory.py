@@ -323,6 +323,7 @@ def test_as_many_blobs_of_one_size_are_mapped_as_can_be(monkeypatch: pytest.Monk
 needs_counts = pytest.mark.skipif(map_counts() is None, reason="the system does not count maps")
 
 
+@pytest.mark.slow
 @needs_counts
 def test_blobs_are_read_if_the_process_may_map_no_more_files(store: LocalStore) -> None:
     contents = [f"{number} ".encode() * 5000 for number in range(200)]
@@ -345,6 +346,7 @@ def test_blobs_are_read_if_the_process_may_map_no_more_files(store: LocalStore) 
         assert sandbox.call(lambda: load(is_hot_first)) == "True"  # noqa: B023
 
 
+@pytest.mark.slow
 @needs_counts
 def test_memory_that_is_in_use_is_not_replaced_if_the_process_may_map_no_more_files(
     store: LocalStore,

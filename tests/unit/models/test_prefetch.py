@@ -40,6 +40,7 @@ def frozen(store: LocalStore) -> None:
     blobstore.freeze("m", store=store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("read", ["mmap", "pread"])
 @pytest.mark.parametrize("prepare", [None, frozen])

@@ -244,6 +244,7 @@ def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
     return reference.dequantize(weight, scale, bias, item, group_size, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "int8", "nvfp4"])
 @pytest.mark.parametrize("options", WAYS)
 def test_a_weight_and_its_companions_are_sliced_alike(
@@ -283,6 +284,7 @@ def test_a_group_is_not_split(quantized: LocalStore) -> None:
             model.quantized_slice("model.embed_tokens.weight", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_any_slice_can_be_dequantized(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.errors import ModelNotFound, UsageError
+from blobstore.errors import ModelNotFound, StoreBusy, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
@@ -30,6 +30,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models, re
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.open import open_model
+from blobstore.store import locks
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.models import dense_tensors, write_folder
@@ -60,6 +61,17 @@ ARGUMENTS: dict[Callable[..., Any], tuple[Any, ...]] = {
 }
 OPTIONS: dict[Callable[..., Any], dict[str, Any]] = {open_model: {"verify": "digest"}}
 NAMES = ("model", "hot", "cold")
+# Operations that give names, or remove names or files. The others wait for nobody who only reads.
+NEED_EXCLUSIVE_LOCK = {
+    create,
+    unpack_archive,
+    collect_garbage,
+    copy_model,
+    rename_model,
+    remove_models,
+    freeze_models,
+    thaw_models,
+}
 
 
 def accepting(parameter: str) -> list[Callable[..., Any]]:
@@ -126,6 +138,12 @@ def run(
     return result
 
 
+def everything(folder: Path) -> dict[Path, bytes | None]:
+    """Return all that is in a folder, with the bytes of files."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("call", accepting("store"))
 @pytest.mark.parametrize("kind", [str, LocalStore])
 def test_accepts_a_store_or_its_path(call: Callable[..., Any], kind: Any, folder: Path) -> None:
@@ -199,3 +217,29 @@ def test_reports_progress_up_to_the_total(call: Callable[..., Any], folder: Path
     known = [total for total in totals if total]
     assert totals == [0] * (len(totals) - len(known)) + known  # 0 as long as it is not known
     assert set(known) == {done[-1]}
+
+
+@pytest.mark.parametrize("call", accepting("dry_run"))
+def test_a_dry_run_writes_nothing(call: Callable[..., Any], folder: Path) -> None:
+    before = everything(folder)
+    run(call, folder, dry_run=True)
+    assert everything(folder) == before
+
+
+@pytest.mark.parametrize("call", accepting("store"))
+def test_a_lock_that_another_holds_is_waited_for(
+    call: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_IMPORT_TIMEOUT", 0.01)  # imports wait longer than others
+    store = LocalStore(folder / "store", lock_timeout=0.01)
+    names = list(store.references())
+    files = everything(store.folder("blobs")).items()
+    with LocalStore(folder / "store").shared_lock():
+        if call not in NEED_EXCLUSIVE_LOCK:
+            run(call, folder, store=store)
+            return
+        with pytest.raises(StoreBusy):
+            run(call, folder, store=store)
+    assert list(store.references()) == names
+    assert files <= everything(store.folder("blobs")).items()
+    run(call, folder, store=store)

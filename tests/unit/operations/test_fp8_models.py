@@ -202,6 +202,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(200), deadline=None)
 @given(name=st.sampled_from(sorted(name for name in others() if "scale" not in name)), index=PARTS)
 def test_a_slice_equals_the_slice_of_the_dequantized_weight(
@@ -261,6 +262,7 @@ def test_all_weight_files_of_a_linked_folder_are_links(
     assert (linked.links, linked.copied, linked.shared) == (3, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_dequantized_export_is_that_of_the_decoded_model(
     store: LocalStore, source: Path, other_source: Path, tmp_path: Path
 ) -> None:
@@ -275,6 +277,7 @@ def test_a_dequantized_export_is_that_of_the_decoded_model(
             assert found.read_bytes() == expected.read_bytes()
 
 
+@pytest.mark.slow
 def test_models_are_described_compared_frozen_and_verified(store: LocalStore, source: Path) -> None:
     create(source, NAME, store=store)
     create(source, "decoded", store=store, decode=True)

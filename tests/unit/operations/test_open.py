@@ -553,6 +553,7 @@ def test_a_broken_manifest_is_reported(store: LocalStore) -> None:
         blobstore.open("m", store=store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["none", "size", "header", "digest", "rehash"])
 def test_a_changed_manifest_is_reported(store: LocalStore, verify: Verify) -> None:
     path = store.manifest_path(NAME)
@@ -652,6 +653,7 @@ def test_opening_without_an_index_writes_one(tmp_path: Path, experts: ExpertForm
 # Lifetime and threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_tensors_outlive_model_and_store(store: LocalStore, framework: Any) -> None:
     with blobstore.open("m", store=store, framework=framework) as model:
@@ -712,6 +714,7 @@ def as_float32(array: Any) -> Any:
     return np.array(array.astype(mx.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_dequantizes_quantized_weights(quantized: LocalStore, tag: str, framework: Any) -> None:
     with blobstore.open(f"m:{tag}", store=quantized, framework=framework) as model:
@@ -724,6 +727,7 @@ def test_dequantizes_quantized_weights(quantized: LocalStore, tag: str, framewor
             np.testing.assert_array_equal(as_float32(found), expected.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "nvfp4"])
 def test_a_model_can_be_opened_dequantized(quantized: LocalStore, tag: str, framework: Any) -> None:
     with (
@@ -835,6 +839,7 @@ def test_a_forged_index_cannot_change_the_quantization_type(tmp_path: Path, know
 # Ways of reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"read": "pread"}, {"prefetch": "read"}, {"prefetch": "willneed"}]
 )
@@ -968,6 +973,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -1001,6 +1007,7 @@ def test_many_blobs_need_few_open_files(
     assert outcome == f"1000 tensors, {leases} descriptors"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(map_counts() is None, reason="the system does not count maps")
 @pytest.mark.parametrize(
     ("framework", "verify"),
@@ -1058,6 +1065,7 @@ def test_readers_create_no_folder_and_no_lock(store: LocalStore, options: dict[s
     assert files_below(store.root) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_readers_need_no_locks_of_the_file_system(
     either: LocalStore, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
@@ -1079,6 +1087,7 @@ def test_readers_do_not_wait_for_other_processes(
         check_tensors(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_readers_need_only_read_permission(options: dict[str, Any]) -> None:
     with sandbox.common_folder() as folder:
@@ -1110,6 +1119,7 @@ def replace_after_reading(
     monkeypatch.setattr(store, "read_manifest", read)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("options", WAYS)
 def test_a_model_that_is_replaced_while_it_is_opened_is_read_again(
@@ -1148,6 +1158,7 @@ def test_a_model_that_is_replaced_before_its_blobs_are_leased_is_read_again(
         check_tensors(model, OTHERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WAYS)
 def test_a_model_that_is_removed_while_it_is_opened_is_not_found(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

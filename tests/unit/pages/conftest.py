@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from blobstore.store.local import LocalStore
 from tests.support.browser import Browser, running_browser
 
 
@@ -24,8 +22,3 @@ def browser(tab: Browser) -> Browser:
     tab.open("about:blank")
     tab.resize(1180, 900)
     return tab
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")

@@ -25,6 +25,7 @@ def quantized(store: LocalStore, tmp_path: Path) -> LocalStore:
     return store
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_compare(quantized: LocalStore) -> None:
     found = measure_model(quantized, INT8, PLAIN)
 
@@ -34,6 +35,7 @@ def test_errors_are_those_of_compare(quantized: LocalStore) -> None:
     assert any(errors.values())
 
 
+@pytest.mark.slow
 def test_histograms_count_the_values_of_a_tensor(quantized: LocalStore) -> None:
     found = measure_model(quantized, PLAIN, None)
 
@@ -60,6 +62,7 @@ def test_large_tensors_are_sampled_evenly(
         assert 0 < sum(item["values"][2]) < 250
 
 
+@pytest.mark.slow
 def test_a_measurement_is_read_from_the_cache(
     quantized: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +72,7 @@ def test_a_measurement_is_read_from_the_cache(
     assert measure_model(quantized, INT8, PLAIN) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

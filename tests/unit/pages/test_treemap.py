@@ -9,6 +9,7 @@ from blobstore.pages.treemap import Rectangle, nested, squarify
 OUTER = Rectangle(10, 20, 600, 400)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10**12), max_size=40))
 def test_areas_are_in_proportion_to_sizes_and_stay_inside(sizes: list[int]) -> None:
     found = squarify(sizes, OUTER)
@@ -25,6 +26,7 @@ def test_areas_are_in_proportion_to_sizes_and_stay_inside(sizes: list[int]) -> N
         assert shape.y + shape.height <= OUTER.y + OUTER.height + 0.01
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=12))
 def test_rectangles_do_not_overlap(sizes: list[int]) -> None:
     found = squarify(sizes, OUTER)

@@ -805,6 +805,7 @@ SECTIONS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(200), deadline=None)
 @given(
     tensors=st.dictionaries(

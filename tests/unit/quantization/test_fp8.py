@@ -221,6 +221,7 @@ SCALES = {DType.F32: np.float32, DType.BF16: ml_dtypes.bfloat16, DType.F16: np.f
 SCALES[DType.F8_E8M0] = ml_dtypes.float8_e8m0fnu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("scale_dtype", SCALES)
 @pytest.mark.parametrize("weight_dtype", TYPES)
@@ -290,6 +291,7 @@ def as_numpy(framework: str, found: Any, dtype: str) -> Array:
 SIDES = st.integers(0, 9)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(300), deadline=None)
 @given(
     shape=st.lists(SIDES, max_size=4).map(tuple),

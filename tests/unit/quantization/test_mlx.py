@@ -32,6 +32,7 @@ def dequantized(packed: Iterable[Array | None], *options: Any) -> Array:
     return to_numpy(found)
 
 
+@pytest.mark.slow
 @every_form
 @every_float
 def test_dequantizes_as_the_reference_does(dtype: str, item: QuantFormat, group_size: int) -> None:

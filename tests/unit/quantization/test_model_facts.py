@@ -205,6 +205,7 @@ def test_numbers_of_unexpected_types_are_ignored() -> None:
         assert role(config, f"{LAYER}.mlp.selector.weight") is None
 
 
+@pytest.mark.slow
 def test_deep_configs_are_not_searched_to_the_end() -> None:
     config: dict[str, Any] = {"vocab_size": 64}
     for _ in range(100_000):

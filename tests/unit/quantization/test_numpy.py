@@ -116,6 +116,7 @@ def test_quantizes_any_finite_bits_as_mlx_does(
     compare_quantized(finite(bits, dtype), item, group_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
 def test_the_scales_of_all_16_bit_values_are_those_of_mlx(name: str, dtype: str) -> None:
@@ -135,6 +136,7 @@ def test_scales_next_to_powers_of_two_are_those_of_mlx() -> None:
         compare_quantized(rows, FORMATS[name], 32)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     npst.arrays(np.uint32, (2, 128), elements=st.integers(0, 2**32 - 1)),

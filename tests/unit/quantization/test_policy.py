@@ -431,6 +431,7 @@ def test_escapes_hostile_overrides() -> None:
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(
     name=st.lists(
         st.sampled_from(["model", "layers", "0", "mlp", "experts", "down_proj", "weight", "norm"])

@@ -53,6 +53,7 @@ def compare(
         assert_same(to_numpy(found), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @every_form
 @every_float

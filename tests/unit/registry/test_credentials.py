@@ -329,6 +329,7 @@ def test_erasing_reports_whether_there_was_a_login(tmp_path: Path) -> None:
     assert credentials.find("a.example") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [{"credsStore": "fake"}, {"credHelpers": {"a.example": "fake"}, "credsStore": "x"}]
 )
@@ -347,12 +348,14 @@ def test_helper_keeps_the_password_and_the_file_does_not(
     assert json.loads(helper.read_text(encoding="utf-8")) == {}
 
 
+@pytest.mark.slow
 def test_file_is_used_if_the_helper_has_no_login(tmp_path: Path, helper: Path) -> None:
     credentials = docker(tmp_path, credsStore="fake", auths={"a.example": {"auth": PACKED}})
 
     assert credentials.find("a.example") == LOGIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "message"),
     [

@@ -78,6 +78,7 @@ def test_wrong_location_is_refused_and_escaped(location: str | None) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60), st.sampled_from([BASE, "http://127.0.0.1:5000/v2/"]))
 def test_any_location_is_a_sound_url_or_an_error(location: str, base: str) -> None:
     try:
@@ -362,6 +363,7 @@ def test_huge_challenge_is_refused() -> None:
         protocol.challenge_of("x" * 8193)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=200))
 def test_any_challenge_is_parsed_or_ignored(text: str) -> None:
     protocol.challenge_of(text)

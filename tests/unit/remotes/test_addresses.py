@@ -23,11 +23,6 @@ def local(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "other")
-
-
 @pytest.mark.parametrize(
     ("name", "is_one", "in_objects"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_bytes_of_another_form_are_no_list(data: bytes) -> None:
     assert parse_cold_layers(data) == {}
 
 
+@pytest.mark.slow
 @given(st.data(), VALUES)
 @settings(max_examples=samples(2000), deadline=None)
 def test_an_entry_with_any_other_value_is_left_out_or_well_formed(

@@ -24,6 +24,7 @@ from tests.support import frozen
 from tests.support.samples import samples
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_ends_the_requests_for_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_request_to_stop_ends_the_requests_for_headers(
     assert len(asked) < len(layers)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=300), st.integers(0, 2**32 - 1))
 @settings(max_examples=samples(1000), deadline=None)
 def test_packed_headers_of_any_bytes_give_none_that_are_longer_than_these(

@@ -46,11 +46,6 @@ def local(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "other")
-
-
 class Read(list[tuple[str, int, int]]):
     """Which bytes of which blobs were read from object storage."""
 
@@ -508,6 +503,7 @@ def test_a_model_that_is_opened_again_keeps_the_blobs_that_it_shares_with_newer_
     assert not any(other.has(Digest.of(data)) for data in (old, new))
 
 
+@pytest.mark.slow
 def test_evicting_models_looks_at_the_blobs_of_each_a_fixed_number_of_times(
     other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

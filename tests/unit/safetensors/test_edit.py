@@ -305,6 +305,7 @@ arrays = st.builds(
 files = st.dictionaries(names, arrays, max_size=4)
 
 
+@pytest.mark.slow
 @given(files, files, st.booleans())
 def test_any_change_of_any_file_gives_the_file_of_both(
     old: dict[str, Any], new: dict[str, Any], in_place: bool

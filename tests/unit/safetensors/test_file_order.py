@@ -54,6 +54,7 @@ def arrays(draw: st.DrawFn) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(100))
 @given(arrays(), st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3))
 def test_reads_what_the_reference_library_writes_and_the_other_way_round(

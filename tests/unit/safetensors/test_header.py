@@ -197,6 +197,7 @@ def test_rejects_brackets_without_end_cleanly(depth: int, pair: str) -> None:
         parse(text, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["dtype", "shape", "data_offsets", "extra"])
 def test_only_rejects_at_every_depth_that_the_parser_can_go(field: str) -> None:
     # Near the interpreter's limit the text can be parsed, but not be shown or encoded again.
@@ -474,6 +475,7 @@ def test_messages_escape_and_shorten_names() -> None:
 # The cover
 
 
+@pytest.mark.slow
 def test_takes_the_shortest_entries_however_many() -> None:
     count = 20_000
     entries = (
@@ -579,6 +581,7 @@ def nearly_canonical(draw: st.DrawFn) -> tuple[str, int]:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(400))
 @given(nearly_canonical())
 @example((f'{{"a":{{"dtype":"U8","shape":[{2**61}],"data_offsets":[0,{2**61}]}}}}', 2**61))
@@ -679,6 +682,7 @@ METADATA = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(200))
 @given(tensor_specs(), METADATA)
 def test_the_reference_library_reads_what_is_written(
@@ -731,6 +735,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(1000))
 @given(damaged())
 def test_damaged_bytes_are_rejected_or_what_the_reference_library_reads(data: bytes) -> None:

@@ -42,6 +42,7 @@ def random_array(dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
     return np.frombuffer(os.urandom(size), dtype).reshape(shape)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(500), deadline=None)
 @given(
     st.dictionaries(
@@ -65,6 +66,7 @@ def test_the_bytes_are_those_of_the_reference(
         assert found[name].tobytes() == array.tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(500), deadline=None)
 @given(st.data())
 def test_any_layout_is_saved_by_value(data: st.DataObject) -> None:

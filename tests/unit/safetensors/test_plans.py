@@ -179,6 +179,7 @@ def test_small_neighbours_are_read_together_and_large_tensors_in_parts(path: Pat
     assert counted(path, {"large": None}) == [4 << 20] * 3
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_part_of_any_tensor_has_the_values_of_numpy(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3))
@@ -199,6 +200,7 @@ def test_packed_values_are_selected(tmp_path: Path) -> None:
     assert np.array_equal(found.view(np.uint8), values[1:3, 1:2].view(np.uint8))
 
 
+@pytest.mark.slow
 def test_maps_that_are_loaded_ask_for_large_pages(tmp_path: Path) -> None:
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("the system has no large pages")

@@ -70,6 +70,7 @@ tensors = st.dictionaries(
 few_facts = st.one_of(st.none(), st.dictionaries(names, names, min_size=1, max_size=1))
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(2000), deadline=None)
 @given(tensors, few_facts)
 def test_the_bytes_are_those_of_the_reference(
@@ -93,6 +94,7 @@ def test_the_bytes_are_those_of_the_reference(
     }
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, names, min_size=2, max_size=5), st.randoms())
 def test_equal_metadata_gives_equal_bytes_in_any_order(facts: dict[str, str], random: Any) -> None:
     items = list(facts.items())

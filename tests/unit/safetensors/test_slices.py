@@ -32,6 +32,7 @@ def part(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return safe_open(tmp_path / "a", "np", backend=request.param).get_slice("a")
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(500), deadline=None)
 @given(st.data())
 def test_any_index_selects_what_numpy_selects(data: st.DataObject) -> None:
@@ -46,6 +47,7 @@ def test_any_index_selects_what_numpy_selects(data: st.DataObject) -> None:
     assert np.array_equal(array[selection.array_index], expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(300), deadline=None)
 @given(st.data())
 def test_a_file_is_sliced_as_numpy_slices_an_array(data: st.DataObject) -> None:
@@ -65,6 +67,7 @@ def test_a_file_is_sliced_as_numpy_slices_an_array(data: st.DataObject) -> None:
                 assert found.shape == np.shape(array[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
     [

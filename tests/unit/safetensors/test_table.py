@@ -53,6 +53,7 @@ def agree_on(text: str, data: int = 8) -> bool:
     return agree(text, 8 + len(text.encode()) + data)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(1000), deadline=None)
 @given(
     st.dictionaries(
@@ -75,6 +76,7 @@ def test_headers_of_the_writer_are_parsed_alike(found: Any, metadata: Any) -> No
     assert is_quick == (bool(specs) and not has_escapes)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(2000), deadline=None)
 @given(st.data())
 def test_altered_headers_are_parsed_alike(data: st.DataObject) -> None:
@@ -222,6 +224,7 @@ def test_the_oldest_headers_are_forgotten(
     assert list(recent) == [texts[0], texts[2]]
 
 
+@pytest.mark.slow
 def test_threads_may_parse_headers_at_once(
     recent: dict[bytes, tables.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
+@pytest.mark.slow
 @settings(max_examples=samples(500), deadline=None)
 @given(
     st.dictionaries(

@@ -85,6 +85,7 @@ def test_a_pipe_is_not_a_source(tmp_path: Path) -> None:
         open_source(tmp_path / "x.safetensors")
 
 
+@pytest.mark.slow
 def test_reports_a_source_without_read_permission() -> None:
     with sandbox.common_folder() as folder:
         write_folder(folder / "closed", ONE)

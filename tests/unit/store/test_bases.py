@@ -84,6 +84,7 @@ def test_reports_the_base_if_no_form_is_intact(
         read(store)
 
 
+@pytest.mark.slow
 def test_each_read_uses_a_form_that_is_intact_there(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "large")
     count = 1_200_000  # more than a chunk

@@ -175,6 +175,7 @@ def test_headers_are_read_and_the_blobs_mapped_in_one_pass(store: LocalStore) ->
     assert region.memory[start : start + 4] == b"data"
 
 
+@pytest.mark.slow
 def test_unreadable_blobs_are_not_reported_as_damaged() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)

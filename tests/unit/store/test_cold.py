@@ -233,6 +233,7 @@ def test_a_fork_waits_for_threads_that_import_the_codecs(store: LocalStore, dige
     holder.join()
 
 
+@pytest.mark.slow
 def test_checking_a_blob_decodes_each_chunk_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_store_of_an_earlier_version_gets_an_index_by_gc(
     assert without_opening(store, monkeypatch).cold_bases() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", range(0, 150, 7))
 def test_a_damaged_entry_never_hides_a_base(store: LocalStore, position: int) -> None:
     expected = store.cold_bases()

@@ -200,6 +200,7 @@ def test_a_damaged_blob_that_two_threads_add_is_replaced_once(store: LocalStore)
     assert temporary(store) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o027, 0o077, 0o777])
 def test_blobs_are_read_only_and_follow_the_umask(tmp_path: Path, umask: int) -> None:
     store = LocalStore(tmp_path / "store")
@@ -223,6 +224,7 @@ def test_a_blob_that_another_user_keeps_private_is_named() -> None:
         assert outcome == f"StoreError: blob '{path}' cannot be read: Permission denied"
 
 
+@pytest.mark.slow
 def test_threads_can_add_blobs_concurrently(store: LocalStore) -> None:
     contents = [bytes([number % 200]) * (1 + number % 7) * 1000 for number in range(300)]
     with store.ingest() as ingest, ThreadPoolExecutor(8) as pool:
@@ -310,6 +312,7 @@ def test_the_import_fails_if_names_cannot_be_synced(
     assert temporary(store) == []
 
 
+@pytest.mark.slow
 def test_a_slow_disk_needs_few_descriptors(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,6 +348,7 @@ with LocalStore(sys.argv[1]).ingest() as ingest:
 """
 
 
+@pytest.mark.slow
 def test_processes_can_add_the_same_blobs_concurrently(store: LocalStore) -> None:
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(sandbox.start(PUT_MANY, store.root)) for _ in range(2)]

@@ -188,6 +188,7 @@ def test_many_names_are_removed_with_one_sync_of_their_folder(
     assert list(map(str, store.references())) == ["other:latest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_only_the_owner_can_write_a_manifest(store: LocalStore, umask: int) -> None:
     assert sandbox.call(lambda: publish(store) and "done", umask=umask) == "done"
@@ -363,6 +364,7 @@ def test_a_file_in_place_of_a_folder_is_reported(store: LocalStore, name: str) -
         put(store)
 
 
+@pytest.mark.slow
 def test_a_read_only_store_can_be_read_and_reports_why_it_cannot_be_written() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
@@ -519,6 +521,7 @@ def test_a_manifest_that_cannot_be_synced_gets_no_name(
 # Stores below folders without permission
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0o000, 0o444])
 @pytest.mark.parametrize(
     "closed", ["", "manifests", "manifests/registry.ollama.ai", "manifests/registry.ollama.ai/n/m"]
@@ -534,6 +537,7 @@ def test_names_that_cannot_be_listed_are_an_error_and_not_absent(closed: str, mo
     assert outcome.endswith(": Permission denied")
 
 
+@pytest.mark.slow
 def test_a_store_below_a_closed_folder_is_an_error() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "closed" / "store")

@@ -96,6 +96,7 @@ def test_exclusive_locks_exclude_all_others(
         pass
 
 
+@pytest.mark.slow
 def test_waits_for_the_lock(store: LocalStore) -> None:
     store.lock_timeout = 30
     order: list[str] = []
@@ -113,11 +114,13 @@ def _note(store: LocalStore, order: list[str]) -> None:
         order.append("second")
 
 
+@pytest.mark.slow
 def test_threads_of_one_process_exclude_each_other_too(store: LocalStore) -> None:
     with store.shared_lock(), store.shared_lock(), pytest.raises(StoreBusy):
         store.exclusive_lock().__enter__()
 
 
+@pytest.mark.slow
 def test_a_lease_lists_the_blobs_that_it_holds(store: LocalStore) -> None:
     with store.lease() as lease:
         lease.hold([A])
@@ -141,6 +144,7 @@ def test_leases_of_dead_processes_are_distinguished_from_living_ones(
     assert [path.name.partition("-")[0] for path in found.dead] == [str(dead.pid)]
 
 
+@pytest.mark.slow
 def test_a_lease_lives_as_long_as_a_forked_child(store: LocalStore) -> None:
     reader, writer = os.pipe()
     with store.lease() as lease:
@@ -158,6 +162,7 @@ def test_a_lease_lives_as_long_as_a_forked_child(store: LocalStore) -> None:
     assert store.read_leases().digests == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [b"\xff" * 65, b"zz", A.hex.encode(), b"\n" * 70])
 def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
     with store.lease() as lease:
@@ -165,6 +170,7 @@ def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
         assert not store.read_leases().digests & {A, B, C}
 
 
+@pytest.mark.slow
 def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> None:
     store.folder("leases").mkdir(parents=True)
     (store.folder("leases") / "1-a").symlink_to(tmp_path / "other")
@@ -172,6 +178,7 @@ def test_a_symbolic_link_is_not_a_lease(store: LocalStore, tmp_path: Path) -> No
         store.read_leases()
 
 
+@pytest.mark.slow
 def test_a_pipe_among_the_leases_is_not_waited_for(store: LocalStore) -> None:
     store.folder("leases").mkdir(parents=True)
     pipe = store.folder("leases") / "1-a"
@@ -179,6 +186,7 @@ def test_a_pipe_among_the_leases_is_not_waited_for(store: LocalStore) -> None:
     assert store.read_leases() == ({}, [pipe])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lease", "reading_lease"])
 def test_no_lease_begins_while_another_process_removes_blobs(store: LocalStore, way: str) -> None:
     """That process would take a lease that is not locked yet for one of a dead process."""
@@ -188,6 +196,7 @@ def test_no_lease_begins_while_another_process_removes_blobs(store: LocalStore, 
     assert list(store.folder("leases").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_lease_does_not_grow_while_another_process_removes_blobs(store: LocalStore) -> None:
     """That process has read the lease already."""
     with store.lease() as lease:
@@ -196,6 +205,7 @@ def test_a_lease_does_not_grow_while_another_process_removes_blobs(store: LocalS
         assert store.read_leases().digests == set()
 
 
+@pytest.mark.slow
 def test_the_exclusive_lock_is_taken_on_a_file_that_is_open_for_writing(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +222,7 @@ def test_the_exclusive_lock_is_taken_on_a_file_that_is_open_for_writing(
         assert modes == {fcntl.LOCK_EX | fcntl.LOCK_NB: os.O_RDWR}
 
 
+@pytest.mark.slow
 def test_readers_without_folders_or_permission_get_no_lease() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder)
@@ -226,6 +237,7 @@ def test_readers_without_folders_or_permission_get_no_lease() -> None:
         assert sandbox.call(read, unprivileged=True) == "read"
 
 
+@pytest.mark.slow
 def test_readers_get_no_lease_while_the_store_is_busy(store: LocalStore) -> None:
     store.lease().close()
     with store.exclusive_lock(), store.lease_if_writable([A]):
@@ -234,6 +246,7 @@ def test_readers_get_no_lease_while_the_store_is_busy(store: LocalStore) -> None
         assert store.read_leases().digests == {A}
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_keep_the_lock(store: LocalStore) -> None:
     reader, writer = os.pipe()
     with store.exclusive_lock():
@@ -249,6 +262,7 @@ def test_a_forked_process_does_not_keep_the_lock(store: LocalStore) -> None:
     os.waitpid(child, 0)
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_end_what_its_parent_holds(store: LocalStore) -> None:
     def leave() -> None:
         lock.close()
@@ -263,6 +277,7 @@ def test_a_forked_process_does_not_end_what_its_parent_holds(store: LocalStore) 
             store.shared_lock().__enter__()
 
 
+@pytest.mark.slow
 def test_a_running_import_waits_longer_for_the_lock(store: LocalStore) -> None:
     with store.ingest() as ingest, store.lease() as lease:
         holding = contextlib.ExitStack()
@@ -279,6 +294,7 @@ def test_a_running_import_waits_longer_for_the_lock(store: LocalStore) -> None:
             assert found.result(60) is None
 
 
+@pytest.mark.slow
 def test_an_import_that_is_stopped_waits_no_longer_for_the_lock(store: LocalStore) -> None:
     with store.ingest() as ingest, store.exclusive_lock(), ThreadPoolExecutor(1) as pool:
         found = pool.submit(ingest.find, A, 1)
@@ -287,6 +303,7 @@ def test_an_import_that_is_stopped_waits_no_longer_for_the_lock(store: LocalStor
             found.result(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_an_error(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int
@@ -306,12 +323,14 @@ def test_a_file_system_without_locks_is_an_error(
         assert not any(store.folder("leases").iterdir())
 
 
+@pytest.mark.slow
 def test_a_pickled_store_has_the_same_locks(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
     with again.exclusive_lock(), pytest.raises(StoreBusy):
         store.shared_lock().__enter__()
 
 
+@pytest.mark.slow
 def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +349,7 @@ def test_a_lease_that_ends_while_leases_are_read_hides_no_other(
         assert store.read_leases().digests == {A}
 
 
+@pytest.mark.slow
 def test_a_lease_waits_for_a_process_that_tests_its_lock(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +368,7 @@ def test_a_lease_waits_for_a_process_that_tests_its_lock(
         assert store.read_leases().digests == {A}
 
 
+@pytest.mark.slow
 def test_a_forked_process_cannot_write_to_the_files_of_a_lease(store: LocalStore) -> None:
     store.folder("temporary").mkdir(parents=True, exist_ok=True)
     with store.lease() as lease:
@@ -369,6 +390,7 @@ def test_a_forked_process_cannot_write_to_the_files_of_a_lease(store: LocalStore
         assert path.read_bytes() == b"of the parent"
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_keep_the_lease_of_an_import_alive(store: LocalStore) -> None:
     lease = store._locks.lease(is_import=True)
     lease.hold([A])

@@ -62,6 +62,7 @@ def test_warns_of_a_name_that_another_user_published(store: LocalStore) -> None:
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root writes to the stores of others")
 
 
+@pytest.mark.slow
 @only_root
 def test_what_root_adds_to_the_store_of_another_user_locks_that_user_out_of_nothing() -> None:
     with sandbox.common_folder() as folder:

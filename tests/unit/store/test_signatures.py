@@ -17,11 +17,6 @@ from tests.support.frozen import put
 MANIFEST = Digest.of(b"manifest")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
 def age(store: LocalStore) -> None:
     """Make all signatures old enough for gc."""
     old = time.time() - 7200

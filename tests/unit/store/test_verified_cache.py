@@ -267,6 +267,7 @@ def test_entries_that_another_process_has_written_are_kept(store: LocalStore) ->
     assert has(store, OTHER)
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_is_not_an_error(store: LocalStore) -> None:
     def run() -> bool:
         note(store)

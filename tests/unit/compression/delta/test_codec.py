@@ -58,6 +58,7 @@ def round_trip(tensor: Array, base: Array, dtype: DType, settings: DeltaSettings
     return stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
 @pytest.mark.parametrize("dtype", [*_FLOATS, *_OTHERS])
 def test_any_bits_survive_a_round_trip_with_any_base(dtype: DType, settings: DeltaSettings) -> None:
@@ -89,6 +90,7 @@ def test_non_finite_values_survive_a_round_trip() -> None:
     round_trip(tensor, base, DType.F32)
 
 
+@pytest.mark.slow
 @given(st.data())
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_gives_back_steps_of_any_size(data: st.DataObject) -> None:
@@ -153,6 +155,7 @@ def test_unchanged_rows_take_no_space(count: int) -> None:
     assert few < whole / 9 + 100
 
 
+@pytest.mark.slow
 def test_scattered_equal_blocks_are_left_out() -> None:
     base, tensor = fine_tuned(1 << 16, 1e-3)
     touched = np.repeat(np.random.default_rng(0).random(1 << 10) < 0.3, 64)
@@ -201,6 +204,7 @@ def test_sparse_steps_of_small_weights_take_less_in_classes() -> None:
     assert small < 0.9 * fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
 @pytest.mark.parametrize("dtype", [*_FLOATS, *_OTHERS])
 def test_sparse_steps_of_any_type_survive_a_round_trip(
@@ -214,6 +218,7 @@ def test_sparse_steps_of_any_type_survive_a_round_trip(
             round_trip(np.where(tensor == base, base, other), base, dtype, settings)
 
 
+@pytest.mark.slow
 @given(st.data())
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_another_reader_decodes_any_sparse_steps(data: st.DataObject) -> None:
@@ -238,6 +243,7 @@ def test_one_changed_element_takes_a_few_bytes(place: int, settings: DeltaSettin
     assert len(round_trip(tensor, base, DType.BF16, settings)) < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [FAST, SMALL], ids=["fast", "small"])
 def test_flipped_bits_of_listed_differences_raise_no_other_error(settings: DeltaSettings) -> None:
     base, tensor = sparse(3001, 0.05)
@@ -292,6 +298,7 @@ def test_every_shorter_chunk_is_refused(dtype: DType) -> None:
         decode_chunk(memoryview(stored + b"\0"), base, dtype, np.empty_like(base))
 
 
+@pytest.mark.slow
 def test_flipped_bits_raise_no_other_error() -> None:
     base, tensor = fine_tuned(2500, 3e-3)
     tensor[7] ^= 0x7FFF

@@ -61,6 +61,7 @@ def test_an_update_of_full_rank_is_not_predicted() -> None:
     assert fit(bf16(wide + noise), base, DType.BF16, _COLUMNS) is None
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_high_rank_is_predicted_by_as_many_factors() -> None:
     random = np.random.default_rng(0)
     side = 1024

@@ -43,6 +43,7 @@ def create(store: LocalStore, tmp_path: Path, experts: ExpertForm, dtype: Any, i
     blobstore.create(source, "m", store=store, quantize=item, policy="uniform", experts=experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize(
     ("dtype", "item"), [("bfloat16", "int4"), (np.float16, "int8"), (np.float32, "mxfp8")]

@@ -68,6 +68,7 @@ def test_rejects_every_cut() -> None:
         refused(INTACT[:size])
 
 
+@pytest.mark.slow
 def test_rejects_every_flipped_bit_of_prefix_table_and_footer() -> None:
     members = range(len(PREFIX), len(PREFIX) + sum(map(len, _STORED)))
     for place in set(range(len(INTACT))) - set(members):

@@ -72,6 +72,7 @@ def left(path: Path) -> list[str]:
     return sorted(os.listdir(path.parent))
 
 
+@pytest.mark.slow
 def test_packs_everything_that_the_models_need_once(store: LocalStore, path: Path) -> None:
     packed = pack_models(EVERYONE, path, store=store)
     wanted = {
@@ -95,6 +96,7 @@ def test_packs_everything_that_the_models_need_once(store: LocalStore, path: Pat
     assert list(store.folder("leases").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
     pack_models(EVERYONE, path, store=store)
     read = read_archive(path.read_bytes())
@@ -111,6 +113,7 @@ def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
     assert set(read.bases.values()) <= alone.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("one",), EVERYONE])
 def test_equal_models_give_equal_bytes(
     store: LocalStore, path: Path, frozen: tuple[str, ...]
@@ -184,6 +187,7 @@ def test_compresses_a_delta_again_if_its_base_is_not_packed(store: LocalStore, p
     assert left(path) == ["family.bsar"]
 
 
+@pytest.mark.slow
 def test_packs_the_base_of_several_models_without_a_name(store: LocalStore, path: Path) -> None:
     freeze_models(CHILDREN, store=store, base="base")
     remove_models(["base"], store=store)
@@ -342,6 +346,7 @@ def test_progress_ends_at_the_total(store: LocalStore, path: Path, names: tuple[
     assert reports == sorted(reports)
 
 
+@pytest.mark.slow
 def test_a_lease_keeps_blobs_while_they_are_packed(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +361,7 @@ def test_a_lease_keeps_blobs_while_they_are_packed(
     assert collect_garbage(store, older_than=0, force=True).blobs
 
 
+@pytest.mark.slow
 def test_compresses_blobs_that_are_thawed_while_packing(
     store: LocalStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +391,7 @@ def test_writes_no_archive_with_a_base_that_became_unneeded(
     assert left(path) == []
 
 
+@pytest.mark.slow
 def test_packs_from_a_read_only_store(tmp_path: Path, path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 4 * 2**20) as disk:
         store = LocalStore(disk / "store")

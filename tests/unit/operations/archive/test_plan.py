@@ -141,6 +141,7 @@ def test_copies_cold_forms_with_their_bases(store: LocalStore) -> None:
     assert edges(blobs)["one:latest: layer 'l0'"] == "base:latest: layer 'l0'"
 
 
+@pytest.mark.slow
 def test_adds_no_base_for_a_single_model(store: LocalStore) -> None:
     freeze_models(["base", *CHILDREN], store=store, base="base")
     blobs = planned(store, "one")
@@ -205,6 +206,7 @@ def test_plans_equal_tensors_of_other_names_as_a_delta(store: LocalStore) -> Non
     )
 
 
+@pytest.mark.slow
 def test_does_not_add_an_unreadable_base(store: LocalStore) -> None:
     freeze_models(CHILDREN, store=store, base="base")
     base = layers(store, "base")["l0"]
@@ -218,6 +220,7 @@ def test_does_not_add_an_unreadable_base(store: LocalStore) -> None:
     assert {key.rpartition(" ")[2] for key in found} == {"'l1'", "'l2'"}
 
 
+@pytest.mark.slow
 def test_does_not_copy_a_chain_of_deltas(store: LocalStore) -> None:
     freeze_models(["one"], store=store, base="base")
     base, other = layers(store, "base")["l0"], layers(store, "two")["l0"]

@@ -304,6 +304,7 @@ def test_rejects_invalid_arguments(path: Path, store: LocalStore) -> None:
     assert not store.root.exists()
 
 
+@pytest.mark.slow
 def test_unpacks_frozen_models_hot(store: LocalStore, tmp_path: Path) -> None:
     other = LocalStore(tmp_path / "other")
     packed_family(other, tmp_path / "hot.bsar")

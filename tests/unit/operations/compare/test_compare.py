@@ -134,6 +134,7 @@ def test_measures_known_errors_exactly(store: LocalStore) -> None:
     assert compared.relative_error == found.relative_error
 
 
+@pytest.mark.slow
 def test_measures_a_tensor_the_same_in_several_pieces(store: LocalStore) -> None:
     base = numbers(1100, 1024)  # more than one piece of rows, and not a multiple of a block
     make(store, "plain", {MATRIX: base})

@@ -158,6 +158,7 @@ def test_experts_are_equal_in_either_form(store: LocalStore, forms: tuple[str, s
     assert all(item.is_same for item in found.files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int4", "nvfp4", "mxfp8"])
 def test_quantized_experts_are_equal_in_either_form(store: LocalStore, quantize: str) -> None:
     changed = quantizable_tensors()

@@ -57,6 +57,7 @@ def test_copies_sources_one_after_another() -> None:
     assert converted(recipe, arrays, step=2) == bytes([3, 4, 5, 0, 1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [10**9, 1000, 33])
 @pytest.mark.parametrize(("name", "group_size"), [("int4", 32), ("int8", 128), ("nvfp4", 16)])
 def test_quantizes_pieces_of_any_size(name: str, group_size: int, step: int) -> None:

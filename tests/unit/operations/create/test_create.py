@@ -124,6 +124,7 @@ def test_the_config_blob_lists_the_capabilities_of_the_model(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 def test_shards_order_and_threads_do_not_change_the_result(
     tmp_path: Path, experts: ExpertForm
@@ -415,6 +416,7 @@ def test_progress_never_decreases_for_a_blob_that_is_read_twice(
 # Damaged blobs in the store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, flip_header, truncate])
 @pytest.mark.parametrize("layer", ["mask", "LICENSE", f"{EXPERTS}.experts", ""])
 def test_an_import_replaces_a_damaged_blob(
@@ -468,6 +470,7 @@ def test_an_import_that_fails_leaves_a_damaged_blob(
     assert not list(store.folder("temporary").iterdir())
 
 
+@pytest.mark.slow
 def test_blobs_that_were_verified_are_not_read_again(
     folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_the_command_prints_a_table_and_its_status_tells(
     run("create", models, exit_code=2)
 
 
+@pytest.mark.slow
 def test_importing_a_model_reads_no_manifest_of_another(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

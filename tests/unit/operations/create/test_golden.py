@@ -54,6 +54,7 @@ def test_creates_the_tensor_layers_that_ollama_creates(
     assert tensor_layers(store) == golden_layers(model, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["packed", "stacked"])
 def test_an_exported_folder_gives_the_same_layers(
     form: ExpertForm, store: LocalStore, tmp_path: Path
@@ -65,6 +66,7 @@ def test_an_exported_folder_gives_the_same_layers(
     assert tensor_layers(again) == golden_layers("moe", form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "quant_type", "group_size"),
     [("dense", "int4", 64), ("dense", "nvfp4", None), ("moe", "int4", 64)],

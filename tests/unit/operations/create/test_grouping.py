@@ -193,6 +193,7 @@ def test_plans_hostile_names_quickly() -> None:
         assert len(plan_blobs(specs(*names), experts=experts)) == len(names)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from(["packed", "stacked"]))
 def test_the_plan_depends_on_the_set_of_names_alone(
     data: st.DataObject, experts: ExpertForm

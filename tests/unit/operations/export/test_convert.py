@@ -151,6 +151,7 @@ def test_reports_progress_up_to_the_total(tmp_path: Path) -> None:
     assert steps[-1][1:] == (total, total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_writes_the_same_file_with_any_number_of_threads(tmp_path: Path, jobs: int) -> None:
     tensors = {f"t{number}": torch.full((1 << 21,), float(number)) for number in range(7)}

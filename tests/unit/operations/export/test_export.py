@@ -305,6 +305,7 @@ def test_the_weights_of_a_single_diffusers_model_have_its_file_name(
     assert raw_tensors(out / file) == raw_tensors(source / file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

@@ -36,6 +36,7 @@ def kept(tmp_path: Path, store: LocalStore) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_kept_files_are_exported_unchanged(store: LocalStore, kept: Path, out: Path) -> None:
     exported = export_model("k", out, store=store)
     assert (exported.files, exported.tensors, exported.shards) == (3, 0, 0)
@@ -43,6 +44,7 @@ def test_kept_files_are_exported_unchanged(store: LocalStore, kept: Path, out: P
         assert filecmp.cmp(kept / name, out / name, shallow=False)
 
 
+@pytest.mark.slow
 def test_a_damaged_kept_file_is_not_exported(store: LocalStore, kept: Path, out: Path) -> None:
     del kept
     blob = Path(store.blob_path(Digest.of(b"opaque")))
@@ -53,6 +55,7 @@ def test_a_damaged_kept_file_is_not_exported(store: LocalStore, kept: Path, out:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_large_kept_files_are_linked_and_small_ones_copied(
     store: LocalStore, kept: Path, out: Path
 ) -> None:
@@ -63,6 +66,7 @@ def test_large_kept_files_are_linked_and_small_ones_copied(
     assert filecmp.cmp(kept / "x.gguf", out / "x.gguf", shallow=False)
 
 
+@pytest.mark.slow
 def test_kept_files_are_verified_shared_and_diffed(store: LocalStore, kept: Path) -> None:
     again = create(kept, "again", store=store, keep=["*"])
     assert again.bytes_written < 1000
@@ -75,11 +79,13 @@ def test_kept_files_are_verified_shared_and_diffed(store: LocalStore, kept: Path
         assert model.file_path("x.gguf") == Path(store.blob_path(digest))
 
 
+@pytest.mark.slow
 def test_a_model_of_kept_files_alone_has_nothing_to_quantize(store: LocalStore, kept: Path) -> None:
     with pytest.raises(UsageError, match="has no tensors, so there is nothing to quantize"):
         create(kept, "q", store=store, keep=["*.gguf"], quantize="int4")
 
 
+@pytest.mark.slow
 def test_kept_files_survive_an_archive(store: LocalStore, kept: Path, tmp_path: Path) -> None:
     pack_models(["k"], tmp_path / "k.bsar", store=store)
     other = LocalStore(tmp_path / "other")
@@ -88,6 +94,7 @@ def test_kept_files_survive_an_archive(store: LocalStore, kept: Path, tmp_path: 
     assert filecmp.cmp(kept / "x.gguf", tmp_path / "out" / "x.gguf", shallow=False)
 
 
+@pytest.mark.slow
 def test_kept_files_are_repaired_from_their_source(store: LocalStore, kept: Path) -> None:
     large = store.resolve("k").layers[-2].digest
     for digest in (Digest.of(b"opaque"), large):
@@ -97,6 +104,7 @@ def test_kept_files_are_repaired_from_their_source(store: LocalStore, kept: Path
     assert verify_models([], store=store).faults == ()
 
 
+@pytest.mark.slow
 def test_kept_files_are_read_in_pieces(store: LocalStore, kept: Path) -> None:
     tracemalloc.start()
     create(kept, "large", store=store, keep=["*.gguf"])

@@ -349,6 +349,7 @@ def test_quantized_weights_have_the_names_of_mlx(
         assert path.is_symlink() == (next(iter(raw_tensors(path))) in plain)
 
 
+@pytest.mark.slow
 def test_copies_only_tensors_that_mlx_has_in_another_order(
     store: LocalStore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

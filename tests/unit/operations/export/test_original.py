@@ -163,6 +163,7 @@ def single(tmp_path: Path, name: str = "model.safetensors", tensors: str = "a b"
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_every_file_comes_back(
@@ -187,6 +188,7 @@ def altered(data: bytes) -> bytes:
     return data[:end] + bytes(byte ^ (place % 9 == 0) for place, byte in enumerate(data[end:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("model", ["moe", "ct-nvfp4"])
 def test_files_come_back_from_deltas_in_another_store(
@@ -330,6 +332,7 @@ def test_an_index_of_checkpoints_that_are_left_out_is_left_out(
     assert list(contents(tmp_path / "out")) == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_header_of_the_largest_size_comes_back(store: LocalStore, tmp_path: Path) -> None:
     path = single(tmp_path)
     short = file_of(weights("a b"))
@@ -457,6 +460,7 @@ def with_header(data: bytes, size: int | None = None) -> Callable[[RecordedFile]
     return lambda file: file._replace(start=data[:end], size=len(data) if size is None else size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

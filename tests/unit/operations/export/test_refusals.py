@@ -105,6 +105,7 @@ def test_rejects_a_model_without_tensors(
         write(NAME, out, store=store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -145,6 +146,7 @@ GATE = "model.layers.0.mlp.experts.gate_proj.weight"
 NAMES = [f"x.{number}" for number in range(12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

@@ -50,6 +50,7 @@ def test_chooses_the_most_similar_of_several_models(store: LocalStore) -> None:
     assert found(store) == "base"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "base"),
     [
@@ -105,6 +106,7 @@ def test_finds_a_base_among_many_models_of_the_same_layers(tmp_path: Path) -> No
     assert len(bases) == 12
 
 
+@pytest.mark.slow
 def test_the_time_grows_with_the_number_of_models(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

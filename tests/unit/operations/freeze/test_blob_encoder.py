@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,6 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, layer, steps, tuned, weights
 from tests.support.models import add_blobs, blob
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 def add(store: LocalStore, data: bytes) -> BlobId:

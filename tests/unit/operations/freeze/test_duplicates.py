@@ -100,6 +100,7 @@ def test_a_renamed_tensor_is_stored_once(store: LocalStore, form: str) -> None:
 SEEDS = range(4)  # so that digests are in either order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_prefers_a_base_that_is_not_being_frozen(store: LocalStore, seed: int) -> None:
     other = put(store, "other", {"a": weights(seed)})
@@ -173,6 +174,7 @@ def test_a_false_duplicate_does_not_hide_a_real_one(store: LocalStore) -> None:
     assert_whole(store, blobs)
 
 
+@pytest.mark.slow
 def test_a_nearly_equal_tensor_is_no_duplicate(store: LocalStore) -> None:
     count = 4_000_000
     data = bytearray(weights(1, count))
@@ -248,6 +250,7 @@ def experts_of(seed: int) -> Arrays:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["packed", "stacked"])
 @pytest.mark.parametrize("is_together", [False, True])
 def test_packed_and_stacked_experts_are_stored_once(
@@ -304,6 +307,7 @@ def test_a_group_with_deltas_does_not_become_a_duplicate(store: LocalStore) -> N
     assert_whole(store, {layers(store, "tuned")[group].digest: tuned_pair})
 
 
+@pytest.mark.slow
 def test_reads_only_blobs_of_the_same_sizes_and_other_names(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,6 @@ from blobstore.errors import (
     BlobDamaged,
     InvalidManifest,
     ModelNotFound,
-    StoreBusy,
     StoreError,
     UsageError,
 )
@@ -73,6 +72,7 @@ def assert_whole(store: LocalStore, name: str, seeds: dict[str, int]) -> None:
             }
 
 
+@pytest.mark.slow
 def test_frozen_models_take_less_space_and_read_the_same(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
     frozen = freeze_models(["a"], store=store)
@@ -87,6 +87,7 @@ def test_frozen_models_take_less_space_and_read_the_same(store: LocalStore) -> N
     assert list(store.folder("leases").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_many_frozen_blobs_need_few_descriptors(store: LocalStore) -> None:
     put(store, "a", {f"t{number}": number for number in range(100)})
     freeze_models(["a"], store=store)
@@ -173,6 +174,7 @@ def test_blobs_shared_with_a_hot_model_stay_hot(store: LocalStore) -> None:
     assert not store.has_cold(layers(store, "a")["x"].digest)
 
 
+@pytest.mark.slow
 def test_shared_blobs_are_frozen_with_the_last_model(store: LocalStore) -> None:
     put(store, "a", {"x": 1, "y": 2})
     put(store, "b", {"x": 1, "z": 3})
@@ -211,13 +213,6 @@ def test_leased_blobs_stay_hot(store: LocalStore) -> None:
     assert outcomes(freeze_models(["a"], store=store)) == {"x": "frozen", "y": "cold"}
 
 
-def test_needs_the_exclusive_lock(store: LocalStore) -> None:
-    put(store, "a", {"x": 1})
-    with store.shared_lock(), pytest.raises(StoreBusy):
-        freeze_models(["a"], store=store)
-    assert forms_of(store, "a") == {"x": "hot"}
-
-
 def test_an_open_model_stays_readable(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     with blobstore.open("a", store=store) as model:
@@ -250,6 +245,7 @@ def test_reports_a_missing_blob(store: LocalStore) -> None:
         assert len(frozen.faults) == 1
 
 
+@pytest.mark.slow
 def test_replaces_a_damaged_cold_blob_if_the_hot_one_is_intact(store: LocalStore) -> None:
     put(store, "a", {"x": 1})
     freeze_models(["a"], store=store, keep_hot=True)
@@ -385,6 +381,7 @@ def test_freezes_on_a_disk_without_space_for_the_index_which_gets_its_entries_af
     assert all(store.cold_index.has(*item) for item in store.cold_files().items())
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_all_blobs_intact(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
         store = LocalStore(disk / "store")
@@ -445,6 +442,7 @@ def test_a_dry_run_promises_no_gain_below_a_block(
         assert outcomes(freeze_models(["a"], store=store, dry_run=True)) == {"x": outcome}
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_large_blobs_reads_samples(store: LocalStore) -> None:
     data = weights(1, 4_000_000)
     add_blobs(store, "a", {"x": layer("x", data)})
@@ -541,6 +539,7 @@ def test_create_reuses_frozen_blobs(store: LocalStore, tmp_path: Path) -> None:
     assert_whole(store, "a", {"x": 1})
 
 
+@pytest.mark.slow
 def test_a_store_with_frozen_models_can_be_copied(store: LocalStore, tmp_path: Path) -> None:
     put(store, "a", {"x": 1})
     freeze_models(["a"], store=store)
@@ -581,6 +580,7 @@ def assert_child_intact(family: LocalStore, name: str = CHILD, step: int = 10) -
                 assert model[key].tobytes() == tuned(step, seed)
 
 
+@pytest.mark.slow
 def test_a_fine_tune_is_stored_as_deltas_against_its_base_model(family: LocalStore) -> None:
     alone = freeze_models([CHILD], store=family, find_base=False, dry_run=True)
     frozen = freeze_models([CHILD], store=family)
@@ -592,6 +592,7 @@ def test_a_fine_tune_is_stored_as_deltas_against_its_base_model(family: LocalSto
     assert verify_models(store=family).faults == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [["base", CHILD], [CHILD, "base"]])
 def test_freezes_a_family_of_models_together(family: LocalStore, order: list[str]) -> None:
     put_child(family, SIBLING, 11)
@@ -610,6 +611,7 @@ def test_freezes_a_family_of_models_together(family: LocalStore, order: list[str
     assert set(forms_of(family, CHILD).values()) == {"hot"}
 
 
+@pytest.mark.slow
 def test_a_base_never_becomes_a_delta(family: LocalStore) -> None:
     freeze_models([CHILD], store=family, base="base")
     frozen = freeze_models(["base"], store=family, base=CHILD)
@@ -618,6 +620,7 @@ def test_a_base_never_becomes_a_delta(family: LocalStore) -> None:
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_a_delta_never_becomes_a_base(family: LocalStore) -> None:
     freeze_models([CHILD], store=family, base="base")
     put_child(family, SIBLING, 11)
@@ -654,6 +657,7 @@ def test_a_blob_that_becomes_a_base_while_it_is_frozen_does_not_become_a_delta(
     assert_child_intact(family, SIBLING, 11)
 
 
+@pytest.mark.slow
 def test_a_base_that_becomes_a_delta_while_it_is_used_gets_no_delta(
     family: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -708,6 +712,7 @@ def test_rejects_a_base_model_that_does_not_exist(family: LocalStore) -> None:
         freeze_models([CHILD], store=family, base="none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_blobs_of_a_base_outlive_its_name(family: LocalStore, is_frozen: bool) -> None:
     freeze_models([CHILD, "base"] if is_frozen else [CHILD], store=family, base="base")
@@ -889,6 +894,7 @@ def damage_lost_base(family: LocalStore, form: str) -> Descriptor:
     return item
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hot", "cold", "pinned", "hot and cold"])
 @pytest.mark.parametrize("origin", ["folder", "store", "nothing"])
 def test_verify_finds_and_repair_repairs_a_damaged_base_without_a_model(
@@ -944,6 +950,7 @@ def test_uses_the_base_that_the_model_card_names(family: LocalStore, tmp_path: P
     assert frozen.bases == ((Reference.parse("mine"), Reference.parse(SIBLING)),)
 
 
+@pytest.mark.slow
 def test_a_fine_tune_can_be_created_again_after_its_base_was_removed(family: LocalStore) -> None:
     """No unusable cold blob is left over."""
     freeze_models([CHILD], store=family, base="base")
@@ -968,6 +975,7 @@ def lose_like_ollama(family: LocalStore, name: str) -> None:
         Path(file).unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_a_base_survives_a_program_that_removes_unreferenced_blobs(family: LocalStore) -> None:
     freeze_models([CHILD], store=family, base="base")
     assert pins(family) == {item.digest.file_name for item in layers(family, "base").values()}
@@ -982,6 +990,7 @@ def test_a_base_survives_a_program_that_removes_unreferenced_blobs(family: Local
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_a_thawed_base_survives_such_a_program_too(family: LocalStore) -> None:
     freeze_models([CHILD, "base"], store=family, base="base")
     assert pins(family) == set()
@@ -992,6 +1001,7 @@ def test_a_thawed_base_survives_such_a_program_too(family: LocalStore) -> None:
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_freezing_a_base_removes_its_second_link(family: LocalStore) -> None:
     freeze_models([CHILD], store=family, base="base")
     freeze_models(["base"], store=family)
@@ -1000,6 +1010,7 @@ def test_freezing_a_base_removes_its_second_link(family: LocalStore) -> None:
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_without_hard_links_only_cold_blobs_are_bases(
     family: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1021,6 +1032,7 @@ def test_without_hard_links_only_cold_blobs_are_bases(
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_a_damaged_base_is_not_used(family: LocalStore) -> None:
     """Once the base is repaired, a delta against the wrong bytes would be lost."""
     path = family.blob_path(layers(family, "base")["x"].digest)
@@ -1033,6 +1045,7 @@ def test_a_damaged_base_is_not_used(family: LocalStore) -> None:
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_repairing_a_base_restores_its_second_link(family: LocalStore, tmp_path: Path) -> None:
     freeze_models([CHILD], store=family, base="base")
     export_model("base", tmp_path / "source", store=family)
@@ -1049,6 +1062,7 @@ def test_repairing_a_base_restores_its_second_link(family: LocalStore, tmp_path:
     assert_child_intact(family)
 
 
+@pytest.mark.slow
 def test_gc_keeps_the_base_of_a_model_that_is_frozen_again_between_batches(
     family: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1101,6 +1115,7 @@ def put_family(store: LocalStore, code: str) -> dict[str, bytes]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "level", "most"),
     [("BF16", "fast", 0.25), ("BF16", "small", 0.25), ("F32", "fast", 0.6), ("F32", "small", 0.6)],

@@ -13,7 +13,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.files import sync_folder
-from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreBusy, StoreError
+from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze import batches, thaw
 from blobstore.operations.freeze.freeze import freeze_models
@@ -105,12 +105,6 @@ def test_neither_replaces_nor_trusts_a_file_that_another_process_has_written(
     assert thaw_models(["a"], store=store).blobs == 1
     assert forms_of(store, "a") == {"x": "both", "y": "hot"}
     assert path.read_bytes() == b"the bytes of another process"
-
-
-def test_needs_the_exclusive_lock(store: LocalStore) -> None:
-    with store.shared_lock(), pytest.raises(StoreBusy):
-        thaw_models(["a"], store=store)
-    assert forms_of(store, "a") == {"x": "cold", "y": "cold"}
 
 
 def test_blobs_are_leased_while_they_are_thawed(store: LocalStore) -> None:
@@ -207,6 +201,7 @@ def test_an_interrupt_leaves_every_blob_intact(store: LocalStore) -> None:
     assert list(store.folder("temporary").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_all_blobs_cold(tmp_path: Path) -> None:
     with sandbox.small_disk(tmp_path / "disk", 2 * 2**20) as disk:
         store = LocalStore(disk / "store")

@@ -15,6 +15,7 @@ from blobstore.errors import MissingLibrary, UsageError
 from blobstore.operations.ingest.executors import open_executor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["threads", "threads:3", "processes:1"])
 def test_an_engine_runs_functions(name: str) -> None:
     with open_executor(name) as make, make() as executor:

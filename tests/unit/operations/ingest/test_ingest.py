@@ -90,6 +90,7 @@ def engine(request: pytest.FixtureRequest, name: str) -> str:
     return request.getfixturevalue("scheduler") if name == "dask" else name  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["threads:2", "processes:2", "dask"])
 def test_every_engine_makes_the_store_that_single_imports_make(
     items: list[Item], expected: LocalStore, store: LocalStore, request: Any, name: str
@@ -206,6 +207,7 @@ def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "deaths"
 
 
+@pytest.mark.slow
 def test_models_whose_workers_always_die_are_reported_and_leave_nothing_that_gc_does_not_remove(
     items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
 ) -> None:
@@ -226,6 +228,7 @@ def test_models_whose_workers_always_die_are_reported_and_leave_nothing_that_gc_
     assert_equal(store, expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_always_kills_its_worker_does_not_keep_others_from_being_imported(
     items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
 ) -> None:
@@ -240,6 +243,7 @@ def test_a_model_that_always_kills_its_worker_does_not_keep_others_from_being_im
     assert_equal(store, expected)
 
 
+@pytest.mark.slow
 def test_models_whose_workers_die_once_are_imported_by_others(
     items: list[Item], expected: LocalStore, store: LocalStore, deaths: Path
 ) -> None:
@@ -267,6 +271,7 @@ def _workers() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads:1", "processes:1"])
 def test_workers_wait_for_locks_as_long_as_the_store_says(
     items: list[Item], store: LocalStore, executor: str
@@ -310,6 +315,7 @@ def test_a_list_has_sources_and_names(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "message"),
     [

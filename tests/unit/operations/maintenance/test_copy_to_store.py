@@ -34,11 +34,6 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "other")
-
-
 def files_of(store: LocalStore) -> list[Path]:
     return [path for path in store.folder("blobs").rglob("*") if path.is_file()]
 

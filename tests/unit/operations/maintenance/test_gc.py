@@ -115,6 +115,7 @@ def test_a_dry_run_reports_the_same_and_removes_nothing(store: LocalStore) -> No
     }
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_permission_to_write() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
@@ -531,6 +532,7 @@ def test_blobs_from_the_future_count_as_new(store: LocalStore) -> None:
     assert len(collect_garbage(store, older_than=0, force=True).blobs) == 1
 
 
+@pytest.mark.slow
 def test_refuses_to_remove_over_nine_tenths_of_the_blobs(store: LocalStore, tmp_path: Path) -> None:
     model_and_garbage(store, tmp_path, 0)
     model = len(list(store.folder("blobs").iterdir()))
@@ -605,6 +607,7 @@ def test_an_open_model_stays_whole_when_its_name_and_garbage_are_removed(
     assert list(store.folder("leases").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", READING, ids=str)
 def test_a_released_model_keeps_no_lease_and_no_descriptor(
     store: LocalStore, tmp_path: Path, options: dict[str, Any]
@@ -620,6 +623,7 @@ def test_a_released_model_keeps_no_lease_and_no_descriptor(
     assert open_files(ANYWHERE) == descriptors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", READING, ids=str)
 def test_a_model_opens_in_a_store_that_this_process_may_not_write_to(
     options: dict[str, Any],

@@ -197,13 +197,6 @@ def test_nothing_is_collected_or_removed_during_the_change(
     assert store.resolve(B)
 
 
-def test_a_name_needs_the_exclusive_lock(store: LocalStore, give: Give) -> None:
-    make(store, "a", b"one")
-    with store.shared_lock(), pytest.raises(StoreBusy):
-        give(A, B, store=store)
-    assert listed(store) == ["a:latest"]
-
-
 def test_works_in_a_store_of_ollama(store: LocalStore) -> None:
     add_gguf_model(store, "a")
     assert not store._layout.lock.parent.exists()
@@ -337,6 +330,7 @@ for what, action in ACTIONS.items():
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_step_leaves_every_name_whole(store: LocalStore) -> None:
     make(store, "a", b"one", b"two")
     with sandbox.start(KILLED, store.root) as process:
@@ -472,13 +466,6 @@ def test_a_folder_in_the_place_of_a_manifest_is_not_removed(store: LocalStore) -
     assert listed(store) == ["a:latest"]
 
 
-def test_removing_needs_the_exclusive_lock(store: LocalStore) -> None:
-    make(store, "a", b"one")
-    with store.shared_lock(), pytest.raises(StoreBusy):
-        remove_models(["a"], store=store)
-    assert listed(store) == ["a:latest"]
-
-
 def test_a_store_without_the_name_is_not_touched(store: LocalStore) -> None:
     with pytest.raises(ModelNotFound):
         remove_models(["a"], store=store)
@@ -488,6 +475,7 @@ def test_a_store_without_the_name_is_not_touched(store: LocalStore) -> None:
         remove_models(["a"], store=store)
 
 
+@pytest.mark.slow
 def test_reports_a_store_without_write_permission() -> None:
     with sandbox.common_folder() as folder:
         store = LocalStore(folder / "store")
@@ -555,6 +543,7 @@ print(done)
 """
 
 
+@pytest.mark.slow
 def test_names_change_while_garbage_is_collected(store: LocalStore, tmp_path: Path) -> None:
     rounds, stop = 25, tmp_path / "stop"
     make(store, "m:0", b"one", b"two")

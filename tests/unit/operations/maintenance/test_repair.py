@@ -100,6 +100,7 @@ def layers(repaired: Repaired) -> set[str]:
 # Each damage of each kind of blob
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("layer", [PLAIN, EXPERTS, "config.json", "merges.txt", ""])
 @pytest.mark.parametrize("from_store", [False, True], ids=["source", "store"])
@@ -134,6 +135,7 @@ def test_repairs_every_damage(
         assert quarantined(store)[0].read_bytes() == wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize("quantize", [None, "int4"])
 def test_repairs_a_complete_model_however_it_was_created(
@@ -806,6 +808,7 @@ def _write_source(folder: Path, kind: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -842,6 +845,7 @@ _GIVEN = {"exclude", "keep", "weights", "ignore_unindexed", "subtree", "skip_unr
 """Options that a damaged record does not say."""
 
 
+@pytest.mark.slow
 def test_a_damaged_record_needs_the_options_of_create(store: LocalStore, tmp_path: Path) -> None:
     source = _write_source(tmp_path / "source", "plain")
     create(source, "m", store=store, exclude=["READ*"])

@@ -68,6 +68,7 @@ def test_a_source_has_every_blob_of_its_model(
     assert set(tries.values()) == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["packed", "stacked"])
 @pytest.mark.parametrize(
     "options",
@@ -91,6 +92,7 @@ def test_finds_out_how_a_model_was_quantized(
     assert max(tries.values()) <= 2
 
 
+@pytest.mark.slow
 def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     overrides = ["*.experts.3.up_proj.weight=none"]
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4", overrides=overrides)
@@ -101,6 +103,7 @@ def test_overrides_must_be_given(store: LocalStore, tmp_path: Path) -> None:
     assert not left
 
 
+@pytest.mark.slow
 def test_an_override_that_fits_nothing_is_an_error(store: LocalStore, tmp_path: Path) -> None:
     folder = made(quantizable_tensors(), store, tmp_path, quantize="int4")
     origin = RebuiltBlobs(open_source(folder), overrides=["nothing=int8"])

@@ -529,6 +529,7 @@ def test_reports_which_blobs_are_damaged(store: LocalStore, tmp_path: Path) -> N
     assert len(verified.faults) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [False, True])
 def test_hot_blobs_are_intact_if_the_folder_of_cold_ones_cannot_be_read(quick: bool) -> None:
     with sandbox.common_folder() as folder:

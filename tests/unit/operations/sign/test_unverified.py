@@ -60,6 +60,7 @@ def pin(store: LocalStore, manifest: Digest) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_policy", [True, False])
 def test_a_remote_cannot_push_out_the_signature_of_a_model(
     store: LocalStore, key: KeyFiles, tmp_path: Path, has_policy: bool

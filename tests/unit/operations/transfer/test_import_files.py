@@ -127,6 +127,7 @@ def test_rejects_damaged_compression(fetched: Fetched, store: LocalStore, compre
             fetched.import_to(store)
 
 
+@pytest.mark.slow
 def test_a_tar_may_not_unpack_to_far_more_than_it_has(fetched: Fetched, store: LocalStore) -> None:
     bomb = gzip.compress(tar_of({"a": bytes(100 * 2**20)}))
     fetched.add("", bomb, "gzip")

@@ -39,6 +39,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return remote
 
 
+@pytest.mark.slow
 def test_an_unchanged_model_is_not_sent_again(origin: LocalStore, target: str) -> None:
     first = blobstore.push("m", target, store=origin, cold=True)
     assert (first.is_unchanged, first.cold_blobs) == (False, 2)
@@ -50,6 +51,7 @@ def test_an_unchanged_model_is_not_sent_again(origin: LocalStore, target: str) -
     assert verified.bytes_present == verified.bytes_verified == first.bytes_sent
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
     origin: LocalStore, target: str
 ) -> None:
@@ -64,6 +66,7 @@ def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(
             assert plan.bytes_sent - plan.bytes_cold == pushed.bytes_sent - pushed.bytes_cold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_progress_only_grows_and_ends_at_the_total(
     origin: LocalStore, target: str, dry_run: bool
@@ -82,6 +85,7 @@ def test_progress_only_grows_and_ends_at_the_total(
     assert {total for _, total in reports} == {reports[-1][0]}
 
 
+@pytest.mark.slow
 def test_the_rate_limit_counts_every_byte_of_blobs(
     origin: LocalStore, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +103,7 @@ def test_the_rate_limit_counts_every_byte_of_blobs(
     assert sum(spent) >= pushed.bytes_sent + pushed.bytes_verified
 
 
+@pytest.mark.slow
 def test_a_damaged_blob_is_named_and_not_published(
     origin: LocalStore, target: str, tmp_path: Path
 ) -> None:

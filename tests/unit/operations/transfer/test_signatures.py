@@ -38,11 +38,6 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "other")
-
-
-@pytest.fixture
 def key(tmp_path: Path) -> KeyFiles:
     return key_files(tmp_path)
 

@@ -137,6 +137,7 @@ def test_a_limit_of_no_layers_is_refused() -> None:
         plan_oci(model(), FACTS, max_layers=0)
 
 
+@pytest.mark.slow
 def test_a_manifest_over_the_limit_of_registries_is_refused_with_advice() -> None:
     data = model(30_000)
     with pytest.raises(RemoteRefused, match="packed, or push it with '--layout oci'"):

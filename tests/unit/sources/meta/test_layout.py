@@ -133,6 +133,7 @@ def test_rejects_shards_that_differ(
         maker.open()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shards", "keep_names"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -193,6 +193,7 @@ def test_rejects_params_without_a_key(maker: Maker, key: str) -> None:
         maker.open()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -20,6 +20,7 @@ from tests.support.meta_models import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 63, 64, 65, 200, 513, 5000])
 @pytest.mark.parametrize("block", [1 << 22, 300, 10])
 @pytest.mark.parametrize("shards", [1, 4])

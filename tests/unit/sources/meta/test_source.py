@@ -27,6 +27,7 @@ from tests.support.meta_models import (
 SHARDS = [1, 2, 4, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("embedding", [0, 1])
 @pytest.mark.parametrize("kv_heads", [8, 4, None])
@@ -79,6 +80,7 @@ def test_makes_the_same_config_for_any_number_of_shards(maker: Maker) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_calculates_what_meta_s_model_calculates(

@@ -384,6 +384,7 @@ def test_reads_archives_without_checksums(tmp_path: Path) -> None:
         assert read(checkpoint, "a") != raw(tensors["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_reads_archives_that_were_repacked(tmp_path: Path, method: int) -> None:
     tensors = odd_layouts() | every_type() | {"zeros": torch.zeros(100, 100)}
@@ -773,6 +774,7 @@ def test_rejects_tensors_that_repeat_their_elements_too_often(tmp_path: Path, na
     assert f"more than 16 times the file's {path.stat().st_size}" in refusal(path)
 
 
+@pytest.mark.slow
 def test_rejects_compressed_storages_that_become_too_large(tmp_path: Path) -> None:
     path = save(tmp_path, {"a": torch.zeros(1 << 25)[:1]})
     rewritten(path, compression=zipfile.ZIP_DEFLATED, compresslevel=1)

@@ -449,6 +449,7 @@ def test_takes_sixty_four_levels() -> None:
     assert message == f"'{'.'.join('a' * 64)}' is nested more than 64 levels deep"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [b"]", b"}", b"("])
 def test_rejects_deeply_nested_containers(one: bytes) -> None:
     depth = 1000 if one == b"(" else 100_000
@@ -488,6 +489,7 @@ def test_a_tensor_can_be_shared() -> None:
     assert found["a"] is found["b"]
 
 
+@pytest.mark.slow
 def test_rejects_more_tensors_than_any_model_has() -> None:
     many = tensor() + b"q\x050" + b"](" + b"h\x05" * (MAX_TENSORS + 1) + b"e"
     assert refusal(tree_of, Opcodes(many)) == f"the checkpoint has more than {MAX_TENSORS} tensors"
@@ -552,6 +554,7 @@ def modules() -> dict[str, nn.Module]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", modules())
 @pytest.mark.parametrize("protocol", [1, 2, 4])
 def test_reads_a_module_saved_whole(tmp_path: Path, kind: str, protocol: int) -> None:
@@ -687,6 +690,7 @@ def test_modules_within_modules_are_bounded_too() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_names_of_hidden_buffers_are_bounded() -> None:
     hidden = call(named("builtins", "set"), listed(*[text("x")] * 20_000)) + b"q\x07"
     inner = record(opcodes({**PARTS, "_non_persistent_buffers_set": Opcodes(hidden)}))

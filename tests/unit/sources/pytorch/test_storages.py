@@ -79,6 +79,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 PARTS = [(0, 1), (0, 0), (1, 1), (5, 6), (1000, 2_000_001), (1, len(CONTENT)), (0, len(CONTENT))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_deflated", [False, True])
 @pytest.mark.parametrize(("begin", "end"), PARTS)
 def test_reads_parts(begin: int, end: int, is_deflated: bool) -> None:
@@ -112,6 +113,7 @@ def test_an_empty_storage_has_no_bytes(is_deflated: bool) -> None:
 # Checksums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_deflated", [False, True])
 @pytest.mark.parametrize(("begin", "end"), [(0, len(CONTENT)), (5, 9), (0, 4), (9, len(CONTENT))])
 def test_rejects_a_wrong_checksum(begin: int, end: int, is_deflated: bool) -> None:
@@ -177,6 +179,7 @@ def test_storages_are_checked_one_by_one() -> None:
 # Compressed storages
 
 
+@pytest.mark.slow
 def test_unpacks_a_storage_for_all_its_parts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked = []
 
@@ -344,6 +347,7 @@ def test_puts_elements_of_every_type_in_order(name: str) -> None:
     assert bytes(found) == columns.contiguous().numpy().tobytes()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=5), st.data())
 def test_puts_elements_in_the_order_that_torch_does(
     dims: list[tuple[int, int]], data: st.DataObject

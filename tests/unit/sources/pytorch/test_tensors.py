@@ -156,6 +156,7 @@ def test_measures_sizes_and_strides(
     assert extent_of(size, stride) == Extent(math.prod(size), span, is_ordered)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4))
 def test_measures_the_elements_that_a_tensor_uses(dims: list[tuple[int, int]]) -> None:
     size, stride = tuple(dim[0] for dim in dims), tuple(dim[1] for dim in dims)

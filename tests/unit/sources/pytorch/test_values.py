@@ -182,6 +182,7 @@ def test_an_object_that_holds_itself_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.notices == ["left out: 1 value that is neither a tensor nor simple, in 'args'"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaf", [b"K\1", text("x" * 1000), b"}", b"C\0", tensor()])
 def test_objects_that_share_their_parts_end(leaf: bytes) -> None:
     value = leaf
@@ -196,6 +197,7 @@ def test_objects_that_share_their_parts_end(leaf: bytes) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_shared_dict_of_unusable_keys_ends() -> None:
     odd = b"}q\x00(" + b"N" * 2000 + b"u0"
     shared = b"](" + b"h\x00" * 3000 + b"eq\x010](" + b"h\x01" * 3000 + b"e"

@@ -125,6 +125,7 @@ def padded(size: int) -> bytes:
     return pickled(mapping(a=tensor(), b=text("x" * size)))
 
 
+@pytest.mark.slow
 def test_rejects_a_pickle_that_compresses_too_well() -> None:
     size = 8 * 2**20
     assert parsed(deflated_file(padded(4 * 2**20))).pickle_size > 4 * 2**20

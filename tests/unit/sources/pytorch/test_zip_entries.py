@@ -154,6 +154,7 @@ def test_reads_what_zipfile_writes_to_a_stream() -> None:
     assert contents(data) == of_zipfile(data)
 
 
+@pytest.mark.slow
 def test_reads_many_entries_of_all_distances() -> None:
     sizes = [(i * 7919) % 300 if i % 50 else 40_000 + i for i in range(3000)]
     data = saved([torch.full((size,), i % 251, dtype=torch.uint8) for i, size in enumerate(sizes)])
@@ -175,6 +176,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_headers_that_are_close_are_read_together(reads: list[int]) -> None:
     small = [Member(b"%d" % i, bytes(100)) for i in range(2000)]
     entries(make_zip([Member(b"large", bytes(3_000_000)), *small]))
@@ -459,6 +461,7 @@ def test_rejects_a_file_that_was_truncated_while_it_was_read(method: int) -> Non
             list(pieces)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_buffer() -> None:
     data = packed(bytes(1 << 26), deflated(bytes(1 << 26)))
     with opened(data) as (descriptor, size):
@@ -516,6 +519,7 @@ ARCHIVES = [
 WHOLE = [contents(archive) for archive in ARCHIVES]
 
 
+@pytest.mark.slow
 @given(st.integers(0, len(ARCHIVES) - 1), st.integers(0), st.integers(1, 255))
 @settings(max_examples=samples(1000))
 @example(0, 0, 1)
@@ -530,6 +534,7 @@ def test_reports_every_changed_byte_that_alters_content(which: int, at: int, cha
         assert str(error).isprintable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ARCHIVES)
 def test_rejects_every_archive_that_is_truncated_or_extended(data: bytes) -> None:
     for size in range(len(data)):

@@ -203,6 +203,7 @@ def test_leaves_other_tensors_to_the_single_opcodes(
     assert whole == single
 
 
+@pytest.mark.slow
 def test_a_changed_byte_changes_both_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     body = tensor()
     for at in range(len(body)):
@@ -275,6 +276,7 @@ def test_reads_numbers_once() -> None:
     assert len(numbers) == 2
 
 
+@pytest.mark.slow
 def test_reads_most_tensors_of_torch_at_once(
     matches: Matches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

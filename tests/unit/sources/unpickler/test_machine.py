@@ -88,6 +88,7 @@ PLAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", range(len(PLAIN)))
 def test_reads_what_python_writes(which: int) -> None:
     for protocol in PROTOCOLS:
@@ -132,6 +133,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(VALUES, st.sampled_from(PROTOCOLS))
 @example(struct.unpack("d", struct.pack("Q", 0x7FF8000000000001))[0], 0)
 @settings(max_examples=samples(250), derandomize=True)
@@ -238,6 +240,7 @@ SAMPLE: Any = {
 SAMPLE["l"] = SAMPLE["é"]
 
 
+@pytest.mark.slow
 @protocols
 def test_reports_every_truncated_pickle(protocol: int) -> None:
     data = pickle.dumps(
@@ -298,6 +301,7 @@ def holds_boxes(value: Any) -> bool:
     return False
 
 
+@pytest.mark.slow
 @protocols
 def test_a_changed_byte_is_refused_or_read_as_python_reads_it(protocol: int) -> None:
     data = bytearray(pickle.dumps(SAMPLE, protocol))
@@ -316,6 +320,7 @@ PARTS += [b"c_codecs\nencode\n", b"c__builtin__\nset\n", b"c__builtin__\nbytearr
 PARTS += [b"ccopyreg\n_reconstructor\n", b"cbuiltins\nobject\n", b"cargparse\nNamespace\n"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(PARTS) | st.binary(max_size=3), max_size=30))
 @settings(max_examples=samples(700), derandomize=True)
 def test_any_row_of_opcodes_is_refused_or_read_as_python_reads_it(parts: list[bytes]) -> None:
@@ -386,6 +391,7 @@ def test_a_start_after_the_end_is_truncation(start: int) -> None:
 PAST = 1 << 14  # the limits are looked at once in so many bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("unit", "what"),
     [
@@ -419,6 +425,7 @@ def test_a_limit_is_the_most_that_is_let_through() -> None:
     assert len(run(data, limits=Limits(values=PAST - 1)).value) == PAST - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [
@@ -485,6 +492,7 @@ def test_messages_do_not_show_a_tuple_doubled_60_times(data: bytes) -> None:
     assert len(refusal(data + b".")) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
@@ -501,6 +509,7 @@ def test_reads_and_frees_deep_nesting(data: bytes, kind: type) -> None:
     del value
 
 
+@pytest.mark.slow
 def test_reads_and_frees_deep_calls_and_objects() -> None:
     calls = b"h\0" * 100_000 + b")" + b"R\x85" * 100_000
     objects = b"h\0" * 100_000 + b")" + b"\x81\x85" * 100_000

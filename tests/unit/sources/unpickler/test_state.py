@@ -187,6 +187,7 @@ def test_reports_a_duplicate_key_in_a_call() -> None:
     assert refusal(reading.call, function, ([["a", 1], ["a", 1]],), 0) == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "argument"),
     [
@@ -304,6 +305,7 @@ def test_counts_calls_and_objects() -> None:
     assert reading.objects == 3
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 12) | st.just(2**32 - 1), st.integers())))
 def test_the_memo_behaves_like_a_dict(puts: list[tuple[int, int]]) -> None:
     memo, expected = Memo(), {}

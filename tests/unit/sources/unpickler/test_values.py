@@ -92,6 +92,7 @@ def test_numbers_do_not_hash_to_where_a_file_chooses() -> None:
     assert len({hash(Number(index * prime)) for index in range(100)}) > 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [
