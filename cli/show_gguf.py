@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from blobstore.cli import render
+from blobstore.cli import output, render
 from blobstore.core.escape import escape
 from blobstore.gguf.file import read_file_header
 from blobstore.gguf.header import GgufArray
@@ -56,16 +56,7 @@ def show_gguf(path: Path, choose: Callable[[Collection[str]], set[str]], out: Ou
         "kind": "gguf",
         "version": header.version,
         "bytes": size,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "type": tensor.type_name,
-                "shape": tensor.shape,
-                "offset": tensor.begin,
-                "bytes": tensor.size,
-            }
-            for tensor in tensors
-        ],
+        "tensors": output.records(tensors, "name type=type_name shape offset=begin bytes=size"),
         "metadata": {key: _json(value) for key, value in header.metadata.items()},
     }
     out.result(data, lines)

@@ -125,8 +125,11 @@ def test_a_source_that_is_quantized_already_is_taken_as_it_is(
 
 def test_a_source_that_makes_no_model_is_an_error(store: LocalStore, tmp_path: Path) -> None:
     made(dense_tensors(), store, tmp_path)
-    folder = write_folder(tmp_path / "odd", {"x.qweight": dense_tensors()["position_ids"]})
-    with pytest.raises(UnsupportedSource, match="GPTQ"):
+    experts = "model.layers.0.mlp.experts"
+    tensor = dense_tensors()["position_ids"]
+    names = (experts, f"{experts}.0.up_proj.weight")
+    folder = write_folder(tmp_path / "odd", dict.fromkeys(names, tensor))
+    with pytest.raises(UnsupportedSource, match="would both be stored as"):
         had(RebuiltBlobs(open_source(folder)), all_blobs(store))
 
 
