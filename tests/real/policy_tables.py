@@ -80,7 +80,9 @@ def source_of(name: str) -> Any:
         if key not in tied
     }
     values = json.loads(model.config.to_json_string())
-    return SimpleNamespace(specs=specs, config={**values, "architectures": [name]}, notices=())
+    return SimpleNamespace(
+        specs=specs, config={**values, "architectures": [name]}, notices=(), metadata={}, files=()
+    )
 
 
 def table_of(source: Any) -> str:
