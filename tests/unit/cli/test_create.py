@@ -288,9 +288,9 @@ def test_lists_the_parts_of_a_checkpoint_and_writes_nothing(
     store: LocalStore, checkpoint: Path
 ) -> None:
     assert run_json("create", checkpoint, "m", "--list") == [
-        {"path": ".", "tensors": 3},
-        {"path": "model", "tensors": 1},
-        {"path": "ema", "tensors": 2},
+        {"path": ".", "tensors": 3, "bytes": None},
+        {"path": "model", "tensors": 1, "bytes": None},
+        {"path": "ema", "tensors": 2, "bytes": None},
     ]
     lines = run("create", checkpoint, "m", "--list").stdout.splitlines()
     assert [line.split() for line in lines[1:]] == [[".", "3"], ["model", "1"], ["ema", "2"]]

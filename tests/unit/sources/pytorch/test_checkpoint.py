@@ -807,7 +807,7 @@ def test_rejects_tensors_for_which_a_file_is_read_too_often(
 def test_lists_the_parts_that_can_be_chosen(tmp_path: Path) -> None:
     value = {"model": two(), "optimizer": {"state": {0: {"exp": torch.zeros(1)}}}}
     with open_checkpoint(save(tmp_path, value)) as checkpoint:
-        assert [tuple(item) for item in checkpoint.subtrees] == [
+        assert [item[:2] for item in checkpoint.subtrees] == [
             (".", 3),
             ("model", 2),
             ("optimizer", 1),

@@ -30,7 +30,7 @@ def test_describes_a_checkpoint(tmp_path: Path, is_zip: bool) -> None:
     assert found.kind == ("zip checkpoint" if is_zip else "legacy stream")
     assert found.size == path.stat().st_size
     assert [(spec.name, spec.shape) for spec in found.tensors] == [("a", (2, 3))]
-    assert [tuple(part) for part in found.subtrees] == [(".", 2), ("model", 1), ("optimizer", 1)]
+    assert [part[:2] for part in found.subtrees] == [(".", 2), ("model", 1), ("optimizer", 1)]
     assert any("'optimizer' (1 tensor)" in notice for notice in found.notices)
 
 
