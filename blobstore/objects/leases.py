@@ -23,7 +23,7 @@ from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import Conflict, RemoteError, StoreBusy
-from blobstore.objects.requests import LOOK_FOR_COLLECTION
+from blobstore.objects.request_rules import LOOK_FOR_COLLECTION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

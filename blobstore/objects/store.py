@@ -24,7 +24,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
-from blobstore.objects.requests import (
+from blobstore.objects.request_rules import (
     LIST_SIGNATURES,
     READ,
     READ_FORMER,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.objects.address import StoreAddress
-    from blobstore.objects.requests import Request
+    from blobstore.objects.request_rules import Request
 
 PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""

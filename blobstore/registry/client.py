@@ -20,7 +20,7 @@ from blobstore.errors import (
     RemoteError,
     RemoteRefused,
 )
-from blobstore.registry import protocol, requests, upload
+from blobstore.registry import protocol, request_rules, upload
 from blobstore.registry.credentials import Credentials, LoginFiles
 from blobstore.registry.manifest import (
     ACCEPTED,
@@ -30,8 +30,9 @@ from blobstore.registry.manifest import (
     RemoteDescriptor,
     RemoteManifest,
 )
-from blobstore.registry.protocol import Patience, Reply, Request, TransientError
+from blobstore.registry.protocol import Reply, Request, TransientError
 from blobstore.registry.reference import check_host, check_reference, check_repository, is_tag
+from blobstore.registry.retry import Patience
 from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.rate_limit import RateLimiter
-    from blobstore.registry.requests import Rule
+    from blobstore.registry.request_rules import Rule
 
 _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
@@ -125,7 +126,7 @@ class RegistryClient:
         """
         what = f"login at {quote(self.host)}"
         url = f"{self._transport.base}/v2/"
-        self._transport.fetch(Request(what=what, method="GET", url=url, rule=requests.BASE))
+        self._transport.fetch(Request(what=what, method="GET", url=url, rule=request_rules.BASE))
         return self._transport.has_login()
 
     def get_manifest(self, repository: str, reference: str) -> RemoteManifest:
@@ -137,7 +138,7 @@ class RegistryClient:
             BlobDamaged: it has another digest.
             RemoteError: the registry cannot be reached, or fails.
         """
-        request = self._manifest_request("GET", repository, reference, requests.MANIFEST)
+        request = self._manifest_request("GET", repository, reference, request_rules.MANIFEST)
         reply = self._transport.ask(request, MAX_SIZE)
         if reply is None:
             raise ModelNotFound(
@@ -163,7 +164,7 @@ class RegistryClient:
             RemoteError: the registry cannot be reached.
         """
         reply = self._transport.ask(
-            self._manifest_request("HEAD", repository, reference, requests.MANIFEST_LOOK)
+            self._manifest_request("HEAD", repository, reference, request_rules.MANIFEST_LOOK)
         )
         if reply is None:
             return None
@@ -200,7 +201,7 @@ class RegistryClient:
             what=f"push of manifest {quote(f'{repository}:{reference}')}",
             method="PUT",
             url=f"{self._url(repository)}/manifests/{reference}",
-            rule=requests.MANIFEST_PUT,
+            rule=request_rules.MANIFEST_PUT,
             headers={"content-type": manifest.media_type},
             body=lambda: (manifest.data,),
             size=len(manifest.data),
@@ -209,7 +210,7 @@ class RegistryClient:
         try:
             reply = self._transport.fetch(request)
         except RemoteRefused as error:
-            if send_missing is None or not requests.names_missing_blobs(error):
+            if send_missing is None or not request_rules.names_missing_blobs(error):
                 raise
             send_missing(error.digests)
             reply = self._transport.fetch(request)
@@ -225,7 +226,7 @@ class RegistryClient:
         Raises:
             RemoteError: the registry cannot be reached, or fails.
         """
-        rule = requests.BLOB_LOOK if for_upload else requests.BLOB_SIZE
+        rule = request_rules.BLOB_LOOK if for_upload else request_rules.BLOB_SIZE
         request = self._blob_request("HEAD", repository, digest, rule)
         reply = self._transport.ask(request)
         if reply is None:
@@ -277,7 +278,7 @@ class RegistryClient:
                 what=f"mount of blob {digest.short}",
                 method="POST",
                 url=f"{self._url(repository)}/blobs/uploads/?mount={digest}&from={source}",
-                rule=requests.MOUNT,
+                rule=request_rules.MOUNT,
                 body=lambda: (),
                 scopes=_scopes(repository, _PUSH) | _scopes(source, _PULL),
             )
@@ -325,7 +326,7 @@ class RegistryClient:
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
         budget = Budget(limits.TAGS, what)
-        for reply in self._pages(repository, what, url, requests.TAGS, budget):
+        for reply in self._pages(repository, what, url, request_rules.TAGS, budget):
             if reply is None:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
             try:
@@ -356,7 +357,7 @@ class RegistryClient:
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
         budget = Budget(limits.REFERRERS, what)
-        for reply in self._pages(repository, what, url, requests.REFERRERS, budget, on_error):
+        for reply in self._pages(repository, what, url, request_rules.REFERRERS, budget, on_error):
             if reply is None:
                 break
             try:
@@ -412,9 +413,9 @@ class RegistryClient:
         """Yield bytes of a blob from one response."""
         is_whole = begin == 0 and end == size
         headers = {} if is_whole else {"range": protocol.range_of(begin, end)}
-        request = self._blob_request("GET", repository, digest, requests.BLOB, headers)
+        request = self._blob_request("GET", repository, digest, request_rules.BLOB, headers)
         with self._transport.send(request) as response:
-            if response.status_code in requests.BLOB.absent:
+            if response.status_code in request_rules.BLOB.absent:
                 raise BlobMissing(f"{request.what}: the registry does not have it")
             skip, length = protocol.span_of(
                 response.status_code, response.headers, begin, end, size

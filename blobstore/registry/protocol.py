@@ -18,13 +18,13 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import join_some, quote, quote_url
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
-from blobstore.registry import requests
+from blobstore.registry import request_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from datetime import datetime
 
-    from blobstore.registry.requests import Rule
+    from blobstore.registry.request_rules import Rule
 
 MAX_URL: Final = 16 * 2**10
 """Characters; signed URLs of object stores have up to 3,000."""
@@ -136,36 +136,6 @@ class Token(NamedTuple):
     value: str
     lifetime: float
     """Seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """How long to wait for a server, and how often to ask it again."""
-
-    stall: float = 30
-    """Seconds without a byte after which a connection counts as lost."""
-    slowest: float = 100
-    """Bytes per second, over the time of a stall, below which a connection counts as lost too."""
-    attempts: int = 6
-    """Failures in a row, without progress between them, that end a transfer."""
-    first: float = 0.5
-    """Seconds before the second attempt; each later one waits twice as long."""
-    longest: float = 60
-    """Seconds that are waited at most, whatever a server asks."""
-
-    def delay(self, failures: int, retry_after: float, jitter: float) -> float | None:
-        """Return the seconds to wait before the next attempt, or None to give up.
-
-        Args:
-            failures: failures in a row, at least 1.
-            retry_after: seconds that the server asks for, or 0.
-            jitter: a random number from 0 to 1, so that clients that failed together do not return
-                together.
-        """
-        if failures >= self.attempts or retry_after > self.longest:
-            return None
-        backoff = min(self.first * 2.0 ** min(failures - 1, 32), self.longest) * (0.5 + jitter / 2)
-        return max(retry_after, backoff)
 
 
 class Span(NamedTuple):
@@ -366,7 +336,7 @@ def token_request(
             what=what,
             method="GET",
             url=url,
-            rule=requests.TOKEN,
+            rule=request_rules.TOKEN,
             headers=headers,
             scopes=scopes,
             is_for_token=True,
@@ -382,7 +352,7 @@ def token_request(
         what=what,
         method="POST",
         url=realm,
-        rule=requests.TOKEN,
+        rule=request_rules.TOKEN,
         headers={"content-type": "application/x-www-form-urlencoded"},
         body=lambda: (form,),
         size=len(form),
@@ -494,7 +464,7 @@ def failure(
     """
     explained, code = explanation(body), code_of(body)
     message = f"{what}: status {status}{f': {explained}' if explained else ''}"
-    if status in requests.TRANSIENT:
+    if status in request_rules.TRANSIENT:
         wait = retry_after(headers.get("retry-after"), now)
         return TransientError(message, retry_after=wait, status=status, code=code)
     kind = RemoteRefused if status in _REFUSALS else RemoteError
@@ -506,7 +476,7 @@ def failure(
 def code_of(body: bytes) -> str:
     """Return the first error code of the specification in the document of an error, or nothing."""
     codes = (error["code"] for error in _errors_in(body))
-    return next((code for code in codes if code in requests.ERROR_CODES), "")
+    return next((code for code in codes if code in request_rules.ERROR_CODES), "")
 
 
 def explanation(body: bytes) -> str:

@@ -12,7 +12,6 @@ The rules, which ``protocol`` decides:
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import ssl
 import threading
@@ -28,17 +27,16 @@ import httpx2
 
 from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
-from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
 from blobstore.registry.certificates import certificates_in_use, tls_context
-from blobstore.registry.protocol import Login, Patience, Reply, Request, TransientError
-from blobstore.registry.requests import HINT_ATTEMPTS, KEEPS_METHOD
+from blobstore.registry.protocol import Login, Reply, Request, TransientError
+from blobstore.registry.request_rules import HINT_ATTEMPTS, KEEPS_METHOD
+from blobstore.registry.retry import Patience, Retry
 from blobstore.registry.tokens import Authorizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Self
 
     from blobstore.core.rate_limit import RateLimiter
 
@@ -388,42 +386,3 @@ class Transport:
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
-
-
-class Retry:
-    """Repeats a block until it succeeds: ``for attempt in retry: with attempt: …; return``.
-
-    A TransientError in the block is followed by a pause and the next attempt. After too many in a row, it
-    ends as a RemoteError.
-    """
-
-    def __init__(self, patience: Patience, closed: threading.Event) -> None:
-        self._patience = patience
-        self._closed = closed
-        self.failures = 0
-        """In a row, without progress between them."""
-
-    def __iter__(self) -> Iterator[Self]:
-        while True:
-            yield self
-
-    def progress(self) -> None:
-        """Forget the failures: the transfer has advanced."""
-        self.failures = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if not isinstance(error, TransientError):
-            return False
-        self.failures += 1
-        jitter = random.random()  # noqa: S311 - not a secret
-        delay = self._patience.delay(self.failures, error.retry_after, jitter)
-        if self._closed.wait(delay or 0):
-            raise Cancelled("stopped") from error
-        if delay is None:
-            raise RemoteError(
-                error.message, advice=error.advice, status=error.status, code=error.code
-            ) from error
-        return True

@@ -13,14 +13,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
-from blobstore.registry import protocol, requests
+from blobstore.registry import protocol, request_rules
 from blobstore.registry.protocol import Reply, Request, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import Digest
-    from blobstore.registry.requests import Rule
+    from blobstore.registry.request_rules import Rule
     from blobstore.registry.transport import Transport
 
 PART: Final = 64 * 2**20
@@ -103,7 +103,9 @@ class Upload:
                     if session is None and self._is_there():
                         return resumed
                 if session is None:
-                    begun = self._request("POST", f"{self._blobs}/uploads/", requests.UPLOAD_START)
+                    begun = self._request(
+                        "POST", f"{self._blobs}/uploads/", request_rules.UPLOAD_START
+                    )
                     session = UploadSession(self._location(begun), 0)
                 is_resumed = is_resumed or session.offset > 0
                 try:
@@ -128,7 +130,7 @@ class Upload:
 
     def _begin_again(self, error: RemoteRefused, *, is_resumed: bool) -> None:
         """Choose how to go on after a refusal, or raise it."""
-        if requests.is_gone(error) and self._restarts:
+        if request_rules.is_gone(error) and self._restarts:
             # A server that forgets each upload after some parts makes progress for ever.
             self._restarts -= 1
             raise TransientError(error.message, status=error.status, code=error.code) from error
@@ -143,9 +145,9 @@ class Upload:
         try:
             # The address was noted when the registry may have had another one.
             url = protocol.resolve_upload(session.url, self._transport.base)
-            reply = self._request("GET", url, requests.UPLOAD_STATUS)
+            reply = self._request("GET", url, request_rules.UPLOAD_STATUS)
             offset = protocol.bytes_received(reply.headers.get("range"))
-            if not 0 < offset <= self._size or reply.status in requests.UPLOAD_STATUS.absent:
+            if not 0 < offset <= self._size or reply.status in request_rules.UPLOAD_STATUS.absent:
                 return None
             location = reply.headers.get("location")
             new = protocol.resolve_upload(location, url) if location else url
@@ -161,7 +163,7 @@ class Upload:
             what=self._what,
             method="HEAD",
             url=f"{self._blobs}/{self._digest}",
-            rule=requests.BLOB_LOOK,
+            rule=request_rules.BLOB_LOOK,
             scopes=self._scopes,
         )
         return self._transport.ask(request) is not None
@@ -171,7 +173,7 @@ class Upload:
         reply = self._request(
             "PATCH",
             session.url,
-            requests.UPLOAD_PART,
+            request_rules.UPLOAD_PART,
             body=(session.offset, length),
         )
         received = reply.headers.get("range")
@@ -184,7 +186,7 @@ class Upload:
         self._request(
             "PUT",
             protocol.with_query(session.url, f"digest={self._digest}"),
-            requests.UPLOAD_END,
+            request_rules.UPLOAD_END,
             body=(session.offset, self._size - session.offset),
         )
 

@@ -25,7 +25,8 @@ from blobstore.errors import (
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import DOCKER_MANIFEST, OCI_INDEX, RemoteManifest
-from blobstore.registry.protocol import Login, Patience
+from blobstore.registry.protocol import Login
+from blobstore.registry.retry import Patience
 from tests.support.raw_server import Answer, RawServer, Received, reply
 
 DATA = bytes(range(256)) * 400

@@ -17,16 +17,16 @@ from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.transfer.push import Pushed
 from blobstore.registry import client as client_module
-from blobstore.registry import requests
+from blobstore.registry import request_rules
 from blobstore.registry import transport as transport_module
 from blobstore.registry import upload as upload_module
 from blobstore.registry.certificates import tls_context
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
-from blobstore.registry.protocol import Patience
 from blobstore.registry.reference import is_tag
-from blobstore.registry.requests import Rule
+from blobstore.registry.request_rules import Rule
+from blobstore.registry.retry import Patience
 from blobstore.registry.store import list_tags
 from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore
@@ -282,47 +282,51 @@ ALL_STATUSES = (
     *(428, 429, 431, 451, 500, 501, 502, 503, 504, 505, 507, 511, 599),
 )
 CALLS: dict[str, tuple[Rule, tuple[str, str], Callable[[RegistryClient], object]]] = {
-    "login": (requests.BASE, ("GET", "/v2/$"), lambda c: c.check_login()),
+    "login": (request_rules.BASE, ("GET", "/v2/$"), lambda c: c.check_login()),
     "manifest": (
-        requests.MANIFEST,
+        request_rules.MANIFEST,
         ("GET", "/manifests/v1$"),
         lambda c: c.get_manifest("a", "v1"),
     ),
     "look at a manifest": (
-        requests.MANIFEST_LOOK,
+        request_rules.MANIFEST_LOOK,
         ("HEAD", "/manifests/v1$"),
         lambda c: c.head_manifest("a", "v1"),
     ),
     "put of a manifest": (
-        requests.MANIFEST_PUT,
+        request_rules.MANIFEST_PUT,
         ("PUT", "/manifests/"),
         lambda c: c.put_manifest("a", "v1", LISTED),
     ),
     "blob": (
-        requests.BLOB,
+        request_rules.BLOB,
         ("GET", "/blobs/sha256:"),
         lambda c: b"".join(c.read_blob("a", DIGEST, 0, len(DATA), size=len(DATA))),
     ),
     "range of a blob": (
-        requests.BLOB,
+        request_rules.BLOB,
         ("GET", "/blobs/sha256:"),
         lambda c: b"".join(c.read_blob("a", DIGEST, 5, 9)),
     ),
     "size of a blob": (
-        requests.BLOB_SIZE,
+        request_rules.BLOB_SIZE,
         ("HEAD", "/blobs/sha256:"),
         lambda c: c.blob_size("a", DIGEST),
     ),
     "look at a blob": (
-        requests.BLOB_LOOK,
+        request_rules.BLOB_LOOK,
         ("HEAD", "/blobs/sha256:"),
         lambda c: c.blob_size("a", DIGEST, for_upload=True),
     ),
-    "mount": (requests.MOUNT, ("POST", "mount="), lambda c: c.mount_blob("a", DIGEST, "b")),
-    "start of an upload": (requests.UPLOAD_START, ("POST", "/uploads/$"), upload),
-    "end of an upload": (requests.UPLOAD_END, ("PUT", "/uploads/"), upload),
-    "tags": (requests.TAGS, ("GET", "/tags/list"), lambda c: list(c.tags("a"))),
-    "referrers": (requests.REFERRERS, ("GET", "/referrers/"), lambda c: c.referrers("a", DIGEST)),
+    "mount": (request_rules.MOUNT, ("POST", "mount="), lambda c: c.mount_blob("a", DIGEST, "b")),
+    "start of an upload": (request_rules.UPLOAD_START, ("POST", "/uploads/$"), upload),
+    "end of an upload": (request_rules.UPLOAD_END, ("PUT", "/uploads/"), upload),
+    "tags": (request_rules.TAGS, ("GET", "/tags/list"), lambda c: list(c.tags("a"))),
+    "referrers": (
+        request_rules.REFERRERS,
+        ("GET", "/referrers/"),
+        lambda c: c.referrers("a", DIGEST),
+    ),
 }
 
 
@@ -335,7 +339,7 @@ def test_every_status_means_what_the_table_says(
     registry.manifests["a:v1"] = (LISTED.media_type, LISTED.data)
     with RegistryClient(server.host, credentials=GivenLogin(None)) as client:
         for status in ALL_STATUSES:
-            if rule is requests.UPLOAD_END:
+            if rule is request_rules.UPLOAD_END:
                 registry.blobs.clear()  # otherwise an upload whose end failed is there nevertheless
             registry.override = answer(request, status)
             try:

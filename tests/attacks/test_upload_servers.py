@@ -14,7 +14,7 @@ from blobstore.errors import BlobMissing, ModelNotFound, RemoteError, RemoteRefu
 from blobstore.registry import upload
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.protocol import Patience
+from blobstore.registry.retry import Patience
 from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob

@@ -108,7 +108,7 @@ def _part(size: int) -> None:
 def _impatience(seconds: float) -> None:
     """Let a registry that fails be asked again after so many seconds for the first time."""
     from blobstore.registry import client
-    from blobstore.registry.protocol import Patience
+    from blobstore.registry.retry import Patience
 
     client.Patience = functools.partial(Patience, first=seconds)  # type: ignore[misc,assignment,attr-defined]
 

@@ -25,6 +25,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
 from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
+from blobstore.operations.create.import_options import ImportOptions, source_record
 from blobstore.operations.create.jobs import (
     SharedImport,
     add_blob,
@@ -33,7 +34,6 @@ from blobstore.operations.create.jobs import (
     reporting,
 )
 from blobstore.operations.create.plan import QuantizeOptions
-from blobstore.operations.create.source_record import ImportOptions, source_record
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.history import replacement_notices

@@ -258,6 +258,6 @@ def model_source(
 def check_options(record: SourceRecord) -> None:
     """Check that ``create`` has such options. Raises BlobDamaged if it has not."""
     if record.options:  # most models have none, and this imports what plans an import
-        from blobstore.operations.create.source_record import ImportOptions
+        from blobstore.operations.create.import_options import ImportOptions
 
         ImportOptions.from_json(record.options)

@@ -26,7 +26,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.freeze.batches import NO_SPACE, TemporaryFiles, run_in_batches
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.freeze_blob import (
+from blobstore.operations.freeze.cold_blob_builder import (
     BLOCK,
     ColdBlobBuilder,
     EncodedBlob,

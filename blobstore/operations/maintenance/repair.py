@@ -28,7 +28,7 @@ from blobstore.manifests.model import layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import rewrite_indexes
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.create.source_record import ImportOptions
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.repair_manifests import restore_manifests
 from blobstore.operations.maintenance.repair_sources import (
     OtherFiles,

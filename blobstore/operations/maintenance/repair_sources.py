@@ -21,8 +21,8 @@ from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.grouping import EXPERT_FORMS
+from blobstore.operations.create.import_options import ImportOptions, source_record
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
-from blobstore.operations.create.source_record import ImportOptions, source_record
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.sources.base import DEFAULT_OPTIONS

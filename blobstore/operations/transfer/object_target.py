@@ -12,7 +12,7 @@ from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress
 from blobstore.objects.leases import leased
-from blobstore.objects.requests import LOOK_FOR_BLOB, READ_FORMER
+from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import COLD_INDEXES, ObjectStore
 from blobstore.operations.transfer.push_target import PushedBlob, PushedModel, Sent
 from blobstore.remotes.cold_layers import ColdLayer, format_cold_layers, parse_cold_layers

@@ -24,7 +24,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.freeze_blob import count_blocks
+from blobstore.operations.freeze.cold_blob_builder import count_blocks
 from blobstore.operations.transfer.object_target import open_objects
 from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.operations.transfer.registry_target import (

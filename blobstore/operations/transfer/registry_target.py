@@ -24,7 +24,7 @@ from blobstore.operations.transfer.registry_plan import plan_for_registry, pushe
 from blobstore.operations.transfer.send_cold import send_cold_manifests
 from blobstore.operations.transfer.signatures import push_signatures
 from blobstore.operations.transfer.transfer_cache import PushCache
-from blobstore.registry import requests
+from blobstore.registry import request_rules
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.reference import RemoteReference
@@ -253,7 +253,7 @@ class RegistryTarget:
                 f"the manifest has {layers} layers; if that is too many for this registry, "
                 f"push with '{option}'"
             )
-        if self.model.layout != "image" and requests.refuses_form(error):
+        if self.model.layout != "image" and request_rules.refuses_form(error):
             return "if this registry takes container images only, push with '--layout image'"
         return ""
 

@@ -13,7 +13,7 @@ from blobstore.core.files import open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.operations.freeze.batches import TemporaryFiles
 from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.freeze_blob import BLOCK, ColdBlobBuilder
+from blobstore.operations.freeze.cold_blob_builder import BLOCK, ColdBlobBuilder
 from blobstore.operations.freeze.plan import plan_freeze
 from blobstore.operations.transfer.referrers import send_referrers
 from blobstore.remotes.cold_layers import COLD, ColdLayer, base_of

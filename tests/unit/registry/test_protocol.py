@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
-from blobstore.registry.protocol import Challenge, Patience, Span, TransientError
+from blobstore.registry.protocol import Challenge, Span, TransientError
 
 BASE = "https://registry.example/v2/a/blobs/uploads/"
 NOW = datetime(2026, 11, 23, 3, 0, tzinfo=UTC)
@@ -245,25 +245,6 @@ def test_malformed_status_of_an_upload_is_refused(text: str) -> None:
 )
 def test_time_to_wait_is_read_in_seconds_and_as_a_date(text: str | None, seconds: float) -> None:
     assert protocol.retry_after(text, NOW) == seconds
-
-
-def test_waits_grow_and_end() -> None:
-    patience = Patience(attempts=6, first=0.5, longest=3)
-
-    assert [patience.delay(failures, 0, 1.0) for failures in range(1, 7)] == [0.5, 1, 2, 3, 3, None]
-    assert patience.delay(1, 0, 0.0) == 0.25
-
-
-def test_server_that_asks_for_patience_gets_it_within_a_limit() -> None:
-    patience = Patience(longest=60)
-
-    assert patience.delay(1, 45, 0.5) == 45
-    assert patience.delay(1, 61, 0.5) is None
-    assert patience.delay(1, 1e19, 0.5) is None
-
-
-def test_wait_for_any_number_of_failures_is_finite() -> None:
-    assert Patience(attempts=10**6).delay(10**5, 0, 1.0) == 60
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])

@@ -23,7 +23,7 @@ from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import transport
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.protocol import Patience
+from blobstore.registry.retry import Patience
 from tests.support.raw_server import RawServer, Received, reply
 from tests.support.stub_registry import StubRegistry
 

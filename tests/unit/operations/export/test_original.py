@@ -25,7 +25,7 @@ from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
-from blobstore.operations.create import source_record as record_module
+from blobstore.operations.create import import_options as record_module
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model

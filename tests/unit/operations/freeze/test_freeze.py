@@ -28,8 +28,8 @@ from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.cold_blob_builder import BLOCK, ColdBlobBuilder, EncodedBlob
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.operations.freeze.freeze_blob import BLOCK, ColdBlobBuilder, EncodedBlob
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import Removed, _Candidate, _Collection, collect_garbage
 from blobstore.operations.maintenance.names import remove_models

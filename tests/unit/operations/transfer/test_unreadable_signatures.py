@@ -12,7 +12,7 @@ import blobstore
 from blobstore.errors import NotTrusted
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry import client as client_module
-from blobstore.registry.protocol import Patience
+from blobstore.registry.retry import Patience
 from blobstore.store.local import LocalStore
 from tests.attacks.test_request_rules import Registry
 from tests.support.hostile_s3 import HostileS3, failure, hostile_s3

@@ -9,8 +9,8 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
+from blobstore.operations.freeze.cold_blob_builder import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.operations.freeze.freeze_blob import ColdBlobBuilder
 from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip_in_place, forms_of, layer, layers, put, spoil_deltas, tuned

@@ -1,0 +1,84 @@
+"""Repeats requests that failed: how often, and after which pause."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from blobstore.core.workers import Cancelled
+from blobstore.errors import RemoteError
+from blobstore.registry.protocol import TransientError
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long to wait for a server, and how often to ask it again."""
+
+    stall: float = 30
+    """Seconds without a byte after which a connection counts as lost."""
+    slowest: float = 100
+    """Bytes per second, over the time of a stall, below which a connection counts as lost too."""
+    attempts: int = 6
+    """Failures in a row, without progress between them, that end a transfer."""
+    first: float = 0.5
+    """Seconds before the second attempt; each later one waits twice as long."""
+    longest: float = 60
+    """Seconds that are waited at most, whatever a server asks."""
+
+    def delay(self, failures: int, retry_after: float, jitter: float) -> float | None:
+        """Return the seconds to wait before the next attempt, or None to give up.
+
+        Args:
+            failures: failures in a row, at least 1.
+            retry_after: seconds that the server asks for, or 0.
+            jitter: a random number from 0 to 1, so that clients that failed together do not return
+                together.
+        """
+        if failures >= self.attempts or retry_after > self.longest:
+            return None
+        backoff = min(self.first * 2.0 ** min(failures - 1, 32), self.longest) * (0.5 + jitter / 2)
+        return max(retry_after, backoff)
+
+
+class Retry:
+    """Repeats a block until it succeeds: ``for attempt in retry: with attempt: …; return``.
+
+    A TransientError in the block is followed by a pause and the next attempt. After too many in a row, it
+    ends as a RemoteError.
+    """
+
+    def __init__(self, patience: Patience, closed: threading.Event) -> None:
+        self._patience = patience
+        self._closed = closed
+        self.failures = 0
+        """In a row, without progress between them."""
+
+    def __iter__(self) -> Iterator[Self]:
+        while True:
+            yield self
+
+    def progress(self) -> None:
+        """Forget the failures: the transfer has advanced."""
+        self.failures = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, TransientError):
+            return False
+        self.failures += 1
+        jitter = random.random()  # noqa: S311 - not a secret
+        delay = self._patience.delay(self.failures, error.retry_after, jitter)
+        if self._closed.wait(delay or 0):
+            raise Cancelled("stopped") from error
+        if delay is None:
+            raise RemoteError(
+                error.message, advice=error.advice, status=error.status, code=error.code
+            ) from error
+        return True
