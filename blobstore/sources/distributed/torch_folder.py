@@ -23,7 +23,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spec_of
 from blobstore.sources.distributed.items import check_places, read_piece, read_value
-from blobstore.sources.distributed.layout import DATA_FILE, FORMAT, METADATA_FILE
+from blobstore.sources.distributed.layout import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, parse_metadata
 from blobstore.sources.distributed.templates import Templates
 from blobstore.sources.distributed.tiling import check_tiling
@@ -37,7 +37,7 @@ from blobstore.sources.pytorch.state_dict import (
 )
 from blobstore.sources.pytorch.tensors import UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values, with_values
-from blobstore.sources.selection import read_json
+from blobstore.sources.selection import DATA_FILE, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
