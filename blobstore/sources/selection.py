@@ -33,9 +33,12 @@ from blobstore.sources.small_files import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
+    from typing import Final
 
     from blobstore.sources.base import SourceOptions
 
+DATA_FILE: Final = ".distcp"
+"""Ending of the data files of ``torch.distributed.checkpoint``."""
 _T = TypeVar("_T")
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
@@ -402,6 +405,12 @@ def _left_out(
             yield f"left out: {tree.label(name)}, not part of the model's weights"
         elif notice := unusable_name(tree, name, options.keep):
             yield notice
+    pieces = [name for name in tree.entries() if name.endswith(DATA_FILE) and name not in used]
+    if pieces:
+        yield (
+            f"left out: {join_some([*map(quote, pieces)], 5)}, a checkpoint of "
+            "torch.distributed.checkpoint next to the model"
+        )
 
 
 def _no_weights(tree: FileTree, weights: str | None) -> SourceError:

@@ -11,6 +11,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.hub import cached_repository
 from blobstore.sources.selection import is_model_folder
 from blobstore.store.local import LocalStore, StoreLike
@@ -96,7 +97,7 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
     """
     if not folder.is_dir():
         raise SourceNotFound(f"no such folder: {quote(folder)}")
-    if is_model_folder(folder) or cached_repository(folder):
+    if _is_model(folder) or cached_repository(folder):
         raise SourceError(f"{quote(folder)} is a model itself; create it without --all")
     found: list[tuple[str, Path]] = []
     try:
@@ -107,10 +108,8 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
                 found.append((repository, path))
             elif path.is_dir() and not path.name.startswith("."):
                 # Folders of organizations have those of models.
-                inside = [path] if is_model_folder(path) else sorted(path.iterdir())
-                found += [
-                    (it.relative_to(folder).as_posix(), it) for it in inside if is_model_folder(it)
-                ]
+                inside = [path] if _is_model(path) else sorted(path.iterdir())
+                found += [(it.relative_to(folder).as_posix(), it) for it in inside if _is_model(it)]
     except OSError as error:
         where = quote(error.filename or folder)
         raise SourceError(f"cannot read {where}: {error.strerror}") from error
@@ -120,3 +119,9 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
             "model folders"
         )
     return found
+
+
+def _is_model(folder: Path) -> bool:
+    if is_model_folder(folder):
+        return True
+    return folder.is_dir() and find_checkpoint(folder) is not None

@@ -7,16 +7,17 @@ neither the sizes of the complete tensors nor the number of processes.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.core.tensor import TensorSpec
-from blobstore.errors import DamagedSource, InvalidHeader, UsageError
+from blobstore.core.tensor import DType
+from blobstore.errors import DamagedSource, InvalidHeader, UnsupportedSource, UsageError
 from blobstore.safetensors.file import read_header
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.files import DataFile
-from blobstore.sources.distributed.folder import Assembled, AssembledFolder
+from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spec_of
 from blobstore.sources.distributed.layout import SHARD
 from blobstore.sources.distributed.pieces import Box, Piece
 from blobstore.sources.distributed.tiling import check_tiling
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.core.tensor import DType
+    from blobstore.core.tensor import TensorSpec
     from blobstore.safetensors.header import Header
     from blobstore.sources.base import SourceOptions
 
 _INFO_KEY = "DCP_SHARDING_INFO"
 _LARGEST = 2**63 - 1
+_SHOWN = 8
 
 
 class HuggingFaceShards(AssembledFolder):
@@ -45,6 +47,7 @@ class HuggingFaceShards(AssembledFolder):
 
         Raises:
             DamagedSource: a shard is missing or malformed, or shards contradict each other.
+            UnsupportedSource: a tensor is of a type that torch does not write.
             UsageError: an option does not fit.
         """
         super().__init__(FileTree(folder, exclude=options.exclude), options)
@@ -74,6 +77,13 @@ class HuggingFaceShards(AssembledFolder):
             f"joined {len(names)} shards; the files do not say how many there were, so a missing last "
             "one cannot be noticed"
         )
+        # Not all of them: a few files can have names with very many gaps.
+        if absent := [quote(name) for name in itertools.islice(_absent(names), _SHOWN + 1)]:
+            more = " and others" if len(absent) > _SHOWN else ""
+            self.notices.append(
+                f"not there: {', '.join(absent[:_SHOWN])}{more}; if their processes had tensors to "
+                "write, the model lacks parts of them"
+            )
 
     def _check_complete(self, names: list[str]) -> None:
         """Check that the numbers in the names of the shards have no gap."""
@@ -95,6 +105,19 @@ class HuggingFaceShards(AssembledFolder):
             )
 
 
+def _absent(names: list[str]) -> Iterator[str]:
+    """Yield the names of shards that are missing between those of other numbers and processes.
+
+    A process writes no file if it has no piece of any of its tensors, so they may be missing rightly.
+    """
+    found = [match.groups() for name in names if (match := SHARD.fullmatch(name))]
+    there = {*names}
+    for parts in itertools.product(*(sorted(set(part)) for part in zip(*found, strict=True))):
+        name = "shard-{}-model-{}-of-{}.safetensors".format(*parts)
+        if name not in there:
+            yield name
+
+
 def _pieces(file: DataFile) -> Iterator[tuple[str, DType, Piece]]:
     """Yield the names and types of the tensors that a shard has pieces of, and the pieces."""
     with file.opened() as descriptor:
@@ -104,7 +127,7 @@ def _pieces(file: DataFile) -> Iterator[tuple[str, DType, Piece]]:
             raise DamagedSource(f"{quote(file.path)}: {error}") from None
     info = _info(file, header)
     for name, entry in header.tensors.items():
-        shape = entry.spec.shape
+        shape = _torch_shape(file, entry.spec)
         offsets = info.get(name, {}).get("saved_offsets")
         if (
             not isinstance(offsets, list)
@@ -117,6 +140,19 @@ def _pieces(file: DataFile) -> Iterator[tuple[str, DType, Piece]]:
         begin = header.data_start + entry.begin
         box = Box(tuple(offsets), shape)
         yield name, entry.spec.dtype, Piece(box, file, begin, entry.end - entry.begin)
+
+
+def _torch_shape(file: DataFile, spec: TensorSpec) -> tuple[int, ...]:
+    """Return the sizes of a tensor in torch, which counts pairs of F4."""
+    if spec.dtype.bits >= 8:  # noqa: PLR2004
+        return spec.shape
+    *outer, last = spec.shape or (1,)
+    if spec.dtype is not DType.F4 or last % 2:
+        raise UnsupportedSource(
+            f"{quote(file.path)}: tensor {quote(spec.name)} is {spec.dtype.value} {list(spec.shape)}, "
+            "whose pieces cannot be joined; load the checkpoint with torch and save complete tensors"
+        )
+    return (*outer, last // 2)
 
 
 def _info(file: DataFile, header: Header) -> Mapping[str, Any]:
@@ -143,4 +179,4 @@ def _assembled(name: str, dtype: DType, pieces: list[Piece]) -> Assembled:
             check_tiling(shape, filled)
     except DamagedSource as error:
         raise error.at(f"tensor {quote(name)}") from None
-    return Assembled(TensorSpec(name, dtype, shape), shape, filled)
+    return Assembled(spec_of(name, dtype, shape), shape, filled)

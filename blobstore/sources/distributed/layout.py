@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import UnsupportedSource
-from blobstore.sources.selection import is_model_folder
+from blobstore.sources.selection import DATA_FILE, is_model_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "torch.distributed.checkpoint"
 METADATA_FILE: Final = ".metadata"
-DATA_FILE: Final = ".distcp"
-"""Ending of the data files."""
 SHARD: Final = re.compile(
     r"shard-(?P<rank>[0-9]{5})-model-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors"
 )
@@ -65,10 +63,10 @@ def find_checkpoint(folder: Path) -> str | None:
         OSError: a folder cannot be read.
     """
     names = [path.name for path in folder.iterdir()]
-    if any(name.endswith(DATA_FILE) for name in names):
-        return ""
     if any(name.endswith(".safetensors") for name in names):
         return None  # the complete model
+    if any(name.endswith(DATA_FILE) for name in names):
+        return ""
     return _MODEL_FOLDER if _MODEL_FOLDER in names and _has_data(folder / _MODEL_FOLDER) else None
 
 

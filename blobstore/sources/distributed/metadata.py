@@ -17,6 +17,7 @@ from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
 from blobstore.sources.distributed.pieces import Box
 from blobstore.sources.unpickler.globals import DTYPES
 from blobstore.sources.unpickler.machine import Limits, run
+from blobstore.sources.unpickler.state import LimitReached
 from blobstore.sources.unpickler.values import Global, Key, Number, Record, Use
 
 if TYPE_CHECKING:
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 
 MAX_METADATA_SIZE: Final = 64 * 2**20
 """Bytes of the file. torch writes 200 for each tensor, and 150 for each piece."""
-_LIMITS = Limits(objects=1 << 22)
+_LEAST_OBJECTS = 1 << 22
+_BYTES_PER_OBJECT = 5
+"""The objects of a large file are limited to one for this many bytes. torch writes at least 5.2."""
 _MAX_RANK = 32
-_MAX_PIECES = 1 << 19
+_MAX_PIECES = 1 << 20
 _MAX_NAME = 1 << 12
 _MAX_KEYS = 32
 """Keys that lead to an entry."""
@@ -121,10 +124,14 @@ def parse_metadata(data: bytes) -> Metadata:
     Raises:
         CheckpointRefused: it is damaged, or uses a name that is not in the list.
         DamagedSource: it contradicts itself, or has sizes or file names that are not valid.
-        UnsupportedSource: items are compressed or encrypted.
+        UnsupportedSource: items are compressed or encrypted, or the checkpoint is too large.
     """
+    limits = Limits(objects=max(_LEAST_OBJECTS, len(data) // _BYTES_PER_OBJECT))
     with gc_paused():
-        result = run(data, limits=_LIMITS)
+        try:
+            result = run(data, limits=limits)
+        except LimitReached as error:
+            raise UnsupportedSource(f"its metadata are too large: {error}") from None
         if refused := [item for item in result.globals if not is_allowed(item)]:
             names = join_some([*map(quote, refused)], _SHOWN)
             raise CheckpointRefused(
@@ -149,7 +156,7 @@ def parse_metadata(data: bytes) -> Metadata:
                     continue
                 tensors[name] = _tensor(entry, items, left)
                 left -= len(entry.state["chunks"])  # one list can be that of many tensors
-            except DamagedSource as error:
+            except (DamagedSource, UnsupportedSource) as error:
                 raise error.at(f"entry {quote(name)}") from None
         return Metadata(tensors, values, _paths(fields.get("planner_data")))
 
@@ -255,8 +262,10 @@ def _tensor(entry: Any, items: list[_Item], limit: int) -> StoredTensor:
     if math.prod(shape) * itemsize > _LARGEST:
         raise DamagedSource("it has more than 2^63 - 1 bytes")
     chunks = fields.get("chunks")
-    if type(chunks) is not list or len(chunks) > limit:
-        raise DamagedSource("its pieces are not a list, or too many")
+    if type(chunks) is not list:
+        raise DamagedSource("its pieces are not a list")
+    if len(chunks) > limit:
+        raise UnsupportedSource(f"the checkpoint is too large: over {_MAX_PIECES} pieces")
     return StoredTensor(dtype, cls.name, shape, tuple(_pieces(chunks, items, len(shape))))
 
 

@@ -26,7 +26,10 @@ _IDENTIFIER = "/.data/serialization_id"
 """An entry of the archive that differs between items, and that is never read."""
 _LOCAL, _LISTED, _LISTED_SIZE, _CRC_AT = b"PK\3\4", b"PK\1\2", 46, 16
 _END, _END_SIZE = b"PK\5\6", 22
-_LARGEST_TAIL = 1 << 16
+_LARGEST = 1 << 16
+"""Bytes of a head or a tail; torch writes about 1 KiB."""
+_MOST = 512
+"""Templates. More items are parsed one by one."""
 
 
 class _Template(NamedTuple):
@@ -81,12 +84,17 @@ class Templates:
             entries: the entries of its archive.
             data: the entry with its elements.
         """
-        begin = data.offset - piece.stored.begin
-        head, tail = _around(descriptor, piece.stored, begin, data.size)
-        identifiers = [entry for entry in entries if entry.name.endswith(_IDENTIFIER)]
-        if len(identifiers) != 1 or len(tail) > _LARGEST_TAIL or tail[-_END_SIZE:][:4] != _END:
+        begin, after = data.offset - piece.stored.begin, data.offset + data.size
+        if max(begin, piece.stored.begin + piece.stored.size - after) > _LARGEST:
             return
-        after = data.offset + data.size
+        identifiers = [entry for entry in entries if entry.name.endswith(_IDENTIFIER)]
+        # Everything from the identifier to the directory can differ, so no other entry may be there.
+        is_last = identifiers and max(entry.offset for entry in entries) == identifiers[0].offset
+        if len(self._known) >= _MOST or len(identifiers) != 1 or not is_last:
+            return
+        head, tail = _around(descriptor, piece.stored, begin, data.size)
+        if tail[-_END_SIZE:][:4] != _END:
+            return
         listed = int.from_bytes(tail[-6:-2], "little") + piece.stored.begin - after
         crcs = [_crc_of(tail, entry, listed) for entry in (data, identifiers[0])]
         following = tail.find(_LOCAL)

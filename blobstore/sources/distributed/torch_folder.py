@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spec_of
 from blobstore.sources.distributed.items import check_places, read_piece, read_value
-from blobstore.sources.distributed.layout import DATA_FILE, FORMAT, METADATA_FILE
+from blobstore.sources.distributed.layout import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, parse_metadata
 from blobstore.sources.distributed.templates import Templates
 from blobstore.sources.distributed.tiling import check_tiling
@@ -37,7 +38,7 @@ from blobstore.sources.pytorch.state_dict import (
 )
 from blobstore.sources.pytorch.tensors import UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values, with_values
-from blobstore.sources.selection import read_json
+from blobstore.sources.selection import DATA_FILE, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from blobstore.sources.pytorch import state_dict
 
 _SCALARS = ((), (1,))
+_FIRST_KEY = re.compile(r"((?:chained_\d+\.)?[^.]*)\.(.+)", re.DOTALL)
+"""Divides a name after its first key, which has a prefix if Megatron-Core chains several optimizers."""
 _MAX_VALUES_SIZE = 64 * 2**20
 """Bytes of all items that are not tensors; more are left out."""
 _FAILURE_COST = 2**20
@@ -258,8 +261,8 @@ def _path_of(name: str, paths: Mapping[str, state_dict.Path]) -> state_dict.Path
     """
     if name in paths:
         return paths[name]
-    first, dot, rest = name.partition(".")
-    return (first, rest) if dot and rest and is_training(first) else (name,)
+    found = _FIRST_KEY.fullmatch(name)
+    return (found[1], found[2]) if found and is_training(found[1]) else (name,)
 
 
 def subtrees_in(metadata: Metadata) -> list[Subtree]:

@@ -42,10 +42,10 @@ _MODEL_KEYS = (
 _INNER_KEYS = _MODEL_KEYS[:3]
 """Keys that name nothing else, and so are followed on deeper levels too."""
 _TRAINING = re.compile(
-    r"optim|(lr_?)?schedul|(grad_?)?scaler|amp$|rng|random|callbacks|loops|criterion$|loss",
+    r"(chained_\d+\.)?optim|(lr_?)?schedul|(grad_?)?scaler|amp$|rng|random|callbacks|loops|criterion$|loss",
     re.IGNORECASE,
 )
-"""Prefixes of the keys that training programs use for other state."""
+"""Prefixes of the keys that training programs use for other state. Megatron-Core numbers several optimizers."""
 _SCALARS = (((),), ((1,),))
 """The sizes of tensors that can be next to a model, such as a score."""
 _MAX_DEPTH = 64

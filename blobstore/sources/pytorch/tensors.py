@@ -329,9 +329,12 @@ def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
 
 def _attributes(state: Any) -> Mapping[Any, Any]:
     """Return the attributes in the state of an object, with ``__slots__`` or without; empty if there are none."""
-    if type(state) is tuple and len(state) == 2 and state[0] is None:  # noqa: PLR2004
-        state = state[1]
-    return state if type(state) is dict else {}
+    states = state if type(state) is tuple and len(state) == 2 else (state,)  # noqa: PLR2004
+    attributes: dict[Any, Any] = {}
+    for part in states:
+        if type(part) is dict:
+            attributes |= part
+    return attributes
 
 
 def _local_tensor(value: Reduced) -> Reduced:

@@ -36,7 +36,7 @@ from blobstore.sources.unpickler.opcodes import (
     TUPLE1,
     TUPLE2,
 )
-from blobstore.sources.unpickler.state import CutShort, State
+from blobstore.sources.unpickler.state import CutShort, LimitReached, State
 from blobstore.sources.unpickler.values import Persistent
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def run(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Result:
 
     Raises:
         CutShort: ``data`` ends before the pickle does.
-        CheckpointRefused: it is not a pickle, exceeds the limits, or has an opcode that makes no
-            inert value. The message has the offset and the opcode.
+        LimitReached: it exceeds the limits.
+        CheckpointRefused: it is not a pickle, or has an opcode that makes no inert value. The message has the offset and the opcode.
     """
     return _run(State(data, start), limits)
 
@@ -122,6 +122,7 @@ def scan(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Scan:
 
 def _run(state: State, limits: Limits) -> Result:
     data = state.data
+    kind = CheckpointRefused
     try:
         return Result(
             _loop(state, limits),
@@ -143,9 +144,9 @@ def _run(state: State, limits: Limits) -> Result:
     except KeyError:
         reason = "the memo has no value of that number"
     except CheckpointRefused as error:
-        reason = str(error)
+        reason, kind = str(error), type(error)
     code = data[state.at]
-    raise state.refusal(reason, NAMES.get(code, f"0x{code:02x}"))
+    raise state.refusal(reason, NAMES.get(code, f"0x{code:02x}"), kind)
 
 
 def _loop(state: State, limits: Limits) -> Any:  # noqa: C901, PLR0912, PLR0915 - one loop
@@ -167,7 +168,7 @@ def _loop(state: State, limits: Limits) -> Any:  # noqa: C901, PLR0912, PLR0915 
             used = (len(stack), len(frames), len(memo), objects + state.objects)
             for what, count, limit in zip(Limits._fields, used, limits, strict=True):
                 if count > limit:
-                    raise CheckpointRefused(f"the pickle needs more than {limit} {what}")
+                    raise LimitReached(f"the pickle needs more than {limit} {what}")
             segment = position + _SEGMENT
             while position < segment:
                 at = position

@@ -21,6 +21,10 @@ class CutShort(CheckpointRefused):
     """The bytes end before the pickle does."""
 
 
+class LimitReached(CheckpointRefused):
+    """The pickle needs more of a resource than it may use."""
+
+
 class Memo:
     """Values by number. Picklers count up from 0, but any number is allowed.
 
@@ -93,9 +97,11 @@ class State:
         """Return the error for bytes that end too early."""
         return CutShort(f"the pickle ends at byte {len(self.data)}, before its STOP")
 
-    def refusal(self, reason: str, name: str) -> CheckpointRefused:
+    def refusal(
+        self, reason: str, name: str, kind: type[CheckpointRefused] = CheckpointRefused
+    ) -> CheckpointRefused:
         """Return the error for the current opcode."""
-        return CheckpointRefused(f"pickle byte {self.at}, {name}: {reason}")
+        return kind(f"pickle byte {self.at}, {name}: {reason}")
 
     def find(self, module: Any, name: Any) -> Global:
         """Return the record of a global."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from blobstore.errors import (
     DamagedSource,
@@ -20,6 +21,8 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.create_all import create_all
 from blobstore.store.local import LocalStore
+from tests.support.distributed_folders import grid
+from tests.support.distributed_folders import write_folder as write_pieces
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.unit.cli.running import run
 
@@ -71,6 +74,20 @@ def test_imports_all_models_of_a_folder_and_continues_after_a_failure(
         assert str(result.created.reference) == result.name
     assert sorted(map(str, store.references())) == ["dense:latest", "org/moe:latest"]
     assert {step.partition(": ")[0] for step in steps} == {"dense:latest", "org/moe:latest"}
+
+
+def test_folders_with_pieces_are_models(store: LocalStore, tmp_path: Path) -> None:
+    weight = {("model", "w"): (torch.ones(2, 2), grid((2, 2)))}
+    for name in ("plain", "run/step_1", "trained/pytorch_model_fsdp_0"):
+        write_pieces(tmp_path / "m" / name, weight)
+    results = create_all(tmp_path / "m", store=store)
+    assert [(it.name, it.error) for it in results] == [
+        ("plain:latest", None),
+        ("run/step_1:latest", None),
+        ("trained:latest", None),
+    ]
+    with pytest.raises(SourceError, match="is a model itself; create it without --all"):
+        create_all(tmp_path / "m" / "plain", store=store)
 
 
 def test_names_the_models_of_a_cache_after_their_repositories(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from blobstore.errors import DamagedSource, UsageError
+from blobstore.core.tensor import DType
+from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.distributed.huggingface_shards import HuggingFaceShards
 from blobstore.sources.open import open_source
@@ -67,6 +69,53 @@ def test_several_files_of_a_process_are_joined(tmp_path: Path) -> None:
             piece = (MATRIX[:, 3 * rank - 3 : 3 * rank], [0, 3 * rank - 3])
             write(tmp_path / shard(rank, number, 2), {name: piece})
     assert contents(tmp_path) == {"a": raw(MATRIX), "b": raw(MATRIX)}
+
+
+def test_missing_files_between_others_are_named(tmp_path: Path) -> None:
+    write(tmp_path / shard(1, 1, 2), {"a": (MATRIX[:2], [0, 0])})
+    write(tmp_path / shard(2, 1, 2), {"a": (MATRIX[2:], [2, 0])})
+    write(tmp_path / shard(1, 2, 2), {"b": (MATRIX[:2], [0, 0])})
+    _, notice = open_source(tmp_path).notices
+    assert notice.startswith(f"not there: '{shard(2, 2, 2)}'; if their processes")
+    write(tmp_path / shard(2, 2, 2), {"b": (MATRIX[2:], [2, 0])})
+    source = open_source(tmp_path)
+    assert source.specs["b"].shape == (4, 6)
+    assert len(source.notices) == 1
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_pairs_of_f4_are_joined(tmp_path: Path, dimension: int) -> None:
+    pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
+    for rank, part in enumerate(pairs.chunk(2, dimension)):
+        offsets = [0, 0]
+        offsets[dimension] = rank * part.shape[dimension]
+        typed = part.contiguous().view(torch.float4_e2m1fn_x2)
+        write(tmp_path / shard(rank + 1), {"w": (typed, offsets)})
+    assert contents(tmp_path) == {"w": raw(pairs)}
+    spec = open_source(tmp_path).specs["w"]
+    assert (spec.dtype, spec.shape) == (DType.F4, (4, 16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F6_E2M3", (4, 8)), ("F6_E3M2", (4,)), ("F4", (2, 3))]
+)
+def test_other_types_of_less_than_a_byte_are_refused(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
+    size = math.prod(shape) * DType(dtype).bits // 8
+    header = {
+        "__metadata__": {
+            "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0] * len(shape)}})
+        },
+        "w": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / shard(1)).write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(
+        UnsupportedSource, match=f"'w' is {dtype} .*, whose pieces cannot be joined"
+    ):
+        open_source(tmp_path)
 
 
 def test_a_prefix_can_be_stripped(folder: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.distributed.layout import find_checkpoint, open_distributed
 from blobstore.sources.open import open_source
+from tests.support.distributed_folders import grid, write_folder
 
 
 def touch(*paths: Path) -> None:
@@ -22,10 +25,21 @@ def test_finds_the_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
     touch(tmp_path / "pytorch_model_fsdp_0" / "__0_0.distcp")
     assert find_checkpoint(tmp_path) == "pytorch_model_fsdp_0"
-    touch(tmp_path / "model.safetensors")
-    assert find_checkpoint(tmp_path) is None
     touch(tmp_path / "__0_0.distcp")
     assert find_checkpoint(tmp_path) == ""
+    touch(tmp_path / "model.safetensors")
+    assert find_checkpoint(tmp_path) is None
+
+
+def test_a_complete_model_wins_over_pieces(tmp_path: Path) -> None:
+    weight = torch.ones(2, 2)
+    write_folder(tmp_path, {("optimizer", "x"): (weight, grid((2, 2)))}, ranks=1)
+    save_file({"w": weight}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path)
+    assert set(source.specs) == {"w"}
+    assert source.notices == [
+        "left out: '__0_0.distcp', a checkpoint of torch.distributed.checkpoint next to the model"
+    ]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, CheckpointRefused, DamagedSource, UnsupportedSource
+from blobstore.sources.distributed import metadata as module
 from blobstore.sources.distributed.metadata import Stored, parse_metadata
 from blobstore.sources.distributed.pieces import Box
 
@@ -193,10 +194,6 @@ WRONG: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda it: with_attribute(it, "planner_data", {str(n): ("x" * 2**20,) for n in range(17)}),
         "the keys of its entries are over 16777216 characters",
     ),
-    "a list of pieces of many tensors": (
-        lambda it: it.state_dict_metadata.update(shared_pieces()),
-        "its pieces are not a list, or too many",
-    ),
     "no pieces": (
         lambda it: with_attribute(tensor_of(it), "chunks", (1,)),
         "its pieces are not a list",
@@ -247,6 +244,35 @@ def test_refuses_what_torch_does_not_write(case: str) -> None:
     with pytest.raises(DamagedSource, match=message) as it:
         parse_metadata(data)
     assert str(it.value).isprintable()
+
+
+def test_a_list_of_pieces_of_many_tensors_is_too_large() -> None:
+    metadata = example()
+    metadata.state_dict_metadata.update(shared_pieces())
+    with pytest.raises(
+        UnsupportedSource, match="'.*': the checkpoint is too large: over 1048576 p"
+    ):
+        parse_metadata(pickle.dumps(metadata))
+
+
+def test_the_objects_of_a_large_file_are_limited_by_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_LEAST_OBJECTS", 0)
+    metadata = example()
+    for number in range(200):
+        name = f"model.layers.{number}.self_attn.q_proj.weight"
+        chunks = [ChunkStorageMetadata(size(row, 0), size(1, 5)) for row in range(8)]
+        properties = TensorProperties(dtype=torch.bfloat16)
+        entry = TensorStorageMetadata(properties, size(8, 5), chunks)
+        metadata.state_dict_metadata[name] = entry
+        for row in range(8):
+            place = _StorageInfo(f"__{row}_0.distcp", 100 * number, 100)
+            metadata.storage_data[MetadataIndex(name, size(row, 0), row)] = place
+    data = pickle.dumps(metadata)
+    assert len(parse_metadata(data).tensors) == 201
+    with pytest.raises(UnsupportedSource, match=r"too large: .* needs more than 10\d+ objects"):
+        parse_metadata(b"\x80\x02](" + b"}" * 50_000 + b"e.")
 
 
 def test_items_that_are_transformed_are_refused() -> None:

@@ -130,13 +130,24 @@ def test_dots_are_in_names_if_the_writer_lists_no_keys(tmp_path: Path) -> None:
         metadata.planner_data = None
 
     tensor = torch.ones(2, 2)
-    names = ("model.embed.weight", "head.weight", "optimizer.state.exp_avg.head.weight")
+    names = (
+        "model.embed.weight",
+        "head.weight",
+        "chained_0.scale",
+        "optimizer.state.exp_avg.head.weight",
+        "chained_0.optimizer.state.exp_avg.head.weight",
+        "chained_12.optimizer.state.exp_avg.head.weight",
+    )
     tensors = {(name,): (tensor, grid((2, 2))) for name in names}
     source = opened(write_folder(tmp_path / "step", tensors, change=forget))
-    assert set(source.specs) == {"model.embed.weight", "head.weight"}
-    assert source.notices == [
-        "left out: 'optimizer' (1 tensor); choose another part with --subtree"
-    ]
+    assert set(source.specs) == {"model.embed.weight", "head.weight", "chained_0.scale"}
+    (notice,) = source.notices
+    assert notice == (
+        "left out: 'optimizer' (1 tensor), 'chained_0.optimizer' (1 tensor), "
+        "'chained_12.optimizer' (1 tensor); choose another part with --subtree"
+    )
+    chosen = opened(tmp_path / "step", subtree="chained_0.optimizer")
+    assert set(chosen.specs) == {"state.exp_avg.head.weight"}
 
 
 def test_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:

@@ -852,10 +852,12 @@ def mesh() -> Iterator[Any]:
 def test_complete_distributed_tensors_are_read(tmp_path: Path, mesh: Any, legacy: bool) -> None:
     full = torch.arange(16.0).reshape(4, 4)
     replicated = DTensor.from_local(full, mesh, [Replicate()], run_check=False)
-    path = save(tmp_path, {"model": {"a": replicated, "b": full}}, legacy=legacy)
+    parameter = torch.nn.Parameter(replicated)  # has a dict besides the slots
+    path = save(tmp_path, {"model": {"a": replicated, "b": full, "c": parameter}}, legacy=legacy)
     with open_checkpoint(path) as checkpoint:
-        assert checkpoint.specs["a"].shape == (4, 4)
-        assert bytes(checkpoint.view("a").data) == bytes(checkpoint.view("b").data)
+        for name in "ac":
+            assert checkpoint.specs[name].shape == (4, 4)
+            assert bytes(checkpoint.view(name).data) == bytes(checkpoint.view("b").data)
 
 
 def test_shards_of_distributed_tensors_can_be_left_out(
