@@ -172,6 +172,10 @@ def _read(
         UnsupportedSource: as :func:`detect_quantization`.
     """
     quant_config = SourceQuantConfig(config)
+    if quant_config.has_transforms:
+        raise NotUnderstood(
+            "config.json has 'transform_config', and no type of a blob has transforms"
+        )
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
     inputs: set[str] = set()

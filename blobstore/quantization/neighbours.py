@@ -30,6 +30,8 @@ def owner(name: str, weights: Container[str]) -> str:
     """Return the weight that a tensor belongs to by its name; empty if there is none."""
     module = name.rpartition(".")[0]
     weight = f"{module}.weight"
+    if weight == name and "." in module:  # perhaps of a submodule, such as a rotation
+        weight = f"{module.rpartition('.')[0]}.weight"
     if weight in weights and weight != name:
         return weight
     tail = name[-_TAIL:]

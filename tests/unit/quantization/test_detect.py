@@ -643,6 +643,7 @@ def test_keeps_packed_matrices_of_an_unknown_form_as_published(method: str, code
         "m.weight_g_idx",
         "m.pre_quant_scale",
         "m.comfy_quant",
+        "m.rotation.weight",
         "m.smooth_factor",
         "m.scale",
         "m.weight.absmax",
@@ -660,6 +661,17 @@ def test_a_neighbour_that_no_reading_claims_keeps_the_source_as_published(
     assert_kept(tensors, config, f"'{neighbour}'")
 
 
+def test_transforms_keep_a_source_as_published() -> None:
+    rotated = {"R4": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
+    for transforms in ({}, {"config_groups": rotated}):
+        section = {"quant_method": "compressed-tensors", "transform_config": transforms}
+        config = {"quantization_config": section}
+        if transforms:
+            assert_kept(SCALED, config, "'transform_config'", "compressed-tensors")
+        else:
+            assert not detect(SCALED, config).scheme
+
+
 @pytest.mark.parametrize("end", ["scale_of_groups", "zeros", "activation_scale_of_experts"])
 def test_neighbours_of_weights_with_other_names(end: str) -> None:
     experts: Tensors = {"e.up": ("F8_E4M3", 2, 8, 8), "e.up_scale_inv": ("F32", 2, 1, 1)}
@@ -675,7 +687,6 @@ def test_neighbours_of_weights_with_other_names(end: str) -> None:
         ("m.k_scale", "F32"),
         ("m.output_scale", "F32"),
         ("m.table", "I32", 1024, 1024),
-        ("m.inner.weight", "F32", 4),
         ("other.weight_shape", "I64", 2),
         ("weight_shape", "I64", 2),
     ],

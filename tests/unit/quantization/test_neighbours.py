@@ -19,6 +19,8 @@ WEIGHTS = {"m.weight", "e.up", "weight", ".weight"}
         ("e.up.scale", "e.up"),
         ("m.weight", ""),
         ("m.inner.scale", ""),
+        ("m.inner.weight", "m.weight"),
+        ("m.inner.more.weight", ""),
         ("e.upper_scale", ""),
         ("scale", ".weight"),
         ("", ".weight"),
