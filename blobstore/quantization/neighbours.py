@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from blobstore.quantization.formats import FLOAT8
+
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
@@ -22,7 +24,9 @@ _MAX_CUTS: Final = 8
 _TAIL: Final = 200
 """Characters at the end of a name that are searched, so that long names cost no more than others."""
 _SMALL: Final = 4096
-"""Bytes. A larger tensor that is also larger than the weight is not part of its quantization."""
+"""Bytes. A larger tensor, also larger than the weight, is part of its quantization only if it fits its shape."""
+_PACKED: Final = (2, 4, 8, 16)
+"""How many columns a byte or word of packed weights may hold."""
 _CUT: Final = re.compile(r"[._:]")
 
 
@@ -56,6 +60,15 @@ def unclaimed_neighbour(
         if name in claimed or name in weights or _HARMLESS.fullmatch(name):
             continue
         weight = owner(name, weights)
-        if weight and spec.nbytes < max(weights[weight].nbytes, _SMALL):
+        if weight and _may_change(spec, weights[weight]):
             return name, weight
     return None
+
+
+def _may_change(spec: TensorSpec, weight: TensorSpec) -> bool:
+    """Return whether a tensor is small, or has a dimension of a weight, as a rotation has."""
+    if spec.nbytes < max(weight.nbytes, _SMALL):
+        return True
+    columns = weight.shape[-1:] if weight.dtype not in FLOAT8 else ()
+    lengths = {*weight.shape, *(width * count for width in columns for count in _PACKED)} - {1}
+    return not lengths.isdisjoint(spec.shape)

@@ -37,8 +37,28 @@ def test_claimed_and_large_tensors_are_no_neighbours() -> None:
     weights = {weight.name: weight}
     assert unclaimed_neighbour(specs, (), weights) == ("m.zeros", "m.weight")
     assert unclaimed_neighbour(specs, {"m.zeros"}, weights) is None
-    specs["m.zeros"] = small._replace(shape=(128, 128))
+    specs["m.zeros"] = small._replace(shape=(1, 64, 100))
     assert unclaimed_neighbour(specs, (), weights) is None
     tiny = {"m.weight": weight._replace(shape=(2, 2))}
     specs["m.zeros"] = small
     assert unclaimed_neighbour(specs, (), tiny) == ("m.zeros", "m.weight")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "is_neighbour"),
+    [
+        (DType.F8_E4M3, 256, True),
+        (DType.U8, 128, True),
+        (DType.U32, 32, True),
+        (DType.F8_E4M3, 128, False),
+        (DType.F8_E4M3, 1, False),
+    ],
+)
+def test_a_large_tensor_that_fits_the_shape_of_a_weight_is_a_neighbour(
+    dtype: DType, columns: int, is_neighbour: bool
+) -> None:
+    weight = TensorSpec("m.weight", dtype, (64, columns))
+    rotation = TensorSpec("m.rotation", DType.F32, (1, 256, 256))
+    specs = {spec.name: spec for spec in (weight, rotation)}
+    found = unclaimed_neighbour(specs, (), {weight.name: weight})
+    assert found == (("m.rotation", "m.weight") if is_neighbour else None)
