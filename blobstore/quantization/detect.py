@@ -33,11 +33,11 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.comfy import (
-    HEADER_KEY,
     MARKER,
     MAX_MARKER,
     are_float8_layers,
     is_float8_marker,
+    is_stale,
 )
 from blobstore.quantization.formats import (
     FACTORS,
@@ -191,17 +191,18 @@ def _read(
             weight = recipe.spec.name
             prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
             inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
-    known = {name for name, text in markers.items() if _is_known_marker(name, text, specs)}
-    stale = known if decode else set[str]()
-    claimed = used | inputs | stale
-    plain = [spec for name, spec in specs.items() if name not in claimed]
+    known = {name for name, text in markers.items() if is_float8_marker(name, text, specs)}
+    is_decoded = any(isinstance(recipe, Decoded) for recipe in found.values())
+    stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
+    claimed = used | inputs
+    plain = [spec for name, spec in specs.items() if name not in claimed and name not in stale]
     for spec in plain:
         _check_plain(spec, specs, quant_config, found)
     weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
     weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
     # MLX packs into words of its own, whatever a header says besides.
     has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
-    keys = {key for key, text in metadata if not _is_known_key(key, text, specs)}
+    keys = {key for key, text in metadata if not are_float8_layers(key, text, specs)}
     _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
@@ -216,14 +217,6 @@ def _read(
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
-
-
-def _is_known_marker(name: str, text: bytes, specs: Specs) -> bool:
-    return is_float8_marker(text, specs.get(f"{name.removesuffix(MARKER)}.weight"))
-
-
-def _is_known_key(key: str, text: str, specs: Specs) -> bool:
-    return key == HEADER_KEY and are_float8_layers(text, specs)
 
 
 def _may_be_packed(spec: TensorSpec) -> bool:

@@ -743,13 +743,18 @@ def test_a_marker_of_comfyui_must_say_what_the_tensors_say(text: bytes, is_known
 
 
 def test_markers_that_no_longer_hold_are_left_out() -> None:
-    source = specs({**SCALED, "m.comfy_quant": ("U8", len(FLOAT8))})
+    named: Tensors = {"m.comfy_quant": ("U8", len(FLOAT8)), "scaled_fp8": ("F8_E4M3", 2)}
+    source = specs(SCALED | named)
     markers = {"m.comfy_quant": FLOAT8}
     kept = detect_quantization(source, {}, markers=markers)
-    assert isinstance(kept.recipes["m.comfy_quant"], Copied)
+    assert all(isinstance(kept.recipes[name], Copied) for name in named)
     found = detect_quantization(source, {}, markers=markers, decode=True)
     assert set(found.recipes) == {"m.weight", "norm.weight"}
-    assert found.notices[0] == "1 marker of 8-bit floats left out, since weights are decoded"
+    assert found.notices[0] == "2 markers of 8-bit floats left out, since weights are decoded"
+    unknown = detect_quantization(source, {}, markers={"m.comfy_quant": b"{}"}, decode=True)
+    assert unknown.scheme == "comfyui"
+    cast = specs(CAST | named)
+    assert set(detect_quantization(cast, {}, markers=markers, decode=True).recipes) == set(cast)
 
 
 def test_long_names_are_searched_at_their_end_only() -> None:
