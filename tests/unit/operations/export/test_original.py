@@ -741,3 +741,5 @@ def test_values_of_the_experts_of_deepseek_v4(tmp_path: Path, store: LocalStore)
     with blobstore.open(NAME, store=store, dequantize=True) as model:
         found = model["layers.0.ffn.experts.0.w1.weight"].astype(np.float32)
     assert found.tolist() == expected.tolist()
+    export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {}
