@@ -60,7 +60,6 @@ from blobstore.quantization.recipes import (
     copies,
 )
 from blobstore.quantization.schemes import (
-    SCHEME_ENDS,
     UNKNOWN,
     quantization_key,
     scheme_name,
@@ -255,8 +254,8 @@ def _quantized(
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
-    if name.endswith(SCHEME_ENDS):
-        _refuse(spec, f"is quantized by {scheme_of_tensor(name)}")
+    if scheme := scheme_of_tensor(spec, specs):
+        _refuse(spec, f"is quantized by {scheme}")
     if name.endswith(".weight_packed"):
         return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
     if dtype is DType.U32:

@@ -603,7 +603,15 @@ def test_keeps_what_only_resembles_deepseek_v4(changes: Tensors, config: Any, me
 )
 def test_knows_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
     message = rf"'{name}' \({code}\) is quantized by {scheme}"
-    assert_kept({"m.scales": ("F16", 8, 2), name: (code, 8, 8)}, {}, message, scheme)
+    tensors: Tensors = {"m.weight": ("I8", 8, 8), name: (code, 8, 8), "m.scales": ("F16", 8, 2)}
+    assert_kept(tensors, {}, message, scheme)
+
+
+@pytest.mark.parametrize("name", ["m.W_q", "m.q_weight", "m.trellis", "m.SCB"])
+def test_plain_weights_may_have_the_names_of_other_schemes(name: str) -> None:
+    tensors: Tensors = {"m.weight": ("BF16", 8, 8), name: ("F32", 8, 8)}
+    assert detect(tensors) == detect_quantization(specs(tensors), {}, as_is=True)
+    assert not detect(tensors).scheme
 
 
 @pytest.mark.parametrize(
@@ -704,6 +712,8 @@ def test_a_key_of_a_header_keeps_weights_as_published() -> None:
         found = detect_quantization(specs(tensors), {}, metadata=keys)
         assert found.recipes == copies(specs(tensors))
         assert "'_quantization_metadata'" in found.reason
+    described = [("modelspec.quantization", "x"), ("ss_scale_weight_norms", "None")]
+    assert not detect_quantization(specs(CAST), {}, metadata=described).scheme
     for tensors, config in (({"m.weight": ("BF16", 8, 8)}, {}), (PACKED, MLX)):
         assert not detect_quantization(specs(tensors), config, metadata=keys).scheme
     assert not detect_quantization(specs(SCALED), {}, metadata=keys[:1]).scheme
