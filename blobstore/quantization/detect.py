@@ -49,7 +49,7 @@ from blobstore.quantization.formats import (
     WORD_BITS,
     float8_format,
 )
-from blobstore.quantization.neighbours import unclaimed_neighbour
+from blobstore.quantization.neighbours import unclaimed_neighbour, without_neighbours
 from blobstore.quantization.recipes import (
     BIAS,
     GLOBAL_SCALE,
@@ -59,12 +59,7 @@ from blobstore.quantization.recipes import (
     Prequantized,
     copies,
 )
-from blobstore.quantization.schemes import (
-    UNKNOWN,
-    quantization_key,
-    scheme_name,
-    scheme_of_tensor,
-)
+from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -195,9 +190,11 @@ def _read(
     stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
     claimed = used | inputs
     plain = [spec for name, spec in specs.items() if name not in claimed and name not in stale]
+    weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
+    if quant_config.is_quantized:
+        _check_scales(specs, plain, weights.values())
     for spec in plain:
         _check_plain(spec, specs, quant_config, found)
-    weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
     weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
     # MLX packs into words of its own, whatever a header says besides.
     has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
@@ -365,6 +362,16 @@ def _float8(
         return Decoded(plain, (weight.name,), (source,), flat, scale, item.float8.block)
     parts = (Copied(weight, (weight.name,)), Copied(scale, (source,)))
     return Prequantized(parts, item, None)
+
+
+def _check_scales(
+    specs: Specs, plain: Collection[TensorSpec], found: Collection[TensorSpec]
+) -> None:
+    """Check that weights of 8-bit floats have scales if some have. Raises UnsupportedSource."""
+    if any(spec.dtype in FLOAT8 for spec in found):
+        lacking = {spec.name for spec in plain if spec.dtype in FLOAT8 and _may_be_packed(spec)}
+        if name := without_neighbours(specs, lacking):
+            _fail(name, "lacks its scales, which other weights of 8-bit floats have")
 
 
 def _check_plain(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.quantization.formats import FLOAT8
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Collection, Container, Mapping
 
     from blobstore.core.tensor import TensorSpec
 
@@ -63,6 +63,13 @@ def unclaimed_neighbour(
         if weight and _may_change(spec, weights[weight]):
             return name, weight
     return None
+
+
+def without_neighbours(specs: Mapping[str, TensorSpec], weights: Collection[str]) -> str:
+    """Return a weight that has no tensor next to it, or only harmless ones; empty if there is none."""
+    others = (name for name in specs if name not in weights and not _HARMLESS.fullmatch(name))
+    owners = {owner(name, weights) for name in others}
+    return min((name for name in weights if name not in owners), default="")
 
 
 def _may_change(spec: TensorSpec, weight: TensorSpec) -> bool:

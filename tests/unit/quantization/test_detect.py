@@ -520,6 +520,24 @@ def test_keeps_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> 
         assert_kept({"m.weight": tensor}, config, message)
 
 
+def test_scales_that_only_some_8_bit_weights_have_are_missing() -> None:
+    tensors: Tensors = {
+        "m.weight": ("F8_E4M3", 8, 8),
+        "m.weight_scale_inv": ("F32", 1, 1),
+        "n.weight": ("F8_E4M3", 8, 8),
+        "n.bias": ("F32", 8),
+    }
+    for decode in (False, True):
+        with pytest.raises(UnsupportedSource, match=r"'n\.weight' lacks its scales, .* --as-is"):
+            detect(tensors, FP8_BLOCKS, decode=decode)
+    assert detect_quantization(specs(tensors), FP8_BLOCKS, as_is=True).scheme == "fp8"
+    assert not detect(tensors).scheme
+    unknown = tensors | {"n.qscale_weight": ("F32",)}
+    assert_kept(unknown, FP8_BLOCKS, "'n.weight' .*without scales that are known")
+    vector = tensors | {"n.weight": ("F8_E4M3", 8)}
+    assert_kept(vector, FP8_BLOCKS, "'n.weight' .*without scales that are known")
+
+
 @pytest.mark.parametrize("scale", [("F32",), ("F32", 1), ("BF16", 256, 1)])
 def test_scales_of_8_bit_floats_may_be_named_after_the_module(scale: Any) -> None:
     tensors: Tensors = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.quantization.neighbours import owner, unclaimed_neighbour
+from blobstore.quantization.neighbours import owner, unclaimed_neighbour, without_neighbours
 
 WEIGHTS = {"m.weight", "e.up", "weight", ".weight"}
 
@@ -62,3 +62,10 @@ def test_a_large_tensor_that_fits_the_shape_of_a_weight_is_a_neighbour(
     specs = {spec.name: spec for spec in (weight, rotation)}
     found = unclaimed_neighbour(specs, (), {weight.name: weight})
     assert found == (("m.rotation", "m.weight") if is_neighbour else None)
+
+
+def test_finds_a_weight_without_neighbours() -> None:
+    names = ["a.weight", "a.weight_scale", "b.weight", "b.bias", "c.weight", "c.zeros"]
+    specs = {name: TensorSpec(name, DType.U8, (8, 8)) for name in names}
+    assert without_neighbours(specs, ["a.weight", "b.weight"]) == "b.weight"
+    assert without_neighbours(specs, ["a.weight", "c.weight"]) == ""
