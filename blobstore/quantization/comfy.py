@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 MARKER: Final = ".comfy_quant"
 """The end of the name of a marker."""
-HEADER_KEY: Final = "_quantization_metadata"
+_HEADER_KEY: Final = "_quantization_metadata"
+_SCALED: Final = "scaled_fp8"
+"""The name of a tensor that says that 8-bit floats have scales. Earlier versions had no other marker."""
 MAX_MARKER: Final = 4096
 """Bytes of a marker; real ones have about 30."""
 _FORMATS: Final = {"float8_e4m3fn": DType.F8_E4M3, "float8_e5m2": DType.F8_E5M2}
@@ -27,13 +29,20 @@ _KEYS: Final = frozenset({"format", "full_precision_matrix_mult"})
 _HEADER_KEYS: Final = frozenset({"format_version", "layers"})
 
 
-def is_float8_marker(text: bytes, weight: TensorSpec | None) -> bool:
+def is_stale(name: str) -> bool:
+    """Return whether a tensor is a marker, which no longer holds once weights are decoded."""
+    return name == _SCALED or name.endswith((MARKER, f".{_SCALED}"))
+
+
+def is_float8_marker(name: str, text: bytes, specs: Mapping[str, TensorSpec]) -> bool:
     """Return whether a marker says no more than that a weight is of 8-bit floats, as its type says too."""
-    return _is_float8(_json(text), weight)
+    return _is_float8(_json(text), specs.get(f"{name.removesuffix(MARKER)}.weight"))
 
 
-def are_float8_layers(text: str, specs: Mapping[str, TensorSpec]) -> bool:
-    """Return whether the text in a header says no more than that of each of its layers."""
+def are_float8_layers(key: str, text: str, specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether an entry of a header says no more than that of each of its layers."""
+    if key != _HEADER_KEY:
+        return False
     value = _json(text.encode("utf-8", "surrogatepass"))
     if not isinstance(value, dict) or not value.keys() <= _HEADER_KEYS:
         return False

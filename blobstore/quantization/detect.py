@@ -33,11 +33,11 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.comfy import (
-    HEADER_KEY,
     MARKER,
     MAX_MARKER,
     are_float8_layers,
     is_float8_marker,
+    is_stale,
 )
 from blobstore.quantization.formats import (
     FACTORS,
@@ -49,7 +49,7 @@ from blobstore.quantization.formats import (
     WORD_BITS,
     float8_format,
 )
-from blobstore.quantization.neighbours import unclaimed_neighbour
+from blobstore.quantization.neighbours import unclaimed_neighbour, without_neighbours
 from blobstore.quantization.recipes import (
     BIAS,
     GLOBAL_SCALE,
@@ -59,13 +59,7 @@ from blobstore.quantization.recipes import (
     Prequantized,
     copies,
 )
-from blobstore.quantization.schemes import (
-    SCHEME_ENDS,
-    UNKNOWN,
-    quantization_key,
-    scheme_name,
-    scheme_of_tensor,
-)
+from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -172,6 +166,10 @@ def _read(
         UnsupportedSource: as :func:`detect_quantization`.
     """
     quant_config = SourceQuantConfig(config)
+    if quant_config.has_transforms:
+        raise NotUnderstood(
+            "config.json has 'transform_config', and no type of a blob has transforms"
+        )
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
     inputs: set[str] = set()
@@ -187,17 +185,20 @@ def _read(
             weight = recipe.spec.name
             prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
             inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
-    known = {name for name, text in markers.items() if _is_known_marker(name, text, specs)}
-    stale = known if decode else set[str]()
-    claimed = used | inputs | stale
-    plain = [spec for name, spec in specs.items() if name not in claimed]
+    known = {name for name, text in markers.items() if is_float8_marker(name, text, specs)}
+    is_decoded = any(isinstance(recipe, Decoded) for recipe in found.values())
+    stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
+    claimed = used | inputs
+    plain = [spec for name, spec in specs.items() if name not in claimed and name not in stale]
+    weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
+    if quant_config.is_quantized:
+        _check_scales(specs, plain, weights.values())
     for spec in plain:
         _check_plain(spec, specs, quant_config, found)
-    weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
     weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
     # MLX packs into words of its own, whatever a header says besides.
     has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
-    keys = {key for key, text in metadata if not _is_known_key(key, text, specs)}
+    keys = {key for key, text in metadata if not are_float8_layers(key, text, specs)}
     _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
@@ -212,14 +213,6 @@ def _read(
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
-
-
-def _is_known_marker(name: str, text: bytes, specs: Specs) -> bool:
-    return is_float8_marker(text, specs.get(f"{name.removesuffix(MARKER)}.weight"))
-
-
-def _is_known_key(key: str, text: str, specs: Specs) -> bool:
-    return key == HEADER_KEY and are_float8_layers(text, specs)
 
 
 def _may_be_packed(spec: TensorSpec) -> bool:
@@ -258,8 +251,8 @@ def _quantized(
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
-    if name.endswith(SCHEME_ENDS):
-        _refuse(spec, f"is quantized by {scheme_of_tensor(name)}")
+    if scheme := scheme_of_tensor(spec, specs):
+        _refuse(spec, f"is quantized by {scheme}")
     if name.endswith(".weight_packed"):
         return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
     if dtype is DType.U32:
@@ -369,6 +362,16 @@ def _float8(
         return Decoded(plain, (weight.name,), (source,), flat, scale, item.float8.block)
     parts = (Copied(weight, (weight.name,)), Copied(scale, (source,)))
     return Prequantized(parts, item, None)
+
+
+def _check_scales(
+    specs: Specs, plain: Collection[TensorSpec], found: Collection[TensorSpec]
+) -> None:
+    """Check that weights of 8-bit floats have scales if some have. Raises UnsupportedSource."""
+    if any(spec.dtype in FLOAT8 for spec in found):
+        lacking = {spec.name for spec in plain if spec.dtype in FLOAT8 and _may_be_packed(spec)}
+        if name := without_neighbours(specs, lacking):
+            _fail(name, "lacks its scales, which other weights of 8-bit floats have")
 
 
 def _check_plain(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = {SCALE: ".scales", BIAS: ".biases"}
 _KEYS = ("quantization", "quantization_config", "compression_config")
+_EXPERT_TYPES = (("expert_dtype", "fp4"), ("expert_dtype", "fp8"))
+"""What DeepSeek V4 has besides, for experts."""
 _NESTED = "text_config"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT = re.compile(
@@ -108,10 +110,10 @@ def exported_config(
             f"{quote(name)} is not a JSON object, and cannot describe quantized weights; export "
             "the model dequantized"
         )
-    changed = {key: value for key, value in config.items() if key not in _KEYS}
+    changed = _without_settings(config)
     nested = changed.get(_NESTED)
     if isinstance(nested, dict):
-        changed[_NESTED] = {key: value for key, value in nested.items() if key not in _KEYS}
+        changed[_NESTED] = _without_settings(nested)
     if types:
         # Ties go to the first, so that the same model always gives the same file.
         ((usual, _),) = Counter(types.values()).most_common(1)
@@ -173,6 +175,15 @@ def _old_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     is_plain = rope.get("rope_type", "default") == "default"
     return {**old, "rope_scaling": None if is_plain else scaling}  # some models require the key
+
+
+def _without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without its quantization settings."""
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in _KEYS and (key, value) not in _EXPERT_TYPES
+    }
 
 
 def _has_types(config: Mapping[str, Any], types: Mapping[str, tuple[QuantFormat, int]]) -> bool:

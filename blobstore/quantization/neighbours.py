@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from blobstore.quantization.formats import FLOAT8
+
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Collection, Container, Mapping
 
     from blobstore.core.tensor import TensorSpec
 
@@ -22,7 +24,9 @@ _MAX_CUTS: Final = 8
 _TAIL: Final = 200
 """Characters at the end of a name that are searched, so that long names cost no more than others."""
 _SMALL: Final = 4096
-"""Bytes. A larger tensor that is also larger than the weight is not part of its quantization."""
+"""Bytes. A larger tensor, also larger than the weight, is part of its quantization only if it fits its shape."""
+_PACKED: Final = (2, 4, 8, 16)
+"""How many columns a byte or word of packed weights may hold."""
 _CUT: Final = re.compile(r"[._:]")
 
 
@@ -30,6 +34,8 @@ def owner(name: str, weights: Container[str]) -> str:
     """Return the weight that a tensor belongs to by its name; empty if there is none."""
     module = name.rpartition(".")[0]
     weight = f"{module}.weight"
+    if weight == name and "." in module:  # perhaps of a submodule, such as a rotation
+        weight = f"{module.rpartition('.')[0]}.weight"
     if weight in weights and weight != name:
         return weight
     tail = name[-_TAIL:]
@@ -54,6 +60,22 @@ def unclaimed_neighbour(
         if name in claimed or name in weights or _HARMLESS.fullmatch(name):
             continue
         weight = owner(name, weights)
-        if weight and spec.nbytes < max(weights[weight].nbytes, _SMALL):
+        if weight and _may_change(spec, weights[weight]):
             return name, weight
     return None
+
+
+def without_neighbours(specs: Mapping[str, TensorSpec], weights: Collection[str]) -> str:
+    """Return a weight that has no tensor next to it, or only harmless ones; empty if there is none."""
+    others = (name for name in specs if name not in weights and not _HARMLESS.fullmatch(name))
+    owners = {owner(name, weights) for name in others}
+    return min((name for name in weights if name not in owners), default="")
+
+
+def _may_change(spec: TensorSpec, weight: TensorSpec) -> bool:
+    """Return whether a tensor is small, or has a dimension of a weight, as a rotation has."""
+    if spec.nbytes < max(weight.nbytes, _SMALL):
+        return True
+    columns = weight.shape[-1:] if weight.dtype not in FLOAT8 else ()
+    lengths = {*weight.shape, *(width * count for width in columns for count in _PACKED)} - {1}
+    return not lengths.isdisjoint(spec.shape)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.tensor import DType
 from blobstore.quantization.comfy import MARKER
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from typing import Any
+
+    from blobstore.core.tensor import TensorSpec
 
 UNKNOWN: Final = "unknown"
 _SUFFIXES: Final = {
@@ -27,25 +30,44 @@ _SUFFIXES: Final = {
     "_weight_qdata": "torchao",
     ":qdata": "torchao",
 }
-"""Suffixes of tensor names that only these schemes use."""
-SCHEME_ENDS: Final = tuple(_SUFFIXES)
+"""Suffixes of the names of their tensors."""
+_ENDS: Final = tuple(_SUFFIXES)
+_OF_INTEGERS: Final = (".q_weight", ".trellis", ".W_q")
+"""Suffixes that plain weights have too. Those of a scheme are integers."""
+_OF_INTEGER_WEIGHT: Final = ".SCB"
+"""A suffix of scales, next to a weight of integers."""
+_INTEGERS: Final = frozenset(
+    (DType.U8, DType.I8, DType.U16, DType.I16, DType.U32, DType.I32, DType.U64, DType.I64)
+)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,39}", re.ASCII)
 """What a config may call its scheme. The name is stored and shown."""
 _HEADER_KEY: Final = re.compile(r"quant|scale", re.IGNORECASE)
+_DESCRIPTIVE: Final = ("ss_", "modelspec.")
+"""Prefixes of the keys that describe the training of a model, and the model for people."""
 
 
-def scheme_of_tensor(name: str) -> str:
-    """Return the scheme that alone uses tensors of such a name; empty if there is none."""
-    if not name.endswith(SCHEME_ENDS):
+def scheme_of_tensor(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
+    """Return the scheme that alone has such a tensor; empty if there is none.
+
+    ``specs`` are all tensors of the source.
+    """
+    name = spec.name
+    if not name.endswith(_ENDS):
         return ""
-    return next(scheme for end, scheme in _SUFFIXES.items() if name.endswith(end))
+    end, scheme = next(item for item in _SUFFIXES.items() if name.endswith(item[0]))
+    values: TensorSpec | None = spec
+    if end == _OF_INTEGER_WEIGHT:
+        values = specs.get(f"{name.removesuffix(end)}.weight")
+    elif end not in _OF_INTEGERS:
+        return scheme
+    return scheme if values is not None and values.dtype in _INTEGERS else ""
 
 
-def scheme_name(names: Collection[str], config: Mapping[str, Any]) -> str:
+def scheme_name(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> str:
     """Return what to call the quantization of a source; empty if nothing says that it is quantized.
 
     Args:
-        names: the names of its tensors.
+        specs: its tensors by name.
         config: the decoded ``config.json``, or an empty mapping.
     """
     section = SourceQuantConfig(config)
@@ -53,12 +75,13 @@ def scheme_name(names: Collection[str], config: Mapping[str, Any]) -> str:
         return "mlx"
     if section.method is not None:
         return section.method.lower() if _NAME.fullmatch(section.method) else UNKNOWN
-    found = next(filter(None, map(scheme_of_tensor, names)), "")
-    if not found and any(name.endswith(MARKER) for name in names):
+    found = next(filter(None, (scheme_of_tensor(spec, specs) for spec in specs.values())), "")
+    if not found and any(name.endswith(MARKER) for name in specs):
         found = "comfyui"
     return found or (UNKNOWN if section.is_quantized else "")
 
 
 def quantization_key(keys: Collection[str]) -> str:
     """Return the first key of safetensors headers that may say how weights are quantized; empty if none does."""
-    return min(filter(_HEADER_KEY.search, keys), default="")
+    found = (key for key in keys if not key.startswith(_DESCRIPTIVE))
+    return min(filter(_HEADER_KEY.search, found), default="")

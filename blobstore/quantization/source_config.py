@@ -60,6 +60,11 @@ class SourceQuantConfig:
         return any(self._sections)
 
     @property
+    def has_transforms(self) -> bool:
+        """Whether a module transforms its inputs or weights, as compressed-tensors can say."""
+        return any(section.get("transform_config") for section in self._sections)
+
+    @property
     def method(self) -> str | None:
         """The name of the scheme, or None."""
         names = (section.get("quant_method") for section in self._sections)

@@ -37,6 +37,7 @@ from blobstore.operations.export.shards import (
     weight_file,
 )
 from blobstore.quantization import gpt_oss
+from blobstore.quantization.comfy import is_stale
 from blobstore.quantization.mlx_layout import exported_config, joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.source_config import MODELOPT_FILE, modelopt_section
@@ -299,7 +300,10 @@ def _source_tensors(
     is_gpt_oss: bool,
     naming: SourceNaming | None,
 ) -> list[FolderTensor]:
-    """Return the tensors as the source had them, in the order of layers and bytes."""
+    """Return the tensors as the source had them, in the order of layers and bytes.
+
+    Markers of quantized weights are left out if the weights are dequantized.
+    """
     found: dict[str, FolderTensor] = {}
     unused = set(stacks)
     for stored in contents.tensors.values():
@@ -321,7 +325,8 @@ def _source_tensors(
         raise BlobDamaged(
             f"the list of stacked tensors names {quote(min(unused))}, which does not exist"
         )
-    return list(found.values())
+    is_dequantized = any(tensor.packed is not None for tensor in found.values())
+    return [one for name, one in found.items() if not (is_dequantized and is_stale(name))]
 
 
 def _folder_tensors(

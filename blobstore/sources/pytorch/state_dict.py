@@ -239,7 +239,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
             if name in chosen:
                 raise CheckpointRefused(f"two tensors would be called {quote(name)}")
             chosen[name] = value
-    return Choice(chosen, list(_notices(left)))
+    return Choice(chosen, [*_notices(left), *_unknown_notices(tree)])
 
 
 def _check_known(tree: Tree, prefix: Path) -> None:
@@ -248,7 +248,8 @@ def _check_known(tree: Tree, prefix: Path) -> None:
         if path[: len(prefix)] == prefix:
             raise CheckpointRefused(
                 f"pickle byte {made_by.offset}: the chosen part uses {quote(made_by)} at "
-                f"{quote(_shown(path))}, which checkpoints of tensors do not need; no code was executed"
+                f"{quote(_shown(path))}, which checkpoints of tensors do not need; no code was executed",
+                advice="choose a part without it with --subtree",
             )
 
 
@@ -309,6 +310,7 @@ def _likeliest(tree: Tree) -> Path:
     prefix: Path = ()
     keys: Sequence[str] = _MODEL_KEYS
     while True:
+        depth = len(prefix)
         heads = {}
         for path, value in tree.tensors:
             if path[: len(prefix)] == prefix:
@@ -316,13 +318,16 @@ def _likeliest(tree: Tree) -> Path:
                     heads[path[len(prefix)]] = True
                 elif not tree.is_scalar(value) and not any(map(is_training, path[-1:])):
                     return prefix  # this level is the model
-        found = next((key for key in keys if key in heads), None)
+        # An unknown object may be the model, and must not make a less likely key the model.
+        unknown = {path[depth] for path, _ in tree.unknown if path[:depth] == prefix != path}
+        found = next((key for key in keys if key in heads or key in unknown), None)
         if found is None and len(heads) == 1 and keys is _MODEL_KEYS:
             # One object has the model and its optimizer, as in torch's tutorials.
             (only,) = heads
-            depth = len(prefix) + 1
             inner = {
-                path[depth]: True for path, _ in tree.tensors if path[:depth] == (*prefix, only)
+                path[depth + 1]: True
+                for path, _ in tree.tensors
+                if path[: depth + 1] == (*prefix, only)
             }
             if any(map(is_training, inner)) and any(key in inner for key in _MODEL_KEYS):
                 prefix = (*prefix, only)
@@ -361,6 +366,15 @@ def _notices(left: Mapping[str, int]) -> Iterator[str]:
             f"{quote(key)} ({count} tensor{'s' * (count != 1)})" for key, count in left.items()
         ]
         yield f"left out: {join_some(parts, _SHOWN)}; choose another part with --subtree"
+
+
+def _unknown_notices(tree: Tree) -> Iterator[str]:
+    """Yield a remark about the unknown objects, none of which is in the chosen part."""
+    if tree.unknown:
+        count = len(tree.unknown)
+        parts = [f"{quote(_shown(path))} ({quote(made_by)})" for path, made_by in tree.unknown]
+        shown = join_some(parts, _SHOWN)
+        yield f"left out: {count} object{'s' * (count != 1)} of unknown classes: {shown}"
 
 
 def _joined(path: Path, depth: int) -> str:

@@ -520,6 +520,24 @@ def test_keeps_8_bit_weights_that_lack_the_scales_of_the_config(tensor: Any) -> 
         assert_kept({"m.weight": tensor}, config, message)
 
 
+def test_scales_that_only_some_8_bit_weights_have_are_missing() -> None:
+    tensors: Tensors = {
+        "m.weight": ("F8_E4M3", 8, 8),
+        "m.weight_scale_inv": ("F32", 1, 1),
+        "n.weight": ("F8_E4M3", 8, 8),
+        "n.bias": ("F32", 8),
+    }
+    for decode in (False, True):
+        with pytest.raises(UnsupportedSource, match=r"'n\.weight' lacks its scales, .* --as-is"):
+            detect(tensors, FP8_BLOCKS, decode=decode)
+    assert detect_quantization(specs(tensors), FP8_BLOCKS, as_is=True).scheme == "fp8"
+    assert not detect(tensors).scheme
+    unknown = tensors | {"n.qscale_weight": ("F32",)}
+    assert_kept(unknown, FP8_BLOCKS, "'n.weight' .*without scales that are known")
+    vector = tensors | {"n.weight": ("F8_E4M3", 8)}
+    assert_kept(vector, FP8_BLOCKS, "'n.weight' .*without scales that are known")
+
+
 @pytest.mark.parametrize("scale", [("F32",), ("F32", 1), ("BF16", 256, 1)])
 def test_scales_of_8_bit_floats_may_be_named_after_the_module(scale: Any) -> None:
     tensors: Tensors = {
@@ -603,7 +621,15 @@ def test_keeps_what_only_resembles_deepseek_v4(changes: Tensors, config: Any, me
 )
 def test_knows_other_schemes_by_tensor_name(name: str, code: str, scheme: str) -> None:
     message = rf"'{name}' \({code}\) is quantized by {scheme}"
-    assert_kept({"m.scales": ("F16", 8, 2), name: (code, 8, 8)}, {}, message, scheme)
+    tensors: Tensors = {"m.weight": ("I8", 8, 8), name: (code, 8, 8), "m.scales": ("F16", 8, 2)}
+    assert_kept(tensors, {}, message, scheme)
+
+
+@pytest.mark.parametrize("name", ["m.W_q", "m.q_weight", "m.trellis", "m.SCB"])
+def test_plain_weights_may_have_the_names_of_other_schemes(name: str) -> None:
+    tensors: Tensors = {"m.weight": ("BF16", 8, 8), name: ("F32", 8, 8)}
+    assert detect(tensors) == detect_quantization(specs(tensors), {}, as_is=True)
+    assert not detect(tensors).scheme
 
 
 @pytest.mark.parametrize(
@@ -643,6 +669,7 @@ def test_keeps_packed_matrices_of_an_unknown_form_as_published(method: str, code
         "m.weight_g_idx",
         "m.pre_quant_scale",
         "m.comfy_quant",
+        "m.rotation.weight",
         "m.smooth_factor",
         "m.scale",
         "m.weight.absmax",
@@ -660,6 +687,17 @@ def test_a_neighbour_that_no_reading_claims_keeps_the_source_as_published(
     assert_kept(tensors, config, f"'{neighbour}'")
 
 
+def test_transforms_keep_a_source_as_published() -> None:
+    rotated = {"R4": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
+    for transforms in ({}, {"config_groups": rotated}):
+        section = {"quant_method": "compressed-tensors", "transform_config": transforms}
+        config = {"quantization_config": section}
+        if transforms:
+            assert_kept(SCALED, config, "'transform_config'", "compressed-tensors")
+        else:
+            assert not detect(SCALED, config).scheme
+
+
 @pytest.mark.parametrize("end", ["scale_of_groups", "zeros", "activation_scale_of_experts"])
 def test_neighbours_of_weights_with_other_names(end: str) -> None:
     experts: Tensors = {"e.up": ("F8_E4M3", 2, 8, 8), "e.up_scale_inv": ("F32", 2, 1, 1)}
@@ -675,7 +713,6 @@ def test_neighbours_of_weights_with_other_names(end: str) -> None:
         ("m.k_scale", "F32"),
         ("m.output_scale", "F32"),
         ("m.table", "I32", 1024, 1024),
-        ("m.inner.weight", "F32", 4),
         ("other.weight_shape", "I64", 2),
         ("weight_shape", "I64", 2),
     ],
@@ -693,6 +730,8 @@ def test_a_key_of_a_header_keeps_weights_as_published() -> None:
         found = detect_quantization(specs(tensors), {}, metadata=keys)
         assert found.recipes == copies(specs(tensors))
         assert "'_quantization_metadata'" in found.reason
+    described = [("modelspec.quantization", "x"), ("ss_scale_weight_norms", "None")]
+    assert not detect_quantization(specs(CAST), {}, metadata=described).scheme
     for tensors, config in (({"m.weight": ("BF16", 8, 8)}, {}), (PACKED, MLX)):
         assert not detect_quantization(specs(tensors), config, metadata=keys).scheme
     assert not detect_quantization(specs(SCALED), {}, metadata=keys[:1]).scheme
@@ -732,13 +771,18 @@ def test_a_marker_of_comfyui_must_say_what_the_tensors_say(text: bytes, is_known
 
 
 def test_markers_that_no_longer_hold_are_left_out() -> None:
-    source = specs({**SCALED, "m.comfy_quant": ("U8", len(FLOAT8))})
+    named: Tensors = {"m.comfy_quant": ("U8", len(FLOAT8)), "scaled_fp8": ("F8_E4M3", 2)}
+    source = specs(SCALED | named)
     markers = {"m.comfy_quant": FLOAT8}
     kept = detect_quantization(source, {}, markers=markers)
-    assert isinstance(kept.recipes["m.comfy_quant"], Copied)
+    assert all(isinstance(kept.recipes[name], Copied) for name in named)
     found = detect_quantization(source, {}, markers=markers, decode=True)
     assert set(found.recipes) == {"m.weight", "norm.weight"}
-    assert found.notices[0] == "1 marker of 8-bit floats left out, since weights are decoded"
+    assert found.notices[0] == "2 markers of 8-bit floats left out, since weights are decoded"
+    unknown = detect_quantization(source, {}, markers={"m.comfy_quant": b"{}"}, decode=True)
+    assert unknown.scheme == "comfyui"
+    cast = specs(CAST | named)
+    assert set(detect_quantization(cast, {}, markers=markers, decode=True).recipes) == set(cast)
 
 
 def test_long_names_are_searched_at_their_end_only() -> None:

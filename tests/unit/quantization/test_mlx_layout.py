@@ -117,6 +117,17 @@ def test_removes_the_settings_of_another_scheme() -> None:
     assert packed["text_config"] == {"x": 1}
 
 
+@pytest.mark.parametrize("types", [{}, {"a.weight": (FORMATS["mxfp4"], 32)}])
+def test_removes_the_type_of_quantized_experts(types: Any) -> None:
+    for dtype in ("fp4", "fp8"):
+        config = {"expert_dtype": dtype, "text_config": {"expert_dtype": dtype}, "x": 1}
+        changed = exported_config(config, types)
+        assert changed is not None
+        assert "expert_dtype" not in changed
+        assert changed["text_config"] == {}
+    assert exported_config({"expert_dtype": "bf16"}, {}) is None
+
+
 def test_a_correct_config_is_unchanged() -> None:
     assert exported_config({"model_type": "m"}, {}) is None
     assert exported_config({"quantization": {"bits": 4}}, {"a.weight": (INT4, 64)}) is None

@@ -720,6 +720,14 @@ def test_values_of_scales_that_are_named_after_modules(tmp_path: Path, store: Lo
         assert model["a.weight"].astype(np.float32).tolist() == expected.tolist()
 
 
+def test_a_dequantized_folder_has_no_markers(tmp_path: Path, store: LocalStore) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of(NAMED_AFTER_MODULES["marked by ComfyUI"][0]))
+    create(path, NAME, store=store)
+    export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    assert set(raw_tensors(tmp_path / "out")) == {"a.weight"}
+
+
 def test_values_of_the_experts_of_deepseek_v4(tmp_path: Path, store: LocalStore) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -733,3 +741,5 @@ def test_values_of_the_experts_of_deepseek_v4(tmp_path: Path, store: LocalStore)
     with blobstore.open(NAME, store=store, dequantize=True) as model:
         found = model["layers.0.ffn.experts.0.w1.weight"].astype(np.float32)
     assert found.tolist() == expected.tolist()
+    export_model(NAME, tmp_path / "out", store=store, dequantize=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {}

@@ -705,6 +705,38 @@ def test_skips_an_object_of_a_training_program() -> None:
     assert found.notices == []
 
 
+UNKNOWN = Opcodes(call(named("mylib", "Wrap")))
+
+
+def chosen_part(value: Any, subtree: str | None = None) -> Choice:
+    data = pickled(opcodes(value))
+    return find_state_dict(find_tensors(run(data), len(data), is_part=True), subtree)
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"model": UNKNOWN, "ema": {"w": T}}, "model"),
+        ({"state_dict": [UNKNOWN], "ema": {"w": T}}, "state_dict.0"),
+        ({"all": {"net": UNKNOWN, "ema": {"w": T}, "optimizer": {"w": T}}}, "all.net"),
+    ],
+)
+def test_an_unknown_object_may_be_the_likeliest_model(value: Any, where: str) -> None:
+    reason = refusal(chosen_part, value)
+    assert f"the chosen part uses 'mylib.Wrap' at '{where}'" in reason
+    assert reason.endswith("choose a part without it with --subtree")
+
+
+def test_lists_unknown_objects_that_are_left_out() -> None:
+    value = {"model": UNKNOWN, "ema": {"w": T}, "args": [UNKNOWN]}
+    found = chosen_part(value, "ema")
+    note = "left out: 2 objects of unknown classes: 'model' ('mylib.Wrap'), 'args.0' ('mylib.Wrap')"
+    assert (list(found.tensors), found.notices) == (["w"], [note])
+    found = chosen_part({"state_dict": {"w": T}, "model": UNKNOWN})
+    assert list(found.tensors) == ["w"]
+    assert found.notices == ["left out: 1 object of unknown classes: 'model' ('mylib.Wrap')"]
+
+
 def test_reads_a_state_dict_with_its_metadata(tmp_path: Path) -> None:
     state = Net().state_dict()
     assert isinstance(state, OrderedDict)
