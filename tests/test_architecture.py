@@ -52,7 +52,6 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/pages/family_view.py": "a view of the page, and each has its module",
-    "blobstore/quantization/neighbours.py": "a rule that knows none of the readings it judges",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}
