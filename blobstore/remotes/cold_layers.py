@@ -110,7 +110,11 @@ def parse_cold_layers(data: bytes) -> dict[Digest, ColdLayer]:
 def _described(stored: BlobId, annotations: Mapping[str, Any]) -> ColdLayer | None:
     blob = _blob_id(annotations, BLOB_DIGEST, BLOB_SIZE)
     base = _blob_id(annotations, BASE_DIGEST, BASE_SIZE)
-    if blob is None or stored.size >= blob.size or (base is None and BASE_DIGEST in annotations):
+    if (
+        blob is None
+        or not 0 < stored.size < blob.size
+        or (base is None and BASE_DIGEST in annotations)
+    ):
         return None
     return ColdLayer(blob, stored, base)
 

@@ -381,7 +381,7 @@ def test_rejects_other_versions(family: bytes, target: LocalStore) -> None:
     for version in (0, 2, 255):
         data = bytearray(family)
         data[7] = version
-        assert f"archive version {version} is not supported" in refused(data, target)
+        assert f"of version {version}; this program reads version 1" in refused(data, target)
 
 
 def test_rejects_damaged_cold_blobs_with_valid_stored_digests(

@@ -230,6 +230,7 @@ class OneRequest:
         self.blobs = [Descriptor("x", Digest.of(b"%d" % n), size) for n, size in enumerate(sizes)]
         self._start = header.to_bytes(8, "little")
         self.client = self
+        self.address = "anywhere"
 
     def abort(self) -> None:
         """No request is slow."""

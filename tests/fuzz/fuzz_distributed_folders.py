@@ -13,10 +13,10 @@ The first byte of an input states what the rest is: the metadata, or a data file
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -31,16 +31,14 @@ with atheris.instrument_imports(include=["blobstore"]):
 
 import torch
 
+from tests.fuzz.harness import run
 from tests.support.distributed_folders import data_name, grid, write_folder
 
 NAMES = (".metadata", data_name(0), data_name(1))
-DEFAULTS = ["-max_total_time=300", "-timeout=30", "-rss_limit_mb=2048", "-max_len=20000"]
-versions._TICK = 0  # do not wait until the clock has moved on from a change
-_FOLDER = tempfile.TemporaryDirectory()  # as long as the process runs
 _ORIGINALS: dict[str, bytes] = {}
 
 
-def write_original() -> None:
+def write_original(folder: Path) -> None:
     """Write the checkpoint of which an input replaces one file."""
     matrix = torch.arange(24.0).reshape(4, 6)
     tensors = {
@@ -48,15 +46,14 @@ def write_original() -> None:
         ("model", "columns"): (matrix.half(), grid((4, 6), 1, 3)),
         ("model", "turned"): (torch.arange(6).reshape(2, 3).t(), grid((3, 2))),
     }
-    folder = write_folder(Path(_FOLDER.name), tensors, {("step",): 3})
+    write_folder(folder, tensors, {("step",): 3})
     _ORIGINALS.update({name: (folder / name).read_bytes() for name in NAMES})
 
 
-def read_one(data: bytes) -> None:
+def read_one(data: bytes, folder: Path) -> None:
     """Read all tensors of the checkpoint with an input as one of its files."""
     if not data:
         return
-    folder = Path(_FOLDER.name)
     name = NAMES[data[0] % len(NAMES)]
     (folder / name).write_bytes(data[1:])
     try:
@@ -91,23 +88,18 @@ def write_words(path: Path) -> None:
 
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    write_original()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        seeds = folder / "seeds"
-        new = folder / "new"
-        seeds.mkdir()
-        new.mkdir()
-        write_seeds(seeds)
-        write_words(folder / "words")
-        given = sys.argv[1:]
-        paths = [item for item in given if not item.startswith("-")]
-        if len(given) == len(paths) == 1 and os.path.isfile(paths[0]):  # noqa: PTH113
-            read_one(Path(paths[0]).read_bytes())
-            return
-        options = [*DEFAULTS, f"-dict={folder / 'words'}", *(set(given) - set(paths))]
-        atheris.Setup([sys.argv[0], *options, *(paths or [str(new)]), str(seeds)], read_one)
-        atheris.Fuzz()
+    # No input waits until the clock has moved on from a change.
+    with tempfile.TemporaryDirectory() as name, mock.patch.object(versions, "_TICK", 0):
+        folder, words = Path(name, "checkpoint"), Path(name, "words")
+        folder.mkdir()
+        write_original(folder)
+        write_words(words)
+        run(
+            lambda data: read_one(data, folder),
+            write_seeds,
+            "-rss_limit_mb=2048",
+            f"-dict={words}",
+        )
 
 
 if __name__ == "__main__":

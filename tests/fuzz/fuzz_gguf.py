@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.gguf.header import GgufArray, InvalidGguf, read_header
 
 from tests.fuzz.harness import run
-from tests.support.gguf import ARRAY, TEXT, U32, gguf_file, text, texts
+from tests.support.gguf_files import ARRAY, TEXT, U32, gguf_file, text, texts
 
 SEEDS = [
     gguf_file(),

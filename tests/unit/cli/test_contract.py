@@ -20,7 +20,7 @@ from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.signatures.bundle import statement, write_bundle
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
-from tests.support.gguf import gguf_file
+from tests.support.gguf_files import gguf_file
 from tests.support.models import dense_tensors, write_folder
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.conftest import DENSE_CONFIG

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gguf import ARRAY, TEXT, U32, gguf_file, text, texts
+from tests.support.gguf_files import ARRAY, TEXT, U32, gguf_file, text, texts
 from tests.unit.cli.running import run, run_json
 
 

@@ -7,7 +7,7 @@ import pytest
 from blobstore.errors import SourceError, SourceNotFound
 from blobstore.gguf.file import is_gguf, read_file_header
 from blobstore.gguf.header import InvalidGguf
-from tests.support.gguf import gguf_file
+from tests.support.gguf_files import gguf_file
 
 
 def test_reads_the_header_of_a_file(tmp_path: Path) -> None:

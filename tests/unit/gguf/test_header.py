@@ -12,7 +12,7 @@ import pytest
 
 from blobstore.gguf.header import GgufArray, GgufHeader, InvalidGguf, read_header
 from blobstore.gguf.types import TYPES
-from tests.support.gguf import ARRAY, BOOL, F32, TEXT, U32, gguf_file, text, texts
+from tests.support.gguf_files import ARRAY, BOOL, F32, TEXT, U32, gguf_file, text, texts
 
 NAME = ("general.architecture", TEXT, text("llama"))
 F32_TENSOR = ("a", 0, [4, 2], bytes(32))
