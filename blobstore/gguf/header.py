@@ -159,11 +159,11 @@ class GgufHeader:
     """In the order of their bytes."""
     alignment: int
     data_start: int
-    """Where the tensors begin; the size of the header if there are none."""
+    """Where the tensors begin. In a file without tensors, the size of the header."""
 
     @property
     def architecture(self) -> str:
-        """The value of ``general.architecture``; empty if there is none."""
+        """The value of ``general.architecture``, or an empty text."""
         value = self.metadata.get("general.architecture")
         return value if isinstance(value, str) else ""
 
@@ -343,10 +343,9 @@ class _Parser:
 
 def _alignment(metadata: Mapping[str, Value]) -> int:
     value = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
-    is_power = isinstance(value, int) and 0 < value <= _MAX_ALIGNMENT and not value & (value - 1)
-    if isinstance(value, bool) or not is_power:
+    # A bool is an int too.
+    if type(value) is not int or not 0 < value <= _MAX_ALIGNMENT or value & (value - 1):
         raise InvalidGguf(f"{_ALIGNMENT} is {quote(str(value))}, expected a power of two")
-    assert isinstance(value, int)  # noqa: S101 - for type checkers
     return value
 
 

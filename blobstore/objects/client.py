@@ -177,7 +177,7 @@ class ObjectClient:
         self._send(request, key, send, may_repeat=whole)
 
     def replace(self, key: str, data: bytes, tag: ObjectTag | None) -> None:
-        """Write a small object if it is still the version ``tag``, or if there is none and ``tag`` is None.
+        """Replace the version ``tag`` of a small object. If ``tag`` is None, the object must not exist.
 
         Raises:
             Conflict: another process was faster.

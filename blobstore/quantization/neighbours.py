@@ -31,7 +31,7 @@ _CUT: Final = re.compile(r"[._:]")
 
 
 def owner(name: str, weights: Container[str]) -> str:
-    """Return the weight that a tensor belongs to by its name; empty if there is none."""
+    """Return the name of the weight that a tensor belongs to by its own name, or an empty text."""
     module = name.rpartition(".")[0]
     weight = f"{module}.weight"
     if weight == name and "." in module:  # perhaps of a submodule, such as a rotation
@@ -66,7 +66,7 @@ def unclaimed_neighbour(
 
 
 def without_neighbours(specs: Mapping[str, TensorSpec], weights: Collection[str]) -> str:
-    """Return a weight that has no tensor next to it, or only harmless ones; empty if there is none."""
+    """Return the name of a weight with no neighbours but harmless ones, or an empty text."""
     others = (name for name in specs if name not in weights and not _HARMLESS.fullmatch(name))
     owners = {owner(name, weights) for name in others}
     return min((name for name in weights if name not in owners), default="")

@@ -47,7 +47,7 @@ _DESCRIPTIVE: Final = ("ss_", "modelspec.")
 
 
 def scheme_of_tensor(spec: TensorSpec, specs: Mapping[str, TensorSpec]) -> str:
-    """Return the scheme that alone has such a tensor; empty if there is none.
+    """Return the only scheme that has such a tensor, or an empty text.
 
     ``specs`` are all tensors of the source.
     """

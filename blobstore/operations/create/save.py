@@ -198,12 +198,13 @@ def _described(framework: str, name: str, tensor: Any) -> tuple[TensorSpec, Call
         return numpy.spec_of(name, tensor), functools.partial(numpy.file_bytes, tensor)
     except (KeyError, SafetensorError):
         raise UnsupportedSource(
-            f"tensor {quote(name)} is of type {tensor.dtype}, which safetensors files do not have"
+            f"tensor {quote(name)} is of type {tensor.dtype}, which safetensors files do not have",
+            advice="convert it to another type, or leave it out",
         ) from None
 
 
 def _content(name: str, file: File) -> bytes:
-    """Return the content of a small file. Raises UsageError if there is none."""
+    """Return the content of a small file. Raises UsageError if it cannot be read or encoded."""
     if not isinstance(name, str):
         raise UsageError(f"a file has the name {quote(name)}, which is not a text")
     if isinstance(file, bytes):

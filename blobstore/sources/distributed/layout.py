@@ -57,7 +57,7 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
 
 
 def find_checkpoint(folder: Path) -> str | None:
-    """Return where in a folder the files of ``torch.distributed.checkpoint`` are; None if there are none.
+    """Return where in a folder the files of ``torch.distributed.checkpoint`` are, or None.
 
     Raises:
         OSError: a folder cannot be read.

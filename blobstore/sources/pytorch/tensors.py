@@ -328,7 +328,7 @@ def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
 
 
 def _attributes(state: Any) -> Mapping[Any, Any]:
-    """Return the attributes in the state of an object, with ``__slots__`` or without; empty if there are none."""
+    """Return the attributes in the state of an object, with ``__slots__`` or without."""
     states = state if type(state) is tuple and len(state) == 2 else (state,)  # noqa: PLR2004
     attributes: dict[Any, Any] = {}
     for part in states:
