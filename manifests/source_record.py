@@ -22,7 +22,7 @@ from blobstore.manifests.file_names import is_safe_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Format = Literal["safetensors", "pytorch", "index"]
+Format = Literal["safetensors", "pytorch", "gguf", "index"]
 _FORMATS = get_args(Format)
 _KEYS = frozenset({"kind", "repository", "commit", "options", "converted", "files", "data"})
 _LEVEL: Final = 9
@@ -36,6 +36,14 @@ _MAX_RATIO: Final = 256
 """Limit of the decompressed data, in sizes of the compressed data; headers reach about 30."""
 
 
+class Gap(NamedTuple):
+    """Bytes of a weight file that belong to no tensor."""
+
+    begin: int
+    """Offset in the file."""
+    data: bytes
+
+
 class RecordedFile(NamedTuple):
     """A weight file of the source, or an index of weight files."""
 
@@ -44,9 +52,11 @@ class RecordedFile(NamedTuple):
     format: Format
     size: int
     start: bytes
-    """The first bytes of the file: the header of a safetensors file, all of an index, else none."""
+    """The first bytes of the file: the header of a safetensors or GGUF file, all of an index, else none."""
     sha256: Digest | None = None
     """The digest of the whole file, if the Hub lists it."""
+    gaps: tuple[Gap, ...] = ()
+    """Bytes of a GGUF file between and behind its tensors; zeros between them are left out."""
 
     def __repr__(self) -> str:
         return f"<RecordedFile {quote(self.name)}: {self.format}, {self.size} bytes>"
@@ -74,12 +84,19 @@ class SourceRecord:
 
     def data(self) -> bytes:
         """Return the bytes of the source that the layer holds, not compressed."""
-        rest = {
+        rest: dict[str, Any] = {
             "stored_names": dict(self.stored_names),
             "left_out": {
                 name: base64.b64encode(data).decode() for name, data in self.left_out.items()
             },
         }
+        gaps = {
+            file.name: {str(begin): base64.b64encode(data).decode() for begin, data in file.gaps}
+            for file in self.files
+            if file.gaps
+        }
+        if gaps:
+            rest["gaps"] = gaps
         return b"".join(file.start for file in self.files) + strict_json.dumps(rest).encode()
 
     def to_bytes(self) -> bytes:
@@ -135,7 +152,11 @@ class SourceRecord:
             recorded = RecordedFile(file["name"], file["format"], file["size"], start, digest)
             if len(start) < held or files.setdefault(recorded.name, recorded) is not recorded:
                 raise BlobDamaged(f"$.files: {quote(recorded.name)} occurs twice, or has no data")
-        stored_names, left_out = _parsed_rest(data[offset:])
+        stored_names, left_out, gaps = _parsed_rest(data[offset:])
+        for name, found in gaps.items():
+            if name not in files or files[name].format != "gguf":
+                raise BlobDamaged(f"$.data: no GGUF file is named {quote(name)}")
+            files[name] = files[name]._replace(gaps=found)
         return cls(
             **texts,
             options=options,
@@ -191,8 +212,10 @@ def _unpacked(packed: Any, held: int) -> bytes:
         raise BlobDamaged(f"$.data: {error}") from None
 
 
-def _parsed_rest(text: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Return the stored names and the tensors left out, which follow the starts of the files."""
+def _parsed_rest(
+    text: bytes,
+) -> tuple[dict[str, str], dict[str, bytes], dict[str, tuple[Gap, ...]]]:
+    """Return the stored names, the tensors left out and the gaps, which follow the starts of the files."""
     try:
         value = strict_json.loads(text)
     except ValueError as error:
@@ -200,9 +223,16 @@ def _parsed_rest(text: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
     try:
         stored_names, encoded = value["stored_names"], value["left_out"]
         left_out = {name: base64.b64decode(data, validate=True) for name, data in encoded.items()}
+        gaps = {
+            file: tuple(
+                Gap(int(begin), base64.b64decode(data, validate=True))
+                for begin, data in listed.items()
+            )
+            for file, listed in value.get("gaps", {}).items()
+        }
         is_sound = all(isinstance(name, str) for name in stored_names.values())
     except (AttributeError, KeyError, TypeError, ValueError):
         is_sound = False
     if not is_sound:
         raise BlobDamaged("$.data: does not end with the names of the stored tensors")
-    return stored_names, left_out
+    return stored_names, left_out, gaps

@@ -197,6 +197,15 @@ def read_header(read: Callable[[int, int], Buffer], size: int) -> GgufHeader:
             wanted = min(size, max(2 * len(data), short.end), MAX_HEADER)
 
 
+def parse_header(data: bytes, size: int) -> GgufHeader:
+    """Return the header of a file of ``size`` bytes that begins with ``data``.
+
+    Raises:
+        InvalidGguf: the file breaks the format, or ``data`` ends within the header.
+    """
+    return read_header(lambda begin, end: data[begin:end], size)
+
+
 class _Short(Exception):
     """More bytes of the file are needed."""
 

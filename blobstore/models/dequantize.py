@@ -65,7 +65,13 @@ def plain_pieces(
     for row in range(0, count, height):
         piece = {suffix: array[row : row + height] for suffix, array in rows.items()}
         yield dequantize(
-            piece[""], piece[SCALE], piece.get(BIAS), item, stored.group_size, dtype, global_scale
+            piece[""],
+            piece.get(SCALE),
+            piece.get(BIAS),
+            item,
+            stored.group_size,
+            dtype,
+            global_scale,
         )
 
 

@@ -241,7 +241,7 @@ def _runtime_names(
     layer: Descriptor, header: Header, quantized: dict[str, Stated]
 ) -> Sequence[tuple[str, TensorEntry]]:
     """Return a blob's tensors by runtime name; add the quantized ones to ``quantized``."""
-    if len(header.tensors) == 1:
+    if len(header.tensors) == 1 and not header.metadata:
         return (only_tensor(layer, header),)
     try:
         group = tensors_of(layer, header)
@@ -250,7 +250,7 @@ def _runtime_names(
     named: list[tuple[str, TensorEntry]] = []
     for name, _, _, entry, companions, item, group_size in group:
         named.append((name, entry))
-        if companions:
+        if companions or item is not None:
             quantized[name] = stated(item, group_size) if item else ("", 0)
             is_kept = item is not None and item.float8 is not None
             named += [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.models.files import first_text
+from blobstore.models.source_layers import gguf_config, read_source_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.store.protocols import BlobDescriber
 
+CONFIG = "config.json"
 _MAX_CARD = 1 << 20
 """Bytes; larger files are not read for a license or a base."""
 # No two parts match the same line breaks: a file of nothing else would take hours.
@@ -23,7 +28,12 @@ _LICENSE_FILES = ("license", "licence", "use_policy")
 
 
 def small_texts(store: BlobDescriber, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the names and contents of the files that may name a license or a base."""
+    """Yield the names and contents of the files that may name a license or a base.
+
+    The headers of GGUF files count as a ``config.json``.
+    """
+    if config := config_of_source(store, manifest):
+        yield CONFIG, json.dumps(config)
     for layer in manifest.layers:
         if layer.media_type == media_types.TENSOR:  # most are
             continue
@@ -36,6 +46,19 @@ def small_texts(store: BlobDescriber, manifest: Manifest) -> Iterator[tuple[str,
                 continue  # show and verify report it
 
 
+def config_of_source(store: BlobDescriber, manifest: Manifest) -> dict[str, Any]:
+    """Return what the headers of GGUF files say of a model that has no ``config.json``.
+
+    It is empty for other models.
+    """
+    if any(layer.name == CONFIG for layer in manifest.layers_of(media_types.JSON)):
+        return {}
+    try:
+        return gguf_config(read_source_record(store, manifest))
+    except BlobstoreError:
+        return {}  # show and verify report it
+
+
 def card_field(texts: Mapping[str, str], key: str) -> list[str]:
     """Return the values of a field at the start of the model card."""
     front_matter = _FRONT_MATTER.match(texts.get("README.md", ""))
@@ -44,10 +67,19 @@ def card_field(texts: Mapping[str, str], key: str) -> list[str]:
 
 
 def stated_license(texts: Mapping[str, str]) -> str | None:
-    """Return the license as the model card or a license file names it; nobody has checked it."""
+    """Return the license as the model card, a license file or a config names it; nobody has checked it."""
     for name in card_field(texts, "license_name") + card_field(texts, "license"):
         return name
     for name, text in texts.items():
         if name.lower().startswith(_LICENSE_FILES):
             return next((line.strip() for line in text.splitlines() if line.strip()), None)
-    return None
+    return first_text(decoded_config(texts, CONFIG), "license") or None
+
+
+def decoded_config(texts: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the JSON object that a file contains; an empty one if it has none."""
+    try:
+        value = strict_json.loads_any(texts.get(name, "{}"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

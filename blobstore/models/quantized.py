@@ -11,7 +11,7 @@ from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
 from blobstore.models.tensors import COMPANIONS
-from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, SCALE_SUFFIXES
+from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, GGUF_FORMATS, SCALE_SUFFIXES
 from blobstore.quantization.metadata import KEYS, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 
@@ -55,9 +55,10 @@ class QuantizedWeights:
         self._framework = framework
         if not isinstance(dequantize, bool):
             dequantize = one_or_more(dequantize)
-            if unknown := set(dequantize) - FORMATS.keys():
+            known = (*FORMATS, *GGUF_FORMATS)
+            if unknown := set(dequantize).difference(known):
                 raise UsageError(
-                    f"there is no quantization type {quote(min(unknown))}; expected one of {', '.join(FORMATS)}"
+                    f"there is no quantization type {quote(min(unknown))}; expected one of {', '.join(known)}"
                 )
         self.dequantized: Collection[str] = frozenset(
             name
@@ -72,6 +73,8 @@ class QuantizedWeights:
     def companions(self, name: str) -> dict[str, str]:
         """Return the names of a weight's companions by suffix. They are in the same blob."""
         index, slot = self._index, self._index.slot(name)
+        if index.quantized[name][0] in GGUF_FORMATS:
+            return {}
         ends = list(COMPANIONS.items())
         if index.quantized[name][0] == FLOAT8_TYPE:
             ends = [(SCALE, end) for end in SCALE_SUFFIXES]
@@ -199,7 +202,8 @@ class QuantizedWeights:
         return QuantizedPart(selections, _within(selection, bounds[-2:]))
 
     def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
-        return original_dtype(item, self._index.spec(self.companions(name)[SCALE]).dtype)
+        scale = self.companions(name).get(SCALE)
+        return original_dtype(item, None if scale is None else self._index.spec(scale).dtype)
 
 
 def _within(selection: Selection, bounds: Sequence[tuple[int, int]]) -> tuple[int | slice, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, InvalidHeader
+from blobstore.gguf.config import config_of
+from blobstore.gguf.header import InvalidGguf
+from blobstore.gguf.header import parse_header as parse_gguf
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
 from blobstore.quantization.formats import LEFT_OUT
@@ -65,6 +69,23 @@ def read_source_record(store: BlobDescriber, manifest: Manifest) -> SourceRecord
         return SourceRecord.from_bytes(content)
     except BlobDamaged as error:
         raise BlobDamaged(f"the source layer, blob {layer.digest.short}: {error.message}") from None
+
+
+def is_from_gguf(record: SourceRecord | None) -> bool:
+    """Return whether a model was imported from GGUF files."""
+    return record is not None and any(file.format == "gguf" for file in record.files)
+
+
+def gguf_config(record: SourceRecord | None) -> dict[str, Any]:
+    """Return what the headers of a model's GGUF files say of it, under the keys of ``config.json``.
+
+    It is empty if the model was not imported from GGUF files, or their headers are malformed.
+    """
+    for file in record.files if record is not None else ():
+        if file.format == "gguf" and not file.name.rpartition("/")[2].startswith("mm"):
+            with contextlib.suppress(InvalidGguf):
+                return config_of(parse_gguf(file.start, file.size))
+    return {}
 
 
 def source_specs(store: BlobDescriber, manifest: Manifest) -> dict[str, TensorSpec]:

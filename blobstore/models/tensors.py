@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.quantization.metadata import companion_names, parse_quant_metadata
@@ -52,10 +53,16 @@ class StoredTensor(NamedTuple):
     header: Header
     entry: TensorEntry
     companions: Mapping[str, TensorEntry] = _NO_COMPANIONS
-    """Entries by their suffix in the blob. A tensor with companions is quantized."""
+    """Entries by their suffix in the blob. A tensor with companions is quantized; so are blocks of GGUF, which
+    have none."""
     item: QuantFormat | None = None
     """The quantization type; None for a plain tensor, or if the blob does not say."""
     group_size: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weight is quantized, also in a way that the blob does not tell."""
+        return self.item is not None or bool(self.companions)
 
     @property
     def type_name(self) -> str:
@@ -145,7 +152,12 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
     entries, metadata = header.tensors, header.metadata
     if len(entries) == 1:
         name, entry = only_tensor(layer, header)
-        return (StoredTensor(name, layer, header, entry),)
+        known = (
+            parse_quant_metadata(entry.spec, {}, metadata)
+            if _may_have_blocks(entry, metadata)
+            else None
+        )
+        return (StoredTensor(name, layer, header, entry, _NO_COMPANIONS, *known or (None, 0)),)
     companions: dict[str, dict[str, TensorEntry]] = {}
     hidden: set[str] = set()
     for name, entry in entries.items():
@@ -161,12 +173,17 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
         if name in hidden:
             continue
         known, own = None, companions.get(name, {})
-        if own:
+        if own or _may_have_blocks(entry, metadata):
             specs = {suffix: companion.spec for suffix, companion in own.items()}
             known = parse_quant_metadata(entry.spec, specs, metadata)
         item, group_size = known or (None, 0)
         found.append(StoredTensor(name, layer, header, entry, own, item, group_size))
     return found
+
+
+def _may_have_blocks(entry: TensorEntry, metadata: Mapping[str, str]) -> bool:
+    """Return whether a tensor may be blocks of GGUF, which need no companions."""
+    return bool(metadata) and entry.spec.dtype is DType.U8
 
 
 def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:

@@ -2,6 +2,7 @@
 
 Packed weights are U32 words. Element ``i`` of a row takes bits ``i * bits`` to ``(i + 1) * bits`` of the
 row's words as one little-endian stream, which is MLX's layout. The 8-bit floats of fp8 are not packed.
+Weights of GGUF files are bytes: the blocks of llama.cpp, which hold their scales.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from typing import TYPE_CHECKING, Final, Literal
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
+from blobstore.gguf.types import TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.gguf.types import GgufType
 
     Block = tuple[int, int]
     Sharing = Literal["tensor", "channel"] | Block
     """The values that share a scale: a complete weight, one row, or a block of rows and columns."""
 
-Mode = Literal["affine", "nvfp4", "mxfp4", "mxfp8", "fp8"]
+Mode = Literal["affine", "nvfp4", "mxfp4", "mxfp8", "fp8", "gguf"]
 WORD_BITS: Final = 32
 FLOAT8_TYPE: Final = "fp8"
+_GGUF: Final = "gguf_"
 FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 """The element types of fp8 weights."""
 FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
@@ -80,13 +84,13 @@ class QuantFormat:
 
     name: str
     bits: int
-    """Bits per packed element."""
+    """Bits per packed element, without those of scales."""
     group_size: int
     """Default number of elements that share a scale."""
     mode: Mode
-    """MLX's name for the arithmetic of elements and scales."""
+    """MLX's name for the arithmetic of elements and scales; ``gguf`` for the blocks of llama.cpp."""
     group_sizes: tuple[int, ...]
-    """All group sizes that MLX supports."""
+    """All group sizes that MLX supports; those of blocks of llama.cpp."""
     aliases: tuple[str, ...] = ()
     is_target: bool = True
     """Whether we quantize to it; other types only come from quantized sources."""
@@ -94,6 +98,13 @@ class QuantFormat:
     """Bits per stored element."""
     float8: Float8Layout | None = None
     """Of an fp8 weight; None in the table."""
+    block_bytes: int = 0
+    """Bytes of a block of ``group_size`` elements with their scales; 0 if scales are tensors of their own."""
+
+    @property
+    def gguf_name(self) -> str:
+        """The name that llama.cpp has for a type of blocks."""
+        return self.name.removeprefix(_GGUF).upper()
 
     @property
     def has_bias(self) -> bool:
@@ -110,10 +121,14 @@ class QuantFormat:
 
     def words(self, columns: int) -> int:
         """Return the packed words per row of ``columns`` elements, which must fill them exactly."""
+        if self.block_bytes:
+            return columns // self.group_size * self.block_bytes
         return columns * self.bits // self.word_bits
 
     def columns(self, words: int) -> int:
         """Return the elements per row of ``words`` packed words."""
+        if self.block_bytes:
+            return words // self.block_bytes * self.group_size
         return words * self.word_bits // self.bits
 
 
@@ -134,7 +149,30 @@ FORMATS: Final[Mapping[str, QuantFormat]] = {
         QuantFormat(FLOAT8_TYPE, 8, 0, "fp8", (), is_target=False, word_bits=8),
     )
 }
-"""Quantization types by name."""
+"""Quantization types by name, whose weights are U32 words or 8-bit floats."""
+
+
+def _of_gguf(kind: GgufType) -> QuantFormat:
+    name = kind.name.lower()
+    return QuantFormat(
+        # llama.cpp orders the bytes of two of them otherwise.
+        _GGUF + name if name in FORMATS else name,
+        int(kind.bits),
+        kind.weights,
+        "gguf",
+        (kind.weights,),
+        is_target=False,
+        word_bits=8,
+        block_bytes=kind.size,
+    )
+
+
+GGUF_TYPES: Final[Mapping[str, QuantFormat]] = {
+    kind.name: _of_gguf(kind) for kind in TYPES.values() if kind.weights > 1
+}
+"""The types whose weights are blocks of llama.cpp, as they are in GGUF files, by their names there."""
+GGUF_FORMATS: Final[Mapping[str, QuantFormat]] = {item.name: item for item in GGUF_TYPES.values()}
+"""The same by name."""
 
 _TARGETS: Final = {
     alias: item

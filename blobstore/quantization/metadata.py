@@ -18,6 +18,7 @@ from blobstore.quantization.formats import (
     FLOAT8,
     FLOAT8_TYPE,
     FORMATS,
+    GGUF_FORMATS,
     SCALE_SUFFIXES,
     WORD_BITS,
     float8_format,
@@ -58,7 +59,9 @@ def quant_metadata(types: Mapping[str, Stated | None]) -> dict[str, str]:
         types: the type by tensor name, None for a plain tensor.
     """
     found = {name: known for name, known in types.items() if known is not None}
-    is_one = len(set(found.values())) == 1
+    # A plain tensor of bytes must not be taken for blocks of the same blob.
+    has_blocks = any(known[0] in GGUF_FORMATS for known in found.values())
+    is_one = len(set(found.values())) == 1 and not (has_blocks and len(found) < len(types))
     return {
         f"{'' if is_one else f'{name}.'}{key}": str(value)
         for name, known in found.items()
@@ -86,7 +89,7 @@ def parse_quant_metadata(
 
     Args:
         weight: the weight as stored.
-        companions: its companions by suffix, at least ``.scale``.
+        companions: its companions by suffix, at least ``.scale``; none for blocks of GGUF.
         metadata: the metadata of the blob.
 
     Raises:
@@ -97,6 +100,8 @@ def parse_quant_metadata(
     quant_type = _value(name, TYPE, metadata)
     if not quant_type:
         return None
+    if weight.dtype is DType.U8:
+        return _parse_blocks(weight, quant_type, metadata)
     item = FORMATS.get(quant_type)
     if item is None:
         _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
@@ -130,6 +135,28 @@ def parse_quant_metadata(
 
 def _value(name: str, key: str, metadata: Mapping[str, str]) -> str:
     return metadata.get(f"{name}.{key}") or metadata.get(key, "")
+
+
+def _parse_blocks(
+    weight: TensorSpec, quant_type: str, metadata: Mapping[str, str]
+) -> tuple[QuantFormat, int] | None:
+    """Return the type of a tensor of bytes, or None if it is not one of GGUF: the tensor is plain then."""
+    item = GGUF_FORMATS.get(quant_type)
+    if item is None:
+        return None
+    name, size = weight.name, str(item.group_size)
+    text = metadata.get(f"{name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE, size)
+    if text != size:
+        _fail(
+            name, f"{item.name} cannot have a {GROUP_SIZE} of {quote(text)}; its blocks have {size}"
+        )
+    if not weight.shape or weight.shape[-1] % item.block_bytes:
+        _fail(
+            name,
+            f"rows of bytes of shape {list(weight.shape)} are no blocks of {item.name}, which have "
+            f"{item.block_bytes} bytes",
+        )
+    return item, item.group_size
 
 
 def _parse_float8(

@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.fp8 import decode_stack
+from blobstore.quantization.numpy import dequantize as dequantize_numpy
 from blobstore.safetensors.mlx import copied
 from blobstore.safetensors.numpy import as_array
 
@@ -45,6 +46,10 @@ def dequantize(
     options: dict[str, Any] = {"group_size": group_size, "bits": item.bits, "mode": item.mode}
     if item.float8 is not None:
         return _decode(weight, scale, item.float8, dtype)
+    if item.block_bytes:
+        blocks = as_array(memoryview(weight), 0, TensorSpec("", DType.U8, weight.shape))
+        values = dequantize_numpy(blocks, None, None, item, group_size, "float32")
+        return copied(values, TensorSpec("", DType.F32, values.shape)).astype(getattr(mx, dtype))
     wanted = getattr(mx, dtype)
     if not weight.size:  # MLX cannot reshape an empty array
         return mx.zeros((*weight.shape[:-1], item.columns(weight.shape[-1])), dtype=wanted)

@@ -114,7 +114,7 @@ def quantize(array: Array, item: QuantFormat, group_size: int) -> Quantized:
 
 def dequantize(
     weight: Array,
-    scale: Array,
+    scale: Array | None,
     bias: Array | None,
     item: QuantFormat,
     group_size: int,
@@ -125,13 +125,20 @@ def dequantize(
 
     Args:
         weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.
-        scale: one value per group; a float type for affine types and fp8, uint8 otherwise.
+        scale: one value per group; a float type for affine types and fp8, uint8 otherwise. None for blocks of
+            GGUF, whose weight is uint8.
         bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
         dtype: ``bfloat16``, ``float16`` or ``float32``.
         global_scale: factor of the scales of an nvfp4 weight, in float32.
     """
+    if item.block_bytes:
+        from blobstore.gguf.dequantize import dequantize as dequantize_blocks  # few models
+
+        values: Array = dequantize_blocks(item.gguf_name, weight)
+        return values.astype(dtype, copy=False)
+    assert scale is not None  # noqa: S101 - only blocks have none
     *rows, words = weight.shape
     columns = item.columns(words)
     if item.float8 is not None:

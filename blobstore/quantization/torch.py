@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blobstore.quantization.fp8 import TYPES, decode_stack
+from blobstore.quantization.numpy import dequantize as dequantize_numpy
 
 if TYPE_CHECKING:
     from blobstore.quantization.formats import Float8Layout, QuantFormat
@@ -21,7 +22,7 @@ _DEVICE_PIECE = 1 << 24
 
 def dequantize(
     weight: torch.Tensor,
-    scale: torch.Tensor,
+    scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     item: QuantFormat,
     group_size: int,
@@ -40,6 +41,11 @@ def dequantize(
         global_scale: additional factor of all values of an nvfp4 weight.
     """
     known: torch.dtype = getattr(torch, dtype)
+    if item.block_bytes:
+        blocks = weight.cpu().numpy()
+        values = torch.from_numpy(dequantize_numpy(blocks, None, None, item, group_size, "float32"))
+        return values.to(weight.device, known)
+    assert scale is not None  # noqa: S101 - only blocks of GGUF have none
     if item.float8 is not None:
         if weight.device.type == "cpu":  # numpy takes half as long
             values = weight.view(torch.uint8).numpy().view(TYPES[item.float8.weight])

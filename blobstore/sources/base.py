@@ -119,6 +119,10 @@ class TensorSource(Protocol):
         """The ``__metadata__`` of the safetensors files."""
 
     @property
+    def block_types(self) -> Mapping[str, str]:
+        """The types of tensors that are blocks of llama.cpp, as it names them, by the names of the tensors."""
+
+    @property
     def reopen(self) -> Callable[[], TensorSource]:
         """A picklable function that opens the same source, in any process."""
 

@@ -14,11 +14,6 @@ _TAR = (
     "torch and save it again"
 )
 _BY_MAGIC: Final = (
-    (
-        0,
-        b"GGUF",
-        f"a GGUF file; 'blobstore show' lists its tensors; to import the model, {INSTEAD}",
-    ),
     (0, b"\x89HDF\r\n", f"an HDF5 file, as Keras writes it; {INSTEAD}"),
     (0, b"\x93NUMPY", f"a numpy array; {INSTEAD}"),
     (4, b"TFL3", f"a TensorFlow Lite file; {INSTEAD}"),
@@ -37,7 +32,6 @@ _ONNX = re.compile(rb"\x08[\x01-\x1f]\x12[\x01-\x7f][A-Za-z]")
 _ZIP_ENTRY = re.compile(rb"PK\x03\x04.{22}(?P<length>..)", re.DOTALL)
 _BY_ENDING: Final = {
     ".onnx": "an ONNX file",
-    ".gguf": "a GGUF file",
     ".ggml": "a GGML file",
     ".h5": "an HDF5 file",
     ".hdf5": "an HDF5 file",

@@ -59,6 +59,7 @@ class HuggingFaceFolder(ShardSet):
             else:
                 self.add(path)
             self.check_stripped(path)
+            self.check_complete()
             if self.values:
                 self._check_not_empty()
                 from blobstore.sources.pytorch.values import with_values

@@ -79,6 +79,7 @@ class MemorySource:
         self.config: Mapping[str, Any] = _config(files.get("config.json"))
         self.notices: Sequence[str] = ()
         self.metadata = {Path(_FILE): metadata}
+        self.block_types: Mapping[str, str] = {}
         self.versions = SourceVersions()
         try:
             self._header = encode_file_header(in_order, metadata or None)

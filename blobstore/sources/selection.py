@@ -21,7 +21,8 @@ from blobstore.errors import BlobstoreError, DamagedSource, SourceError, Unsuppo
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.formats import format_of_name
-from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, read_weight_map
+from blobstore.sources.gguf import GGUF
+from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, WEIGHTS, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
     is_weight_index,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 DATA_FILE: Final = ".distcp"
 """Ending of the data files of ``torch.distributed.checkpoint``."""
+_GGUF_COMPANIONS: Final = ("mmproj-", "mtp-")
+"""Starts of the names of GGUF files that belong to a model beside them: a projector, heads for more tokens."""
+_GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf", re.ASCII)
 _T = TypeVar("_T")
 _STEMS = {
     SAFETENSORS: ("model", "diffusion_pytorch_model"),
@@ -146,7 +150,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder seems to be a model, whether complete and readable or not."""
     return folder.is_dir() and any(
-        name in _MODEL_FILES or name.endswith((SAFETENSORS, *CHECKPOINTS)) or format_of_name(name)
+        name in _MODEL_FILES or name.endswith(WEIGHTS) or format_of_name(name)
         for name in FileTree(folder).entries()
     )
 
@@ -214,7 +218,7 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
     """
     folder = part.folder
     names = [name for name in tree.entries(folder) if not _TRAINING_STATE.fullmatch(name)]
-    if any(name.endswith((SAFETENSORS, *CHECKPOINTS)) for name in names):
+    if any(name.endswith(WEIGHTS) for name in names):
         return
     if _WITHOUT_WEIGHTS.fullmatch(part.class_name) or any(
         name.startswith(f"{folder}/" if folder else "") for name in kept
@@ -231,7 +235,10 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
 def _select_weights(tree: FileTree, folder: str, weights: str | None, selection: Selection) -> None:
     """Add the weights of one component."""
     names = _weight_files(tree, folder, weights)
-    index, chosen = _choose(tree, folder, names, weights)
+    if weights is None and names and names[0].endswith(GGUF):
+        index, chosen = None, _choose_gguf(tree, folder, names)
+    else:
+        index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
         weight_map = read_weight_map(tree.path(joined(folder, index)))
         chosen = sorted(set(weight_map.values()))
@@ -277,17 +284,19 @@ def _unfollowed_indexes(
 
 
 def _weight_files(tree: FileTree, folder: str, weights: str | None) -> list[str]:
-    """Return the names of the safetensors files, or else of checkpoints; for a pattern, of both."""
+    """Return the names of the safetensors files, else of checkpoints, else of GGUF files; for a pattern, of all."""
     every = tree.entries(folder)
-    names = [name for name in every if name.endswith(SAFETENSORS)]
-    if names and weights is None:
-        return names
-    return names + [
-        name
-        for name in every
-        if name.endswith(CHECKPOINTS)
-        and (weights is not None or not _TRAINING_STATE.fullmatch(name))
-    ]
+    names: list[str] = []
+    for endings in ((SAFETENSORS,), CHECKPOINTS, (GGUF,)):
+        if names and weights is None:
+            return names
+        names += [
+            name
+            for name in every
+            if name.endswith(endings)
+            and (weights is not None or not _TRAINING_STATE.fullmatch(name))
+        ]
+    return names
 
 
 def _choose(
@@ -335,6 +344,20 @@ def _choose(
             f"{_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
         )
     return None, names
+
+
+def _choose_gguf(tree: FileTree, folder: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the GGUF files of a model: one, or all parts of one, and those of its projectors."""
+    models = [name for name in names if not name.startswith(_GGUF_COMPANIONS)]
+    sets = {_GGUF_PART.sub("", name) for name in models}
+    others = [name for name in names if name not in models]
+    companions = {name.partition("-")[0] for name in others}
+    if len(sets) > 1 or len(companions) < len(others):
+        raise SourceError(
+            f"{tree.label(folder)} has several GGUF files ({join_some([*map(quote, names)], 5)}); choose "
+            "with --weights PATTERN"
+        )
+    return names
 
 
 def _choose_by(
@@ -401,7 +424,7 @@ def _left_out(
             is_kept = below and below >= {*tree.files_below(name)}
             if not is_kept and name not in known and not name.startswith("."):
                 yield f"left out: {'other files of ' if below else ''}folder {tree.label(name)}"
-        elif (name.endswith(CHECKPOINTS) or format_of_name(name)) and name not in weights:
+        elif (name.endswith(WEIGHTS[1:]) or format_of_name(name)) and name not in weights:
             yield f"left out: {tree.label(name)}, not part of the model's weights"
         elif notice := unusable_name(tree, name, options.keep):
             yield notice

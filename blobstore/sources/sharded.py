@@ -15,9 +15,11 @@ from blobstore.errors import (
     UnsupportedSource,
     UsageError,
 )
+from blobstore.gguf.file import is_gguf
 from blobstore.manifests.source_record import Format, RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.formats import INSTEAD, format_of_name
+from blobstore.sources.gguf import GGUF, GgufShard, check_complete
 from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from blobstore.manifests.source_record import Gap
     from blobstore.sources.base import Shard, SourceOptions
     from blobstore.sources.pytorch.checkpoint import Checkpoint
 
@@ -36,6 +39,8 @@ _PART_KEY = "DCP_SHARDING_INFO"
 _HEAD = "lm_head.weight"
 CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of PyTorch checkpoints."""
+WEIGHTS = (SAFETENSORS, *CHECKPOINTS, GGUF)
+"""Endings of all files of weights that are read."""
 
 
 class _Place(NamedTuple):
@@ -58,6 +63,8 @@ class ShardSet:
         self.metadata: dict[Path, Mapping[str, str]] = {}
         self.values: dict[str, Any] = {}
         """The simple values of PyTorch checkpoints, by their names relative to the source."""
+        self.block_types: dict[str, str] = {}
+        """The types of the quantized tensors of GGUF files, as llama.cpp names them, by name."""
         self._options = options
         self._is_stripped = False
         """Whether a name had the prefix to strip."""
@@ -73,17 +80,17 @@ class ShardSet:
         """
         self.versions.record(path)
         shard: Shard
-        if path.suffix != SAFETENSORS:
+        if path.suffix == GGUF or (path.suffix != SAFETENSORS and is_gguf(path)):
+            self._check_no_parts(path)
+            shard = self._shards[path] = gguf = GgufShard(path)
+            self.block_types.update((prefix + name, kind) for name, kind in gguf.block_types())
+        elif path.suffix != SAFETENSORS:
             shard = self._shards[path] = checkpoint = self._open_checkpoint(path)
             checkpoint.check_readable(skip=self._options.skip_unreadable)
             self.values[prefix + path.name] = checkpoint.values
             self._unreadable |= {path: checkpoint.unreadable.keys()}
-        elif self._options.subtree is not None or self._options.strip_prefix:
-            reason = "it has no parts for --subtree"
-            if self._options.subtree is None:
-                reason = "--strip-prefix does not apply"
-            raise UsageError(f"{quote(path)} is not a PyTorch checkpoint, so {reason}")
         else:
+            self._check_no_parts(path)
             shard = self._shards[path] = safetensors = SafetensorsShard(path)
             self.metadata[path] = safetensors.metadata
             if _PART_KEY in safetensors.metadata:
@@ -107,6 +114,18 @@ class ShardSet:
                 )
             self.specs[full] = spec if full == name else TensorSpec(full, spec.dtype, spec.shape)
             self._places[full] = _Place(shard, name)
+
+    def _check_no_parts(self, path: Path) -> None:
+        """Check that no option asks for a part of a checkpoint. Raises UsageError if one does."""
+        if self._options.subtree is not None or self._options.strip_prefix:
+            reason = "it has no parts for --subtree"
+            if self._options.subtree is None:
+                reason = "--strip-prefix does not apply"
+            raise UsageError(f"{quote(path)} is not a PyTorch checkpoint, so {reason}")
+
+    def check_complete(self) -> None:
+        """Check that no part of a split GGUF file is missing. Raises DamagedSource if one is."""
+        check_complete(shard for shard in self._shards.values() if isinstance(shard, GgufShard))
 
     def _open_checkpoint(self, path: Path) -> Checkpoint:
         # The readers of pickles take a while to import, and most models need none.
@@ -158,7 +177,12 @@ class ShardSet:
         """Yield the record of each file, under the name that ``name_of`` returns for its path."""
         for path, shard in self._shards.items():
             kind: Format = "safetensors" if path.suffix == SAFETENSORS else "pytorch"
-            yield RecordedFile(name_of(path), kind, shard.version().size, shard.header())
+            gaps: tuple[Gap, ...] = ()
+            if isinstance(shard, GgufShard):
+                kind, gaps = "gguf", shard.gaps
+            yield RecordedFile(
+                name_of(path), kind, shard.version().size, shard.header(), None, gaps
+            )
 
     def close(self) -> None:
         """Close the files."""

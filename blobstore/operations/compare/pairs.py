@@ -69,7 +69,7 @@ class SourceTensor(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether it is stored as packed quantized values."""
-        return bool(self.stored.companions)
+        return self.stored.is_quantized
 
 
 class Pair(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,9 +14,9 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.create.grouping import BlobPlan, plan_blobs
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.detect import detect_quantization, is_marker
-from blobstore.quantization.formats import parse_format
+from blobstore.quantization.formats import GGUF_TYPES, parse_format
 from blobstore.quantization.policy import Policy, parse_override
-from blobstore.quantization.recipes import Decoded, Prequantized, Quantized
+from blobstore.quantization.recipes import Copied, Decoded, Prequantized, Quantized
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
@@ -166,8 +167,9 @@ def plan_source(
     decode = decode or options.quant_type is not None
     if as_is and decode:
         raise UsageError("tensors that are kept as published are neither decoded nor quantized")
+    blocks = {name: _blocks(source.specs[name], kind) for name, kind in source.block_types.items()}
     found = detect_quantization(
-        source.specs,
+        {name: spec for name, spec in source.specs.items() if name not in blocks},
         source.config,
         metadata={pair for own in source.metadata.values() for pair in own.items()},
         markers=_markers(source),
@@ -179,7 +181,11 @@ def plan_source(
         raise UnsupportedSource(
             f"the source cannot be {what}: {found.reason}; create from the unquantized weights"
         )
-    recipes, notices, quant_type = found[:3]
+    notices, quant_type = found.notices, found.quant_type
+    recipes: dict[str, Recipe] = {**found.recipes, **blocks}
+    if blocks:
+        counts = Counter(recipe.item.name for recipe in blocks.values())
+        quant_type = counts.most_common(1)[0][0]
     policy = options.to_policy(source.config, (recipe.spec for recipe in recipes.values()))
     if policy is not None:
         _check_quantizable(recipes, source.config)
@@ -203,6 +209,12 @@ def plan_source(
     files = tuple(file.name for file in source.files)
     notices = (*source.notices, *notices, *kept)
     return ModelPlan(blobs, policy, quant_type, files, notices, found.scheme)
+
+
+def _blocks(spec: TensorSpec, kind: str) -> Prequantized:
+    """Return the recipe of a tensor whose bytes are blocks of llama.cpp."""
+    item = GGUF_TYPES[kind]
+    return Prequantized((Copied(spec, (spec.name,)),), item, item.group_size)
 
 
 def _markers(source: TensorSource) -> dict[str, bytes]:

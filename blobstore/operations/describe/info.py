@@ -6,10 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.models.model_card import card_field, small_texts, stated_license
+from blobstore.models.model_card import card_field, decoded_config, small_texts, stated_license
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.describe.show import describe_model, model_source
 from blobstore.quantization.formats import type_name
@@ -110,11 +109,9 @@ def stated_bases(texts: dict[str, str]) -> Iterator[str]:
     """Yield the models that the model card or a config names as the base."""
     yield from card_field(texts, "base_model")
     for name in ("config.json", "adapter_config.json"):
-        try:
-            config = strict_json.loads_any(texts.get(name, "{}"))
-        except ValueError:
-            continue
+        config = decoded_config(texts, name)
         for key in _BASE_KEYS:
-            value = config.get(key) if isinstance(config, dict) else None
-            if isinstance(value, str) and value:
-                yield value
+            value = config.get(key)
+            for base in value if isinstance(value, list) else [value]:
+                if isinstance(base, str) and base:
+                    yield base

@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
+from blobstore.models.model_card import config_of_source
 from blobstore.models.published import published_scheme
 from blobstore.models.tensors import read_tensors
 from blobstore.remotes.addresses import is_address, reading_models
@@ -181,7 +182,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
     config_blob: Descriptor | None = manifest.config
     if not is_gguf:
         config_blob = next((files[name] for name in CONFIG_FILES if name in files), None)
-    config: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {} if is_gguf else config_of_source(store, manifest)
     if config_blob is not None:
         # Files are stored as the source has them, valid JSON or not.
         with contextlib.suppress(ValueError):
@@ -221,7 +222,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
                 size=tensor.nbytes,
                 layer=tensor.layer.name,
                 digest=tensor.layer.digest,
-                is_quantized=bool(tensor.companions),
+                is_quantized=tensor.is_quantized,
                 quant_type=tensor.item.name if tensor.item else None,
                 group_size=tensor.group_size,
             )

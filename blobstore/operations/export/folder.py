@@ -196,7 +196,7 @@ def folder_contents(
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
     files = small_files(manifest)
-    packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.companions]
+    packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.is_quantized]
     config = _decoded(store, files, "config.json")
     scheme = published_scheme(store, manifest)
     if scheme and dequantize:
@@ -204,6 +204,7 @@ def folder_contents(
             f"its weights ({escape(scheme)}) are kept as published and cannot be dequantized; export "
             "it without dequantizing"
         )
+    _check_no_blocks(packed, dequantize=dequantize)
     is_gpt_oss = gpt_oss.is_gpt_oss(config, packed)
     # The weights and the config are then those of the source.
     is_as_source = not dequantize and (
@@ -251,6 +252,17 @@ def folder_contents(
             del files[MODELOPT_FILE]  # it describes the weights of the source
     constants = {name: data for name, (_, data) in left_out.items()}
     return FolderContents(tensors, components, joins, configs, files, constants)
+
+
+def _check_no_blocks(
+    packed: Iterable[tuple[str, Sequence[int], QuantFormat | None]], *, dequantize: bool
+) -> None:
+    """Check that a folder can hold all quantized weights. Raises BlobstoreError if it cannot."""
+    if not dequantize and any(item.block_bytes for _, _, item in packed if item is not None):
+        raise BlobstoreError(
+            "it has weights of a GGUF file, which no folder of safetensors files holds",
+            advice="export it with --dequantize",
+        )
 
 
 def is_adapter(manifest: Manifest) -> bool:
@@ -339,12 +351,13 @@ def _folder_tensors(
     """Yield a tensor dequantized, or it and its companions as stored, with MLX's or other names."""
     entries = {"": stored.entry, **stored.companions}
     packed = None
-    if dequantize and stored.companions:
+    if dequantize and stored.is_quantized:
         if stored.item is None:
             raise BlobstoreError(
                 f"tensor {quote(stored.name)} is quantized, but its blob does not say how"
             )
-        dtype = FLOATS[original_dtype(stored.item, stored.companions[SCALE].spec.dtype)]
+        scale = stored.companions.get(SCALE)
+        dtype = FLOATS[original_dtype(stored.item, scale and scale.spec.dtype)]
         plain = TensorSpec(stored.name, dtype, stored.shape)
         packed, entries = stored, {"": stored.entry._replace(spec=plain)}
     for suffix, (spec, begin, end) in entries.items():

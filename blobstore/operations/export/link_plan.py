@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.manifests.descriptor import MAX_SIZE
+from blobstore.models.source_layers import is_from_gguf, read_source_record
 from blobstore.operations.export.folder import check_file_names, folder_contents, is_adapter
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import (
@@ -96,8 +97,9 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
 
     Raises as :func:`folder_contents`.
     """
-    original = plan_original(store, manifest) if is_adapter(manifest) else None
-    if original is not None and len(original.tensors) > 1:
+    is_gguf = is_from_gguf(read_source_record(store, manifest))
+    original = plan_original(store, manifest) if is_gguf or is_adapter(manifest) else None
+    if original is not None and (is_gguf or len(original.tensors) > 1):
         return _plan_copies(original)
     contents = folder_contents(store, manifest)
     blobs, rest = _classify(contents)
@@ -146,10 +148,10 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
 
 
 def _plan_copies(original: ExportPlan) -> LinkPlan:
-    """Return the contents of an adapter's folder: the weight files are those of the source.
+    """Return the contents of a folder whose weight files are those of the source.
 
     Libraries read an adapter from one file, with the metadata of its header: diffusers has the scale
-    of a LoRA there.
+    of a LoRA there. A GGUF file has its tensors behind one header.
     """
     files = dict(original.files)
     weights, tensors, written = original.weights, original.tensors, original.written

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
+from blobstore.gguf.header import InvalidGguf
+from blobstore.gguf.header import parse_header as parse_gguf
+from blobstore.gguf.layout import gaps_of, stored_spec
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
-from blobstore.models.source_layers import read_source_record, read_stacks
+from blobstore.models.source_layers import is_from_gguf, read_source_record, read_stacks
 from blobstore.models.tensors import at_layer, only_tensor, read_headers
 from blobstore.operations.export.folder import (
     ExportPlan,
@@ -71,7 +74,9 @@ def plan_original(
             its blobs, or a file has a name that must not be written.
     """
     record = read_source_record(store, manifest) if record is None else record
-    if record is None or record.is_converted or not manifest.layers_of(media_types.TENSOR):
+    if record is None or record.is_converted:
+        return None
+    if not is_from_gguf(record) and not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
     places = _places(store, manifest, read_headers(store, manifest) if headers is None else headers)
@@ -81,6 +86,9 @@ def plan_original(
     for file in record.files:
         if file.format == "index":
             written[file.name] = file.start
+            continue
+        if file.format == "gguf":
+            weights.append(_plan_gguf(file, places, tensors))
             continue
         weights.append(_plan_file(store, file, record, places, tensors))
     if places:
@@ -179,6 +187,47 @@ def _plan_file(
                 f"{place}: no blob has the {size} bytes of tensor {quote(full)}, {spec.dtype.value} of "
                 f"shape {list(spec.shape)}"
             )
+    return WeightFile(
+        file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
+    )
+
+
+def _plan_gguf(
+    file: RecordedFile, places: dict[str, _Place], tensors: list[FolderTensor]
+) -> WeightFile:
+    """Return a GGUF file, add its tensors to ``tensors``, and remove them from ``places``."""
+    place = f"the source layer: file {quote(file.name)}"
+    try:
+        header = parse_gguf(file.start, file.size)
+    except InvalidGguf as error:
+        raise BlobDamaged(f"{place}: {error}") from None
+    if header.data_start != len(file.start):
+        raise BlobDamaged(
+            f"{place}: it holds {len(file.start)} bytes of a header of {header.data_start}"
+        )
+    folder, slash, _ = file.name.rpartition("/")
+    offsets: dict[str, int] = {}
+    for name, tensor in header.tensors.items():
+        spec = stored_spec(tensor)._replace(name=folder + slash + name)
+        found = places.pop(spec.name, None)
+        if found is None or found.spec[1:] != spec[1:]:
+            raise BlobDamaged(
+                f"{place}: no blob has the {tensor.size} bytes of tensor {quote(spec.name)}, "
+                f"{spec.dtype.value} of shape {list(spec.shape)}"
+            )
+        offsets[spec.name] = tensor.begin
+        tensors.append(FolderTensor(spec, found.layer, found.begin, found.header))
+    kept = dict(file.gaps)
+    constants: list[tuple[int, bytes]] = []
+    for begin, end in gaps_of(header, file.size):
+        data = kept.pop(begin, None)
+        if data is None and end - begin < header.alignment:
+            data = bytes(end - begin)
+        if data is None or len(data) != end - begin:
+            raise BlobDamaged(f"{place}: it lacks the {end - begin} bytes from byte {begin} on")
+        constants.append((begin, data))
+    if kept:
+        raise BlobDamaged(f"{place}: it holds bytes from byte {min(kept)} on, which are no gap")
     return WeightFile(
         file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
     )

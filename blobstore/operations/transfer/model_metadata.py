@@ -14,7 +14,7 @@ from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.models.files import ModelFiles, first_text
-from blobstore.models.model_card import small_texts, stated_license
+from blobstore.models.model_card import config_of_source, small_texts, stated_license
 from blobstore.models.source_layers import read_source_record
 from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.link_plan import plan_links
@@ -88,20 +88,21 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
     quantization: Counter[str] = Counter()
     for tensor in read_tensors(store, manifest).tensors.values():
         count = math.prod(tensor.shape)
-        if tensor.companions:
+        if tensor.is_quantized:
             quantization[tensor.type_name] += count
         else:
             dtype = tensor.entry.spec.dtype
             precisions[_PRECISIONS.get(dtype, dtype.value.lower())] += count
     record = read_source_record(store, manifest)
     repository = record.repository if record is not None else ""
+    config = files.config or config_of_source(store, manifest)
     folder = _loadable_folder(store, files)
     license_name = stated_license(dict(small_texts(store, manifest))) or ""
     identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
     return ModelMetadata(
         name=repository.rpartition("/")[2] or reference.model,
-        family=first_text(files.config, "model_type"),
-        architecture=files.architecture,
+        family=first_text(config, "model_type"),
+        architecture=files.architecture or first_text(config, "architectures"),
         format="gguf" if manifest.layers_of(media_types.MODEL) else "safetensors",
         parameters=precisions.total() + quantization.total(),
         precision=_most_common(precisions),

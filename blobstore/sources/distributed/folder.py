@@ -52,6 +52,7 @@ class AssembledFolder:
     """The part of a :class:`TensorSource` that all kinds of folders with pieces share."""
 
     metadata: Mapping[Path, Mapping[str, str]] = {}
+    block_types: Mapping[str, str] = {}
     reopen: Callable[[], TensorSource]
     _format: Format
 

@@ -46,6 +46,7 @@ class MetaFolder:
     """A :class:`TensorSource` over a folder of shards and their ``params.json``."""
 
     metadata: Mapping[Path, Mapping[str, str]] = {}
+    block_types: Mapping[str, str] = {}
 
     def __init__(
         self,
