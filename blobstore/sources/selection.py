@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from blobstore.core import strict_json
 from blobstore.core.escape import escape, join_some, quote
 from blobstore.core.files import read_regular
-from blobstore.core.globs import glob_matches
+from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
@@ -117,7 +117,7 @@ def select_files(tree: FileTree, options: SourceOptions) -> Selection:
     named = {part.folder for part in listed if part.folder}
     components = sorted(folder for folder in named if tree.is_folder(folder))
     for folder in ("", *components):
-        _select_weights(tree, folder, options.weights, selection)
+        _select_weights(tree, folder, options, selection)
     selection.indexes = [part.index_name for part in selection.weights if part.index_name]
     folders = (*components, *_EXTRA_FOLDERS)
     kept = matching_files(tree, options.keep, selection.weight_names())
@@ -232,9 +232,11 @@ def _check_has_weights(tree: FileTree, part: _Listed, kept: Collection[str]) -> 
     yield what
 
 
-def _select_weights(tree: FileTree, folder: str, weights: str | None, selection: Selection) -> None:
+def _select_weights(
+    tree: FileTree, folder: str, options: SourceOptions, selection: Selection
+) -> None:
     """Add the weights of one component."""
-    names = _weight_files(tree, folder, weights)
+    weights, names = options.weights, _weight_files(tree, folder, options)
     if weights is None and names and names[0].endswith(GGUF):
         index, chosen = None, _choose_gguf(tree, folder, names)
     else:
@@ -283,18 +285,20 @@ def _unfollowed_indexes(
             yield name
 
 
-def _weight_files(tree: FileTree, folder: str, weights: str | None) -> list[str]:
+def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[str]:
     """Return the names of the safetensors files, else of checkpoints, else of GGUF files; for a pattern, of all."""
     every = tree.entries(folder)
     names: list[str] = []
     for endings in ((SAFETENSORS,), CHECKPOINTS, (GGUF,)):
-        if names and weights is None:
+        if names and options.weights is None:
             return names
         names += [
             name
             for name in every
             if name.endswith(endings)
-            and (weights is not None or not _TRAINING_STATE.fullmatch(name))
+            and (options.weights is not None or not _TRAINING_STATE.fullmatch(name))
+            # Runtimes want these files as they are.
+            and not (endings == (GGUF,) and any_glob_matches(joined(folder, name), options.keep))
         ]
     return names
 
@@ -417,7 +421,7 @@ def _left_out(
     tree: FileTree, known: Sequence[str], used: set[str], options: SourceOptions
 ) -> Iterator[str]:
     """Yield a notice for each folder, weight file and unusable name of the folder that is left out."""
-    weights = {*used, *_weight_files(tree, "", options.weights)}
+    weights = {*used, *_weight_files(tree, "", options)}
     for name in tree.entries():
         if tree.is_folder(name):
             below = {file for file in used if file.startswith(f"{name}/")}
