@@ -46,11 +46,12 @@ def test_random_bytes_have_the_bits_of_the_peer(name: str) -> None:
 def test_special_halves_at_every_place_have_the_bits_of_the_peer(name: str) -> None:
     size = KINDS[name].size
     halves = [half | sign for half in SPECIAL_HALVES for sign in (0, 0x8000)]
-    blocks = random_blocks(name, len(halves) * (size - 1)).reshape(len(halves), size - 1, size)
+    blocks: Array = random_blocks(name, len(halves) * (size - 1))
+    blocks = blocks.reshape(len(halves), size - 1, size)
     for row, half in zip(blocks, halves, strict=True):
         for at, block in enumerate(row):
             block[at : at + 2] = half & 255, half >> 8
-    blocks = blocks.reshape(-1, size)
+    blocks = np.reshape(blocks, (-1, size))
     assert_same_bits(dequantize(name, blocks), peer(name, blocks))
 
 
