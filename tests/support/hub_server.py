@@ -107,7 +107,9 @@ class HubServer:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.store = f"http://localhost:{self._server.server_port}/store"
         """Where large files are: for the client another host, which must not see the token."""

@@ -11,6 +11,7 @@ import pytest
 from blobstore.errors import RemoteError
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
+from blobstore.registry.retry import Patience
 from tests.support.raw_server import RawServer, reply
 
 
@@ -34,7 +35,9 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def login(server: RawServer) -> None:
-    with RegistryClient(server.host, plain_http=False, credentials=GivenLogin(None)) as client:
+    with RegistryClient(
+        server.host, plain_http=False, credentials=GivenLogin(None), patience=Patience(first=0)
+    ) as client:
         client.check_login()
 
 

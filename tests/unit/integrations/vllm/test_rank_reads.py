@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -13,26 +14,33 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.integrations.vllm.rank_reads import DeferredCopies, PartTensor, part_tensors
 from blobstore.objects.source import ObjectSource
-from blobstore.objects.store import ObjectStore
 from blobstore.operations.open import Model
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
+from tests.support.objects import ObjectServer
 
 ROWS, COLUMNS = 512, 2048
 
 
-@pytest.fixture
-def model(tmp_path: Path, objects: ObjectStore) -> Iterator[Model]:
+@pytest.fixture(scope="module")
+def address(object_server: ObjectServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a model in object storage, which these tests only read."""
+    folder = tmp_path_factory.mktemp("rank-reads")
     random = np.random.default_rng(0)
     weights = {
         name: random.standard_normal((ROWS, COLUMNS)).astype(ml_dtypes.bfloat16) for name in "ab"
     }
-    store = LocalStore(tmp_path / "store")
-    blobstore.create(write_folder(tmp_path / "source", weights), "m", store=store)
-    blobstore.push("m", str(objects.address), store=store)
-    with blobstore.open(
-        f"{objects.address}/m", store=tmp_path / "other", framework="torch"
-    ) as opened:
+    store = LocalStore(folder / "store")
+    blobstore.create(write_folder(folder / "source", weights), "m", store=store)
+    place = f"s3://{object_server.bucket}/rank-reads"
+    with patch.dict(os.environ, object_server.environment):
+        blobstore.push("m", place, store=store)
+        yield f"{place}/m"
+
+
+@pytest.fixture
+def model(address: str, tmp_path: Path) -> Iterator[Model]:
+    with blobstore.open(address, store=tmp_path / "other", framework="torch") as opened:
         yield opened
 
 
