@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
-from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantization.metadata import companion_names, parse_quant_metadata
+from blobstore.quantization.metadata import companion_names, is_blocks, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
@@ -154,7 +153,7 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
         name, entry = only_tensor(layer, header)
         known = (
             parse_quant_metadata(entry.spec, {}, metadata)
-            if _may_have_blocks(entry, metadata)
+            if is_blocks(entry.spec, metadata)
             else None
         )
         return (StoredTensor(name, layer, header, entry, _NO_COMPANIONS, *known or (None, 0)),)
@@ -173,17 +172,12 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
         if name in hidden:
             continue
         known, own = None, companions.get(name, {})
-        if own or _may_have_blocks(entry, metadata):
+        if own or is_blocks(entry.spec, metadata):
             specs = {suffix: companion.spec for suffix, companion in own.items()}
             known = parse_quant_metadata(entry.spec, specs, metadata)
         item, group_size = known or (None, 0)
         found.append(StoredTensor(name, layer, header, entry, own, item, group_size))
     return found
-
-
-def _may_have_blocks(entry: TensorEntry, metadata: Mapping[str, str]) -> bool:
-    """Return whether a tensor may be blocks of GGUF, which need no companions."""
-    return bool(metadata) and entry.spec.dtype is DType.U8
 
 
 def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:

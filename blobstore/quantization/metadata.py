@@ -100,8 +100,8 @@ def parse_quant_metadata(
     quant_type = _value(name, TYPE, metadata)
     if not quant_type:
         return None
-    if weight.dtype is DType.U8:
-        return _parse_blocks(weight, quant_type, metadata)
+    if is_blocks(weight, metadata):
+        return _parse_blocks(weight, GGUF_FORMATS[quant_type], metadata)
     item = FORMATS.get(quant_type)
     if item is None:
         _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
@@ -137,13 +137,16 @@ def _value(name: str, key: str, metadata: Mapping[str, str]) -> str:
     return metadata.get(f"{name}.{key}") or metadata.get(key, "")
 
 
+def is_blocks(weight: TensorSpec, metadata: Mapping[str, str]) -> bool:
+    """Return whether a tensor of a blob is blocks of GGUF, which need no companions."""
+    if weight.dtype is not DType.U8 or not metadata:
+        return False
+    return _value(weight.name, TYPE, metadata) in GGUF_FORMATS
+
+
 def _parse_blocks(
-    weight: TensorSpec, quant_type: str, metadata: Mapping[str, str]
-) -> tuple[QuantFormat, int] | None:
-    """Return the type of a tensor of bytes, or None if it is not one of GGUF: the tensor is plain then."""
-    item = GGUF_FORMATS.get(quant_type)
-    if item is None:
-        return None
+    weight: TensorSpec, item: QuantFormat, metadata: Mapping[str, str]
+) -> tuple[QuantFormat, int]:
     name, size = weight.name, str(item.group_size)
     text = metadata.get(f"{name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE, size)
     if text != size:

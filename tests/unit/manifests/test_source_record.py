@@ -90,7 +90,7 @@ def test_a_file_name_that_must_not_be_written_is_damage(name: object) -> None:
         (forged(options=[]), "options"),
         (forged(files={}), "files"),
         (forged(files=["x"]), r"\$\.files\[0\]: expected an object"),
-        (forged_file(format="gguf"), r"\$\.files\[0\]\.format"),
+        (forged_file(format="ggml"), r"\$\.files\[0\]\.format"),
         (forged_file(format=["index"]), r"\$\.files\[0\]\.format"),
         (forged_file(size=-1), "sizes"),
         (forged_file(size=2**63), "sizes"),

@@ -275,16 +275,16 @@ def test_fetches_the_weights_that_are_used_and_no_others(
 
 
 def test_fetches_kept_files_of_a_repository_without_weights(client: Client, tmp_path: Path) -> None:
-    repo = tmp_path / "gguf"
+    repo = tmp_path / "onnx"
     repo.mkdir()
-    for name in ("q4.gguf", "q8.gguf", "README.md"):
+    for name in ("q4.onnx", "q8.onnx", "README.md"):
         (repo / name).write_bytes(name.encode() * 1000)
-    client.server.add("org/gguf", repo)
-    refused = client.download("org/gguf")
+    client.server.add("org/onnx", repo)
+    refused = client.download("org/onnx")
     assert refused["error"] == "UnsupportedSource"
-    assert "--keep '*.gguf'" in refused["message"]
-    found = client.download("org/gguf", TEST_OPTIONS=json.dumps({"keep": ["q4*"]}))
-    assert found["files"] == ["README.md", "q4.gguf"]
+    assert "--keep '*.onnx'" in refused["message"]
+    found = client.download("org/onnx", TEST_OPTIONS=json.dumps({"keep": ["q4*"]}))
+    assert found["files"] == ["README.md", "q4.onnx"]
 
 
 def test_fetches_the_components_of_a_pipeline_and_no_single_file(

@@ -40,7 +40,7 @@ def test_passes_its_options_on(tmp_path: Path) -> None:
     opened.close()
 
 
-@pytest.mark.parametrize("name", ["model.bin", "model.gguf", "model", "model.safetensors.bak"])
+@pytest.mark.parametrize("name", ["model.bin", "model", "model.safetensors.bak"])
 def test_a_file_of_another_ending_is_taken_for_a_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CheckpointRefused, match=f"'{tmp_path}/{name}': this is an empty file"):

@@ -54,7 +54,6 @@ def numpy_archive() -> bytes:
 
 OTHERS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "an empty file"),
-    "gguf": (b"GGUF\3\0\0\0", "a GGUF file; 'blobstore show' lists its tensors"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "run git lfs pull"),
     "hdf5": (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it"),
     "numpy": (numpy_file(), "a numpy array"),
