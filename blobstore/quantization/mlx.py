@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.fp8 import decode_stack
-from blobstore.quantization.numpy import dequantize as dequantize_numpy
 from blobstore.safetensors.mlx import copied
 from blobstore.safetensors.numpy import as_array
 
@@ -47,8 +46,10 @@ def dequantize(
     if item.float8 is not None:
         return _decode(weight, scale, item.float8, dtype)
     if item.block_bytes:
+        from blobstore.gguf.dequantize import dequantize as dequantize_blocks  # few models
+
         blocks = as_array(memoryview(weight), 0, TensorSpec("", DType.U8, weight.shape))
-        values = dequantize_numpy(blocks, None, None, item, group_size, "float32")
+        values = dequantize_blocks(item.gguf_name, blocks)
         return copied(values, TensorSpec("", DType.F32, values.shape)).astype(getattr(mx, dtype))
     wanted = getattr(mx, dtype)
     if not weight.size:  # MLX cannot reshape an empty array

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from blobstore.quantization.fp8 import TYPES, decode_stack
-from blobstore.quantization.numpy import dequantize as dequantize_numpy
 
 if TYPE_CHECKING:
     from blobstore.quantization.formats import Float8Layout, QuantFormat
@@ -42,8 +41,10 @@ def dequantize(
     """
     known: torch.dtype = getattr(torch, dtype)
     if item.block_bytes:
+        from blobstore.gguf.dequantize import dequantize as dequantize_blocks  # few models
+
         blocks = weight.cpu().numpy()
-        values = torch.from_numpy(dequantize_numpy(blocks, None, None, item, group_size, "float32"))
+        values = torch.from_numpy(dequantize_blocks(item.gguf_name, blocks))
         return values.to(weight.device, known)
     assert scale is not None  # noqa: S101 - only blocks of GGUF have none
     if item.float8 is not None:

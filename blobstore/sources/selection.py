@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DATA_FILE: Final = ".distcp"
 """Ending of the data files of ``torch.distributed.checkpoint``."""
 _GGUF_COMPANIONS: Final = ("mmproj-", "mtp-")
-"""Starts of the names of GGUF files that belong to a model beside them: a projector, heads for more tokens."""
+"""Starts of the names of GGUF files that belong to a model next to them: a projector, heads for more tokens."""
 _GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf", re.ASCII)
 _T = TypeVar("_T")
 _STEMS = {

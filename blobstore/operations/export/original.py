@@ -227,7 +227,9 @@ def _plan_gguf(
             raise BlobDamaged(f"{place}: it lacks the {end - begin} bytes from byte {begin} on")
         constants.append((begin, data))
     if kept:
-        raise BlobDamaged(f"{place}: it holds bytes from byte {min(kept)} on, which are no gap")
+        raise BlobDamaged(
+            f"{place}: it holds bytes from byte {min(kept)} on, where the file has no gap"
+        )
     return WeightFile(
         file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
     )
