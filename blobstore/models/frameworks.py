@@ -177,8 +177,8 @@ class ArrayTarget:
 
 
 def original_dtype(item: QuantFormat, scale: DType) -> FloatName:
-    """Return a weight's element type before quantization: that of affine scales, else bfloat16."""
-    return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
+    """Return a weight's element type before quantization: that of float scales, else bfloat16."""
+    return NAMES.get(scale, "bfloat16") if item.has_float_scales else "bfloat16"
 
 
 def checked_dtype(name: str) -> FloatName:

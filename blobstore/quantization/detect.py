@@ -7,6 +7,7 @@ weight                  companions                                     becomes
 ======================  =============================================  ====================
 ``X.weight`` U32        ``X.scales``, ``X.biases``                     as packed by MLX
 ``X.weight_packed`` U8  ``X.weight_scale``, ``X.weight_global_scale``  nvfp4, or mxfp4
+``X.weight_packed`` I32 ``X.weight_scale``, ``X.weight_shape``         int4-sym, or int8-sym
 ``X.weight`` U8         ``X.weight_scale``, ``X.weight_scale_2``       nvfp4, or mxfp4
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
@@ -44,6 +45,7 @@ from blobstore.quantization.formats import (
     FORMATS,
     INPUT_SCALES,
     MODULE_SCALES,
+    PACKED_SHAPE,
     SCALE_SUFFIXES,
     float8_format,
 )
@@ -58,6 +60,7 @@ from blobstore.quantization.packed_weights import (
     mxfp8_weight,
     refuse,
     relabelled,
+    symmetric_weight,
 )
 from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized, copies
 from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
@@ -130,6 +133,8 @@ def detect_quantization(
 
 def is_marker(spec: TensorSpec) -> bool:
     """Return whether detection needs the content of a tensor, which is small."""
+    if spec.name.endswith(f".weight{PACKED_SHAPE}"):
+        return spec.dtype in (DType.I32, DType.I64) and spec.shape == (2,)
     return spec.name.endswith(MARKER) and spec.nbytes <= MAX_MARKER
 
 
@@ -160,23 +165,20 @@ def _read(
         )
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
-    inputs: set[str] = set()
+    left_out: set[str] = set()
     for name, spec in specs.items():
-        recipe = _quantized(spec, specs, quant_config, decode=decode)
+        recipe = _quantized(spec, specs, quant_config, markers, decode=decode)
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
             fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
-            # Leave out the scales of activations, which runtimes compute themselves.
-            weight = recipe.spec.name
-            prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
-            inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
+            left_out.update(_left_out(recipe, specs))
     known = {name for name, text in markers.items() if is_float8_marker(name, text, specs)}
     is_decoded = any(isinstance(recipe, Decoded) for recipe in found.values())
     stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
-    claimed = used | inputs
+    claimed = used | left_out
     plain = [spec for name, spec in specs.items() if name not in claimed and name not in stale]
     weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
     if quant_config.is_quantized:
@@ -191,6 +193,7 @@ def _read(
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
     casts = sum(spec.dtype in _EVERY_FLOAT8 and spec.name.endswith(".weight") for spec in plain)
+    inputs = {name for name in left_out if name.endswith(INPUT_SCALES)}
     notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
     for recipe in found.values():
@@ -201,6 +204,16 @@ def _read(
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
+
+
+def _left_out(recipe: Decoded | Prequantized, specs: Specs) -> Iterator[str]:
+    """Yield the tensors of a quantized weight that no blob has."""
+    weight = recipe.spec.name
+    # Runtimes compute the scales of activations themselves.
+    prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+    yield from (prefix + end for end in INPUT_SCALES if prefix + end in specs)
+    if isinstance(recipe, Prequantized) and recipe.item.mode == "symmetric":
+        yield weight + PACKED_SHAPE
 
 
 def _may_be_packed(spec: TensorSpec) -> bool:
@@ -235,14 +248,19 @@ def _check_neighbours(
 
 
 def _quantized(
-    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, *, decode: bool
+    spec: TensorSpec,
+    specs: Specs,
+    config: SourceQuantConfig,
+    markers: Mapping[str, bytes],
+    *,
+    decode: bool,
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
     if scheme := scheme_of_tensor(spec, specs):
         refuse(spec, f"is quantized by {scheme}")
     if name.endswith(".weight_packed"):
-        return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
+        return _compressed(spec, specs, config, markers)
     if dtype is DType.U32:
         return _packed_words(spec, specs, config)
     if dtype not in _BYTES:
@@ -301,6 +319,27 @@ def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> 
         refuse(spec, "has a global scale in MLX's sense")
     known = config.mlx_type(spec.name, module)
     return mlx_weight(spec, scale, specs.get(f"{module}.biases"), known)
+
+
+def _compressed(
+    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, markers: Mapping[str, bytes]
+) -> Prequantized:
+    """Return the recipe of a weight packed by compressed-tensors: integers in words, or floats in bytes."""
+    name = spec.name.removesuffix("_packed")
+    if spec.dtype is not DType.I32:
+        return _packed_bytes(name, spec, "_global_scale", specs, config)
+    scale, shape = specs.get(f"{name}_scale"), specs.get(name + PACKED_SHAPE)
+    data = markers.get(name + PACKED_SHAPE)
+    if scale is None or shape is None or data is None:
+        refuse(spec, "is of packed integers without scales and shape")
+    if name + "_zero_point" in specs:
+        refuse(spec, "has zero points")
+    size = shape.dtype.bits // 8
+    lengths = [
+        int.from_bytes(data[at : at + size], "little", signed=True)
+        for at in range(0, len(data), size)
+    ]
+    return symmetric_weight(name, spec, scale, lengths, config.packed_integers())
 
 
 def _packed_bytes(

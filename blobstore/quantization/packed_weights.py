@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
-from blobstore.quantization.formats import FORMATS, WORD_BITS
+from blobstore.quantization.formats import FORMATS, MAX_GROUP, SYMMETRIC_TYPES, WORD_BITS
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE, Copied, Prequantized
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from typing import Final, NoReturn
 
     from blobstore.quantization.formats import QuantFormat
@@ -26,6 +26,7 @@ _EXPONENT_TYPES: Final = (DType.U8, DType.F8_E8M0)
 """Element types of scales that are powers of two."""
 _FLOATS: Final = (DType.BF16, DType.F16, DType.F32)
 _NVFP4, _MXFP4, _MXFP8 = FORMATS["nvfp4"], FORMATS["mxfp4"], FORMATS["mxfp8"]
+_SYMMETRIC: Final = tuple(FORMATS[name] for name in SYMMETRIC_TYPES)
 _WORD_BYTES: Final = WORD_BITS // 8
 _BLOCK_BYTES: Final = _MXFP4.group_size * _MXFP4.bits // 8
 
@@ -143,6 +144,48 @@ def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized
         )
     *rows, groups, width = weight.shape
     return relabelled(name, weight._replace(shape=(*rows, groups * width)), scale, _MXFP4)
+
+
+def symmetric_weight(
+    name: str,
+    weight: TensorSpec,
+    scale: TensorSpec,
+    shape: Sequence[int],
+    declared: Collection[tuple[int, int | None]],
+) -> Prequantized:
+    """Return the recipe of the format ``pack-quantized`` of compressed-tensors without zero points.
+
+    Args:
+        name: name of the logical tensor.
+        weight: the packed words.
+        scale: the scales of its groups, or of its rows.
+        shape: the logical shape, as the source has it.
+        declared: bits and group sizes in the config, None for a row.
+
+    Raises:
+        NotUnderstood: tensors and config do not say the same, or rows are padded.
+    """
+    if len(weight.shape) != 2 or not weight.elements:  # noqa: PLR2004 - a matrix
+        refuse(weight, f"is of shape {list(weight.shape)}, not of 2 dimensions")
+    rows, words = weight.shape
+    stated = f"{shown_spec(weight)} with the shape {list(shape)}"
+    fitting = [item for item in _SYMMETRIC if [rows, item.columns(words)] == list(shape)]
+    if not fitting:
+        refuse(weight, f"is {stated}, which is neither int4 nor int8")
+    (item,) = fitting
+    columns = item.columns(words)
+    groups = scale.shape[1] if scale.shape[:1] == (rows,) and len(scale.shape) == 2 else 0  # noqa: PLR2004
+    group_size, rest = divmod(columns, groups) if groups else (0, 1)
+    if rest or not item.has_group_size(group_size) or scale.dtype not in _FLOATS:
+        refuse(weight, f"is {stated}, which does not fit scales {shown_spec(scale)}")
+    is_row = groups == 1 and (item.bits, None) in declared
+    if group_size > MAX_GROUP or not (is_row or (item.bits, group_size) in declared):
+        typed = _type((item, group_size))
+        refuse(weight, f"is {typed} by its shapes, which config.json does not say")
+    packed = TensorSpec(name, DType.U32, weight.shape)
+    label = scale._replace(name=name + SCALE)
+    parts = (Copied(packed, (weight.name,)), Copied(label, (scale.name,)))
+    return Prequantized(parts, item, group_size)
 
 
 def mxfp8_weight(weight: TensorSpec, scale: TensorSpec, source: str = "") -> Prequantized | None:

@@ -257,7 +257,10 @@ def test_weights_that_mlx_or_the_import_quantized_are_decoded(
     blobstore.create(source, "m", store=store, quantize="nvfp4")
     with blobstore.open("m", store=store) as model:
         reason = why_decoded(model, {"quantization_config": MODELOPT})
-    assert reason == "not all of its quantized weights are fp8, or nvfp4 with global scales"
+    assert (
+        reason
+        == "not all of its quantized weights are fp8, int4-sym, int8-sym, or nvfp4 with global scales"
+    )
 
 
 def test_models_that_are_kept_as_published_are_never_decoded(
