@@ -15,6 +15,7 @@ from blobstore.errors import UnsupportedSource
 from blobstore.quantization.detect import DetectedQuantization, detect_quantization, is_marker
 from blobstore.quantization.metadata import stated
 from blobstore.quantization.recipes import Copied, Decoded, Prequantized, copies
+from tests.support.pack_quantized import packed_config, packed_weight
 from tests.support.samples import samples
 
 DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
@@ -282,7 +283,7 @@ def test_rejects_incomplete_and_contradictory_packed_weights(
     ("tensors", "message"),
     [
         (GLOBAL, r"'m.weight' \(U32\) has a global scale in MLX"),
-        (INTEGERS, r"'m.weight_packed' \(I32\) is of packed integers"),
+        (INTEGERS, r"'m.weight_packed' \(I32\) is of packed integers without .* shape"),
         (BYTES | BF16_SCALES, r"'m.weight' \(U8\) has packed bytes with scales of type BF16"),
         (COMPRESSED | ZEROS, r"'m.weight_zero_point' \(I8\) has zero points"),
     ],
@@ -882,3 +883,86 @@ def test_rejects_packed_weights_copied_from_a_blob() -> None:
     assert isinstance(detect(words).recipes["a.weight"], Copied)
     with pytest.raises(UnsupportedSource, match=r"'a\.weight' is packed as in a blob of a store"):
         detect(words | {"a.weight.scale": ("U8", 64, 2)})
+
+
+# Symmetric integers of compressed-tensors.
+
+EXPERT = "model.layers.0.mlp.experts.0.up_proj"
+
+
+def symmetric(config: Any = None, **changes: Any) -> DetectedQuantization:
+    """Return what is found in a source of two packed weights; None as a change leaves a tensor out."""
+    tensors = {**packed_weight("m").tensors, **packed_weight(EXPERT, shape_type="I32").tensors}
+    tensors = {name: own for name, own in (tensors | changes).items() if own is not None}
+    found = specs({name: (code, *shape) for name, (code, shape, _) in tensors.items()})
+    markers = {name: tensors[name][2] for name, spec in found.items() if is_marker(spec)}
+    assert set(markers) == {name for name in tensors if name.endswith("_shape")}
+    known = packed_config() if config is None else config
+    return detect_quantization(found, known, markers=markers)
+
+
+def test_reads_symmetric_integers() -> None:
+    found = symmetric()
+    assert (found.quant_type, found.scheme, found.notices) == ("int4-sym", "", ())
+    assert set(found.recipes) == {"m.weight", f"{EXPERT}.weight", "norm.weight"}
+    for module in ("m", EXPERT):
+        recipe = prequantized(found, f"{module}.weight")
+        assert (recipe.item.name, recipe.group_size) == ("int4-sym", 32)
+        assert recipe.sources == (f"{module}.weight_packed", f"{module}.weight_scale")
+
+
+def test_leaves_out_the_scales_of_activations_of_symmetric_integers() -> None:
+    scale = {"m.input_scale": ("F32", [1], b"")}
+    assert symmetric(**scale).notices == ("1 input scale (of activations) left out",)
+
+
+_SHAPE = ("I64", [2], bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"m.weight_zero_point": ("I32", [1, 2], b"")}, "has zero points"),
+        ({"m.weight_g_idx": ("I32", [64], b"")}, "'m.weight_g_idx' may change what 'm.weight'"),
+        ({"m.weight_shape": None}, "'m.weight_packed' .*without scales and shape"),
+        ({"m.weight_scale": None}, "'m.weight_packed' .*without scales and shape"),
+        ({"m.weight_shape": _SHAPE}, r"with the shape \[0, 0\], which is neither int4 nor int8"),
+        ({"m.weight_scale": ("BF16", [1], b"")}, r"does not fit scales BF16 of shape \[1\]"),
+        ({"m.weight_packed": ("I32", [6, 9], b"")}, "neither int4 nor int8"),
+        ({"m.weight_global_scale": ("F32", [1], b"")}, "'m.weight_global_scale' may change"),
+    ],
+)
+def test_keeps_other_packed_integers_as_published(changes: Any, message: str) -> None:
+    found = symmetric(**changes)
+    assert re.search(message, found.reason)
+    assert found.scheme == "compressed-tensors"
+    assert all(isinstance(recipe, Copied) for recipe in found.recipes.values())
+
+
+@pytest.mark.parametrize(
+    "shape", [("I16", [2], bytes(4)), ("I64", [3], bytes(24)), ("I64", [], b"")]
+)
+def test_a_shape_of_another_form_is_not_read(shape: Any) -> None:
+    code, sizes, _ = shape
+    assert not is_marker(TensorSpec("m.weight_shape", DTYPES[code], tuple(sizes)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        packed_config({"group_size": 64}),
+        packed_config({"num_bits": 8}),
+        packed_config({"symmetric": False}),
+        packed_config({}, {"actorder": "group"}),
+        packed_config(format="marlin-24"),
+        packed_config(transform_config={"config_groups": {}}),
+    ],
+)
+def test_keeps_integers_that_the_config_describes_otherwise(config: Any) -> None:
+    assert symmetric(config).scheme
+
+
+def test_a_weight_cannot_be_plain_and_packed() -> None:
+    with pytest.raises(UnsupportedSource, match="'m.weight' is .* both plain and quantized"):
+        symmetric(**{"m.weight": ("BF16", [6, 64], b"")})

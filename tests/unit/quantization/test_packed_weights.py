@@ -9,7 +9,14 @@ import pytest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import UnsupportedSource
 from blobstore.quantization.formats import FORMATS
-from blobstore.quantization.packed_weights import fp4_blocks, fp4_weight, mlx_weight, mxfp8_weight
+from blobstore.quantization.packed_weights import (
+    NotUnderstood,
+    fp4_blocks,
+    fp4_weight,
+    mlx_weight,
+    mxfp8_weight,
+    symmetric_weight,
+)
 
 U8, U32, F32, BF16 = DType.U8, DType.U32, DType.F32, DType.BF16
 E4M3, E8M0 = DType.F8_E4M3, DType.F8_E8M0
@@ -303,3 +310,70 @@ def test_relabelled_blocks_have_the_values_of_transformers() -> None:
     ours = by_mlx(blocks.reshape(2, 8, 48), scales, "mxfp4")
     # Theirs are transposed.
     assert np.array_equal(ours, theirs.transpose(1, 2).numpy())
+
+
+WORDS, SCALES = spec("m.weight_packed", DType.I32, 8, 16), spec("m.weight_scale", BF16, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "groups", "declared", "name"),
+    [
+        (128, 4, (4, 32), "int4-sym"),
+        (128, 1, (4, None), "int4-sym"),
+        (128, 1, (4, 128), "int4-sym"),
+        (128, 16, (4, 8), "int4-sym"),
+        (64, 2, (8, 32), "int8-sym"),
+        (64, 1, (8, None), "int8-sym"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, DType.F16, F32])
+def test_symmetric_integers_keep_their_bits(
+    columns: int, groups: int, declared: Any, name: str, dtype: DType
+) -> None:
+    scale = SCALES._replace(dtype=dtype, shape=(8, groups))
+    recipe = symmetric_weight("m.weight", WORDS, scale, [8, columns], {declared, (8, 4)})
+    assert (recipe.item, recipe.group_size) == (FORMATS[name], columns // groups)
+    assert recipe.sources == ("m.weight_packed", "m.weight_scale")
+    label = spec("m.weight.scale", dtype, 8, groups)
+    assert recipe.stored == (spec("m.weight", U32, 8, 16), label)
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "shape", "declared", "message"),
+    [
+        (WORDS, SCALES, [8, 127], (4, 32), r"with the shape \[8, 127\].* neither int4 nor int8"),
+        (WORDS, SCALES, [8, 121], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [9, 128], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [8, -128], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [8, 256], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [8, 160], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [], (4, 32), "neither int4 nor int8"),
+        (WORDS, SCALES, [8, 128], (4, 64), "is int4-sym in groups of 32 by its shapes"),
+        (WORDS, SCALES, [8, 128], (8, 32), "is int4-sym in groups of 32 by its shapes"),
+        (WORDS, SCALES, [8, 128], (4, None), "is int4-sym in groups of 32 by its shapes"),
+        (WORDS, SCALES, [8, 64], (8, 32), "is int8-sym in groups of 16 by its shapes"),
+        (WORDS, SCALES._replace(shape=(8, 3)), [8, 128], (4, 32), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=(8, 0)), [8, 128], (4, 32), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=(4, 4)), [8, 128], (4, 32), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=(8,)), [8, 128], (4, None), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=(1,)), [8, 128], (4, None), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=()), [8, 128], (4, None), "does not fit scales"),
+        (WORDS, SCALES._replace(shape=(8, 32)), [8, 128], (4, 4), "does not fit scales"),
+        (WORDS, SCALES._replace(dtype=U8), [8, 128], (4, 32), "does not fit scales U8"),
+        (WORDS._replace(shape=(16,)), SCALES, [8, 128], (4, 32), "not of 2 dimensions"),
+        (WORDS._replace(shape=(2, 4, 16)), SCALES, [8, 128], (4, 32), "not of 2 dimensions"),
+        (WORDS._replace(shape=(8, 0)), SCALES, [8, 0], (4, 32), "not of 2 dimensions"),
+        (
+            WORDS._replace(shape=(1, 2**18)),
+            SCALES._replace(shape=(1, 1)),
+            [1, 2**21],
+            (4, None),
+            "in groups of 2097152",
+        ),
+    ],
+)
+def test_symmetric_integers_that_do_not_fit_are_not_understood(
+    weight: TensorSpec, scale: TensorSpec, shape: list[int], declared: Any, message: str
+) -> None:
+    with pytest.raises(NotUnderstood, match=rf"'m.weight_packed' \(I32\) .*{message}"):
+        symmetric_weight("m.weight", weight, scale, shape, {declared})
