@@ -7,10 +7,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.models.published import published_scheme
-from blobstore.models.source_layers import left_out_tensors, read_stacks, source_specs
+from blobstore.models.source_layers import (
+    left_out_tensors,
+    packed_shapes,
+    read_stacks,
+    source_specs,
+)
 from blobstore.models.tensors import COMPANIONS, read_tensors
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, SCALE_SUFFIXES
+from blobstore.quantization.formats import (
+    FLOAT8_TYPE,
+    FORMATS,
+    INPUT_SCALES,
+    SCALE_SUFFIXES,
+    SYMMETRIC_TYPES,
+)
 from blobstore.quantization.recipes import GLOBAL_SCALE
 from blobstore.quantization.source_config import (
     MODELOPT_FILE,
@@ -26,6 +37,10 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import TensorSpec
     from blobstore.models.files import ModelFiles
     from blobstore.operations.open import Model
+
+
+_PUBLISHED_TYPES = (FLOAT8_TYPE, *SYMMETRIC_TYPES)
+"""The types whose weights blobs hold as they were published."""
 
 
 def stacked_names(model: Model) -> dict[str, list[str]]:
@@ -78,9 +93,9 @@ class PublishedTensors(NamedTuple):
         naming, specs = SourceNaming(config), model.specs
         published = source_specs(model.store, model.manifest)
         named = {
-            name + end: naming.spec(name, suffix, specs[name + end], FORMATS["nvfp4"])
+            name + end: naming.spec(name, suffix, specs[name + end], FORMATS[kind])
             for name, (kind, _) in model.quantized.items()
-            if _has_global_scale(model, name, kind)
+            if kind in SYMMETRIC_TYPES or _has_global_scale(model, name, kind)
             for suffix, end in {"": "", **COMPANIONS}.items()
             if name + end in specs
         }
@@ -89,10 +104,17 @@ class PublishedTensors(NamedTuple):
                 spec = published.get(name + end)
                 if spec is not None and is_renamed_to(spec, specs[name + end], specs):
                     named[name + end] = spec
+        shapes = {
+            name: FORMATS[kind].logical_shape(specs[name].shape)
+            for name, (kind, _) in model.quantized.items()
+            if kind in SYMMETRIC_TYPES
+        }
         has_reciprocals = bool(named) and naming.is_reciprocal(GLOBAL_SCALE)
-        if not has_reciprocals and not SourceQuantConfig(config).has_static_activations:
+        is_complete = not (has_reciprocals or shapes)
+        if is_complete and not SourceQuantConfig(config).has_static_activations:
             return cls(named, {})
-        return cls(named, left_out_tensors(model.store, model.manifest))
+        left_out = left_out_tensors(model.store, model.manifest)
+        return cls(named, left_out | packed_shapes(shapes, left_out))
 
 
 def _has_global_scale(model: Model, name: str, kind: str) -> bool:
@@ -135,13 +157,16 @@ def why_decoded(model: Model, config: Mapping[str, Any]) -> str:
         return ""
     quant_config, weights = SourceQuantConfig(config), model.quantized.items()
     if not weights or not all(
-        kind == FLOAT8_TYPE or _has_global_scale(model, name, kind) for name, (kind, _) in weights
+        kind in _PUBLISHED_TYPES or _has_global_scale(model, name, kind)
+        for name, (kind, _) in weights
     ):
-        return "not all of its quantized weights are fp8, or nvfp4 with global scales"
+        return "not all of its quantized weights are fp8, int4-sym, int8-sym, or nvfp4 with global scales"
     if quant_config.is_mlx or not quant_config.method:
         return "its config does not say how they are quantized"
     specs, left_out = PublishedTensors.of(model, config)
-    if quant_config.has_static_activations and not left_out:
+    if quant_config.has_static_activations and not any(
+        name.endswith(INPUT_SCALES) for name in left_out
+    ):
         return "the store does not have the scales of its activations"
     is_reciprocal = SourceNaming(config).is_reciprocal(GLOBAL_SCALE)
     if is_reciprocal and any(

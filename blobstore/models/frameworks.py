@@ -177,13 +177,13 @@ class ArrayTarget:
 
 
 def original_dtype(item: QuantFormat, scale: DType | None) -> FloatName:
-    """Return a weight's element type before quantization: that of affine scales, else bfloat16.
+    """Return a weight's element type before quantization: that of float scales, else bfloat16.
 
     The values of GGUF's blocks, which have no tensor of scales, are float32.
     """
     if scale is None:
         return "float32"
-    return NAMES.get(scale, "bfloat16") if item.has_bias else "bfloat16"
+    return NAMES.get(scale, "bfloat16") if item.has_float_scales else "bfloat16"
 
 
 def checked_dtype(name: str) -> FloatName:

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
+from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.gguf.config import config_of
 from blobstore.gguf.header import InvalidGguf
 from blobstore.gguf.header import parse_header as parse_gguf
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
-from blobstore.quantization.formats import LEFT_OUT
+from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
+from blobstore.quantization.source_layout import packed_shape
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
@@ -115,12 +117,29 @@ def _headers(record: SourceRecord) -> Iterator[tuple[str, TensorSpec]]:
             yield full, spec._replace(name=full)
 
 
+def packed_shapes(
+    weights: Mapping[str, Sequence[int]], left_out: Mapping[str, tuple[TensorSpec, bytes]]
+) -> dict[str, tuple[TensorSpec, bytes]]:
+    """Return the tensors that a folder of compressed-tensors has with the shapes of packed weights.
+
+    Args:
+        weights: the logical shapes of weights of symmetric integers.
+        left_out: the tensors of :func:`left_out_tensors`. Only element types are taken from them.
+    """
+    found = {}
+    for name, shape in weights.items():
+        published = left_out.get(name + PACKED_SHAPE)
+        spec, data = packed_shape(name, shape, published[0].dtype if published else DType.I64)
+        found[spec.name] = spec, data
+    return found
+
+
 def left_out_tensors(
     store: BlobDescriber, manifest: Manifest
 ) -> dict[str, tuple[TensorSpec, bytes]]:
     """Return the tensors of the source that no blob holds unchanged.
 
-    They are scales of activations, and global scales whose reciprocals are in blobs.
+    They are scales of activations, global scales whose reciprocals are in blobs, and shapes of packed weights.
 
     Raises:
         BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed,

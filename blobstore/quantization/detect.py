@@ -7,6 +7,7 @@ weight                  companions                                     becomes
 ======================  =============================================  ====================
 ``X.weight`` U32        ``X.scales``, ``X.biases``                     as packed by MLX
 ``X.weight_packed`` U8  ``X.weight_scale``, ``X.weight_global_scale``  nvfp4, or mxfp4
+``X.weight_packed`` I32 ``X.weight_scale``, ``X.weight_shape``         int4-sym, or int8-sym
 ``X.weight`` U8         ``X.weight_scale``, ``X.weight_scale_2``       nvfp4, or mxfp4
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
@@ -31,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import UnsupportedSource
 from blobstore.quantization.comfy import (
     MARKER,
     MAX_MARKER,
@@ -45,32 +45,34 @@ from blobstore.quantization.formats import (
     FORMATS,
     INPUT_SCALES,
     MODULE_SCALES,
+    PACKED_SHAPE,
     SCALE_SUFFIXES,
-    WORD_BITS,
     float8_format,
 )
 from blobstore.quantization.neighbours import unclaimed_neighbour, without_neighbours
-from blobstore.quantization.recipes import (
-    BIAS,
-    GLOBAL_SCALE,
-    SCALE,
-    Copied,
-    Decoded,
-    Prequantized,
-    copies,
+from blobstore.quantization.packed_weights import (
+    NotUnderstood,
+    check_matrix,
+    fail,
+    fp4_blocks,
+    fp4_weight,
+    mlx_weight,
+    mxfp8_weight,
+    refuse,
+    relabelled,
+    symmetric_weight,
 )
+from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized, copies
 from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
-    from typing import Final, NoReturn
+    from typing import Final
 
-    from blobstore.quantization.formats import QuantFormat, Sharing
+    from blobstore.quantization.formats import Sharing
 
     Specs = Mapping[str, TensorSpec]
-    Typed = tuple[QuantFormat, int]
-    """A type with its group size."""
 
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
 """The values of ``quant_method`` that are supported here."""
@@ -82,13 +84,6 @@ _INTEGERS: Final = (DType.I16, DType.U16, DType.I32)
 _PACKED_OR_INTEGERS: Final = frozenset((*_PACKED, *_INTEGERS))
 _USUAL_SHARINGS: Final[tuple[Sharing, ...]] = ("tensor", "channel", (128, 128))
 """How 8-bit floats may share scales if the config does not say; the shapes are distinct."""
-
-_EXPONENT_TYPES: Final = (DType.U8, DType.F8_E8M0)
-"""Element types of scales that are powers of two."""
-_FLOATS: Final = (DType.BF16, DType.F16, DType.F32)
-_NVFP4, _MXFP4, _MXFP8 = FORMATS["nvfp4"], FORMATS["mxfp4"], FORMATS["mxfp8"]
-_WORD_BYTES: Final = WORD_BITS // 8
-_BLOCK_BYTES: Final = _MXFP4.group_size * _MXFP4.bits // 8
 
 
 class DetectedQuantization(NamedTuple):
@@ -104,10 +99,6 @@ class DetectedQuantization(NamedTuple):
     """The name of the quantization, if the source is kept as published; otherwise empty."""
     reason: str = ""
     """Why it is kept as published."""
-
-
-class NotUnderstood(UnsupportedSource):
-    """A weight uses a scheme whose values no type holds exactly, or one that is not known for certain."""
 
 
 def detect_quantization(
@@ -142,6 +133,8 @@ def detect_quantization(
 
 def is_marker(spec: TensorSpec) -> bool:
     """Return whether detection needs the content of a tensor, which is small."""
+    if spec.name.endswith(f".weight{PACKED_SHAPE}"):
+        return spec.dtype in (DType.I32, DType.I64) and spec.shape == (2,)
     return spec.name.endswith(MARKER) and spec.nbytes <= MAX_MARKER
 
 
@@ -172,23 +165,20 @@ def _read(
         )
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
-    inputs: set[str] = set()
+    left_out: set[str] = set()
     for name, spec in specs.items():
-        recipe = _quantized(spec, specs, quant_config, decode=decode)
+        recipe = _quantized(spec, specs, quant_config, markers, decode=decode)
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
-            _fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
+            fail(name, f"and another tensor are both the weight {quote(recipe.spec.name)}")
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
-            # Leave out the scales of activations, which runtimes compute themselves.
-            weight = recipe.spec.name
-            prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
-            inputs.update(prefix + end for end in INPUT_SCALES if prefix + end in specs)
+            left_out.update(_left_out(recipe, specs))
     known = {name for name, text in markers.items() if is_float8_marker(name, text, specs)}
     is_decoded = any(isinstance(recipe, Decoded) for recipe in found.values())
     stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
-    claimed = used | inputs
+    claimed = used | left_out
     plain = [spec for name, spec in specs.items() if name not in claimed and name not in stale]
     weights = {name: specs[recipe.sources[0]] for name, recipe in found.items()}
     if quant_config.is_quantized:
@@ -203,6 +193,7 @@ def _read(
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
     casts = sum(spec.dtype in _EVERY_FLOAT8 and spec.name.endswith(".weight") for spec in plain)
+    inputs = {name for name in left_out if name.endswith(INPUT_SCALES)}
     notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
     for recipe in found.values():
@@ -213,6 +204,16 @@ def _read(
     # Break ties by name, because the order of the tensors has no meaning.
     main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
     return DetectedQuantization(recipes, notices, main_type)
+
+
+def _left_out(recipe: Decoded | Prequantized, specs: Specs) -> Iterator[str]:
+    """Yield the tensors of a quantized weight that no blob has."""
+    weight = recipe.spec.name
+    # Runtimes compute the scales of activations themselves.
+    prefix = weight.removesuffix("weight") if weight.endswith(".weight") else f"{weight}_"
+    yield from (prefix + end for end in INPUT_SCALES if prefix + end in specs)
+    if isinstance(recipe, Prequantized) and recipe.item.mode == "symmetric":
+        yield weight + PACKED_SHAPE
 
 
 def _may_be_packed(spec: TensorSpec) -> bool:
@@ -247,14 +248,19 @@ def _check_neighbours(
 
 
 def _quantized(
-    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, *, decode: bool
+    spec: TensorSpec,
+    specs: Specs,
+    config: SourceQuantConfig,
+    markers: Mapping[str, bytes],
+    *,
+    decode: bool,
 ) -> Decoded | Prequantized | None:
     """Return the recipe of a quantized weight, or None if the tensor is not one."""
     name, dtype, _ = spec
     if scheme := scheme_of_tensor(spec, specs):
-        _refuse(spec, f"is quantized by {scheme}")
+        refuse(spec, f"is quantized by {scheme}")
     if name.endswith(".weight_packed"):
-        return _packed_bytes(name.removesuffix("_packed"), spec, "_global_scale", specs, config)
+        return _compressed(spec, specs, config, markers)
     if dtype is DType.U32:
         return _packed_words(spec, specs, config)
     if dtype not in _BYTES:
@@ -271,7 +277,7 @@ def _quantized(
     if not scales or not (dtype in FLOAT8 or name.endswith(".weight")):
         return None
     if len(scales) > 1:
-        _refuse(spec, "has two tensors of scales")
+        refuse(spec, "has two tensors of scales")
     if dtype is DType.I8:
         return _fp4_of_integers(spec, scales[0], config)
     return _float8(spec, scales[0], config.sharings(), decode=decode)
@@ -282,8 +288,8 @@ def _fp4_of_integers(
 ) -> Prequantized:
     """Return the recipe of 4-bit floats that a source of DeepSeek V4 has as 8-bit integers."""
     if not config.has_fp4_experts or scale.dtype is not DType.F8_E8M0:
-        _refuse(spec, "is of 8-bit integers with scales")
-    return _relabelled(spec.name, spec, scale, _MXFP4)
+        refuse(spec, "is of 8-bit integers with scales")
+    return relabelled(spec.name, spec, scale, FORMATS["mxfp4"])
 
 
 def _module_scales(name: str, specs: Specs) -> Iterator[TensorSpec]:
@@ -303,28 +309,47 @@ def _packed_words(spec: TensorSpec, specs: Specs, config: SourceQuantConfig) -> 
         return None
     if scale is None:
         if f"{module}.biases" in specs:
-            _fail(spec.name, f"lacks its scales, {quote(f'{module}.scales')}")
+            fail(spec.name, f"lacks its scales, {quote(f'{module}.scales')}")
         if f"{spec.name}{SCALE}" in specs:
             # A source does not have the blob's metadata, which has its type.
-            _fail(
-                spec.name, "is packed as in a blob of a store; create from an export of the model"
-            )
+            fail(spec.name, "is packed as in a blob of a store; create from an export of the model")
         return None
     if f"{module}.global_scale" in specs:
         # In MLX it is not a factor of the scales but the largest magnitude that they represent.
-        _refuse(spec, "has a global scale in MLX's sense")
+        refuse(spec, "has a global scale in MLX's sense")
     known = config.mlx_type(spec.name, module)
     return mlx_weight(spec, scale, specs.get(f"{module}.biases"), known)
+
+
+def _compressed(
+    spec: TensorSpec, specs: Specs, config: SourceQuantConfig, markers: Mapping[str, bytes]
+) -> Prequantized:
+    """Return the recipe of a weight packed by compressed-tensors: integers in words, or floats in bytes."""
+    name = spec.name.removesuffix("_packed")
+    if spec.dtype is not DType.I32:
+        return _packed_bytes(name, spec, "_global_scale", specs, config)
+    scale, shape = specs.get(f"{name}_scale"), specs.get(name + PACKED_SHAPE)
+    data = markers.get(name + PACKED_SHAPE)
+    if scale is None or shape is None or data is None:
+        refuse(spec, "is of packed integers without scales and shape")
+    if name + "_zero_point" in specs:
+        refuse(spec, "has zero points")
+    size = shape.dtype.bits // 8
+    lengths = [
+        int.from_bytes(data[at : at + size], "little", signed=True)
+        for at in range(0, len(data), size)
+    ]
+    return symmetric_weight(name, spec, scale, lengths, config.packed_integers())
 
 
 def _packed_bytes(
     name: str, spec: TensorSpec, factor: str, specs: Specs, config: SourceQuantConfig
 ) -> Prequantized:
     if spec.dtype is not DType.U8:
-        _refuse(spec, "is of packed integers")
+        refuse(spec, "is of packed integers")
     scale = specs.get(f"{name}_scale")
     if scale is None:
-        _fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
+        fail(spec.name, f"lacks its scales, {quote(f'{name}_scale')}")
     is_reciprocal = factor == "_global_scale"
     sizes, factor_spec = config.group_sizes(4), specs.get(name + factor)
     return fp4_weight(name, spec, scale, factor_spec, sizes, is_reciprocal=is_reciprocal)
@@ -333,7 +358,7 @@ def _packed_bytes(
 def _float8(
     weight: TensorSpec, scale: TensorSpec, declared: Sequence[Sharing], *, decode: bool
 ) -> Decoded | Prequantized:
-    _check_matrix(weight)
+    check_matrix(weight)
     source = scale.name
     if not source.startswith(weight.name):
         scale = scale._replace(name=weight.name + SCALE_SUFFIXES[0])
@@ -344,13 +369,13 @@ def _float8(
     item = next(filter(None, (float8_format(weight, scale, sharing) for sharing in sharings)), None)
     if item is None or item.float8 is None:
         if scale.dtype not in FACTORS:
-            _refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
+            refuse(weight, f"has scales of type {scale.dtype.value} and shape {list(scale.shape)}")
         expected = " or ".join(
             sharing if isinstance(sharing, str) else f"block of {sharing[0]} x {sharing[1]}"
             for sharing in sharings
         )
         origin = "by config.json" if declared else "where config.json says nothing"
-        _refuse(
+        refuse(
             weight,
             f"of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, and {origin} "
             f"it has one for each {expected}",
@@ -371,7 +396,7 @@ def _check_scales(
     if any(spec.dtype in FLOAT8 for spec in found):
         lacking = {spec.name for spec in plain if spec.dtype in FLOAT8 and _may_be_packed(spec)}
         if name := without_neighbours(specs, lacking):
-            _fail(name, "lacks its scales, which other weights of 8-bit floats have")
+            fail(name, "lacks its scales, which other weights of 8-bit floats have")
 
 
 def _check_plain(
@@ -380,21 +405,21 @@ def _check_plain(
     """Check that a tensor without companions is really not quantized."""
     name, dtype, shape = spec
     if name in quantized:
-        _fail(name, "is in the source both plain and quantized")
+        fail(name, "is in the source both plain and quantized")
     if name.endswith("_zero_point") and name.removesuffix("_zero_point") in quantized:
-        _refuse(spec, "has zero points")
+        refuse(spec, "has zero points")
     is_scaled = any(name + end in specs for end in SCALE_SUFFIXES)
     # Diffusion models are often cast to 8-bit floats, without scales or an entry in a config.
     if dtype in _EVERY_FLOAT8 and name.endswith(".weight") and (is_scaled or config.is_quantized):
         what = "scales that are known" if dtype in FLOAT8 else "a form that is decoded"
-        _refuse(spec, f"is of 8-bit floats without {what}")
+        refuse(spec, f"is of 8-bit floats without {what}")
     if len(shape) < 2:  # noqa: PLR2004 - a matrix
         return
     if config.is_mlx and dtype is DType.U32:
-        _fail(name, "is packed by config.json, and its scales are missing")
+        fail(name, "is packed by config.json, and its scales are missing")
     method = config.method
     if method and (dtype in _PACKED or (dtype in _INTEGERS and method not in _METHODS)):
-        _refuse(spec, f"is packed in an unknown way of {quote(method)}")
+        refuse(spec, f"is packed in an unknown way of {quote(method)}")
 
 
 def _notices(
@@ -422,177 +447,3 @@ def _notices(
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def mlx_weight(
-    weight: TensorSpec, scale: TensorSpec, bias: TensorSpec | None, declared: Typed | None
-) -> Prequantized:
-    """Return the recipe of a weight packed by MLX.
-
-    Args:
-        weight: the packed words.
-        scale: its scales.
-        bias: its biases, for affine types.
-        declared: type and group size in the config; None to derive them from the shapes.
-
-    Raises:
-        UnsupportedSource: the tensors contradict each other or the config, or fit several types.
-    """
-    _check_matrix(weight)
-    every = [(item, size) for item in FORMATS.values() for size in item.group_sizes]
-    fitting = [
-        (item, size)
-        for item, size in ([declared] if declared else every)
-        if item.has_bias == (bias is not None) and _scale_shape(weight, item, size) == scale.shape
-    ]
-    if len(fitting) != 1:
-        biases = "no biases" if bias is None else "biases"
-        facts = f"{_shown_spec(weight)} with scales {_shown_spec(scale)} and {biases}"
-        if declared:
-            _fail(weight.name, f"is {_type(declared)} by config.json, and {facts} in the file")
-        types = " or ".join(map(_type, fitting)) or "no known type"
-        _fail(
-            weight.name,
-            f"is {facts}: {types}; config.json must say bits, group_size and mode in "
-            "'quantization'",
-        )
-    ((item, group_size),) = fitting
-    expected = _FLOATS if item.has_bias else (DType.U8,)
-    if scale.dtype not in expected:
-        _fail(weight.name, f"is {item.name}, whose scales cannot be {scale.dtype.value}")
-    renamed = scale._replace(name=weight.name + SCALE)
-    parts = [Copied(weight, (weight.name,)), Copied(renamed, (scale.name,))]
-    if bias is not None:
-        if bias[1:] != scale[1:]:
-            _fail(
-                weight.name,
-                f"has biases, {_shown_spec(bias)}, unlike its scales, {_shown_spec(scale)}",
-            )
-        parts.append(Copied(bias._replace(name=weight.name + BIAS), (bias.name,)))
-    return Prequantized(tuple(parts), item, group_size)
-
-
-def fp4_weight(
-    name: str,
-    weight: TensorSpec,
-    scale: TensorSpec,
-    factor: TensorSpec | None,
-    declared: Collection[int],
-    *,
-    is_reciprocal: bool,
-) -> Prequantized:
-    """Return the recipe of 4-bit floats, two per byte: nvfp4, or mxfp4 if the scales are exponents.
-
-    Args:
-        name: name of the logical tensor.
-        weight: the packed bytes.
-        scale: the scales of its groups.
-        factor: the global scale, for nvfp4.
-        declared: group sizes in the config, if any.
-        is_reciprocal: whether the global scale is a divisor, as in compressed-tensors.
-
-    Raises:
-        UnsupportedSource: the tensors contradict each other or the config.
-    """
-    item = _MXFP4 if scale.dtype in _EXPONENT_TYPES else _NVFP4
-    if item is _NVFP4 and scale.dtype is not DType.F8_E4M3:
-        _refuse(weight, f"has packed bytes with scales of type {scale.dtype.value}")
-    if declared and item.group_size not in declared:
-        sizes = " or ".join(map(str, sorted(declared)))
-        _fail(
-            weight.name,
-            f"is {_type((item, item.group_size))} by its scales, {_shown_spec(scale)}, and has groups "
-            f"of {sizes} by config.json",
-        )
-    packed = _relabelled(name, weight, scale, item)
-    if item is _MXFP4:
-        if factor is not None:
-            _refuse(weight, f"is mxfp4 by its scales, {_shown_spec(scale)}, and has a global scale")
-        return packed
-    if factor is None:
-        _refuse(weight, "lacks its global scale")
-    if (factor.dtype, factor.elements) != (DType.F32, 1):
-        _refuse(factor, f"must be one F32 number, and is {_shown_spec(factor)}")
-    part = Copied(factor._replace(name=name + GLOBAL_SCALE), (factor.name,), is_reciprocal)
-    # Ollama writes no group size for ModelOpt's weights; equal weights must have equal digests.
-    group_size = item.group_size if is_reciprocal else None
-    return Prequantized((*packed.parts, part), item, group_size)
-
-
-def fp4_blocks(name: str, weight: TensorSpec, scale: TensorSpec) -> Prequantized:
-    """Return the recipe of mxfp4 whose groups are a separate dimension, as in gpt-oss.
-
-    Raises:
-        UnsupportedSource: the shapes contradict each other.
-    """
-    if not scale.shape or weight.shape != (*scale.shape, _BLOCK_BYTES):
-        _refuse(
-            weight,
-            f"is {_shown_spec(weight)}, and its scales are {_shown_spec(scale)}; mxfp4 has {_BLOCK_BYTES} "
-            "bytes per scale",
-        )
-    *rows, groups, width = weight.shape
-    return _relabelled(name, weight._replace(shape=(*rows, groups * width)), scale, _MXFP4)
-
-
-def mxfp8_weight(weight: TensorSpec, scale: TensorSpec, source: str = "") -> Prequantized | None:
-    """Return the recipe of 8-bit floats with one exponent per group, or None for other scales.
-
-    ``source`` is the name of the scales in the source, if they have another one there.
-    """
-    *rows, columns = weight.shape
-    is_mxfp8 = weight.dtype is DType.F8_E4M3 and scale.dtype in _EXPONENT_TYPES
-    if not is_mxfp8 or scale.shape != (*rows, -(-columns // _MXFP8.group_size)):
-        return None
-    return _relabelled(weight.name, weight, scale._replace(name=source or scale.name), _MXFP8)
-
-
-def _check_matrix(weight: TensorSpec) -> None:
-    """Check that a quantized weight is a matrix or a stack of matrices, and not empty."""
-    if len(weight.shape) not in (2, 3) or not weight.elements:
-        _refuse(weight, f"is of shape {list(weight.shape)}, not of 2 or 3 dimensions")
-
-
-def _fail(name: str, what: str) -> NoReturn:
-    """Raise an error about a tensor that contradicts its companions or the config."""
-    raise UnsupportedSource(
-        f"tensor {quote(name)} {what}", advice="store the tensors as they are with --as-is"
-    )
-
-
-def _refuse(spec: TensorSpec, what: str) -> NoReturn:
-    """Raise an error about a tensor whose scheme no type of a blob holds exactly."""
-    raise NotUnderstood(f"tensor {quote(spec.name)} ({spec.dtype.value}) {what}")
-
-
-def _scale_shape(weight: TensorSpec, item: QuantFormat, group_size: int) -> tuple[Any, ...] | None:
-    """Return the shape of the scales of packed words, or None if the last group is incomplete."""
-    *rows, words = weight.shape
-    groups, rest = divmod(words * WORD_BITS, item.bits * group_size)
-    return None if rest else (*rows, groups)
-
-
-def _relabelled(
-    name: str, weight: TensorSpec, scale: TensorSpec, item: QuantFormat
-) -> Prequantized:
-    _check_matrix(weight)
-    *rows, width = weight.shape
-    words, rest = divmod(width, _WORD_BYTES)
-    packed = TensorSpec(name, DType.U32, (*rows, words))
-    if rest or _scale_shape(packed, item, item.group_size) != scale.shape:
-        typed = _type((item, item.group_size))
-        _refuse(
-            weight,
-            f"is {_shown_spec(weight)} with scales {_shown_spec(scale)}, which is not {typed}",
-        )
-    label = TensorSpec(name + SCALE, DType.U8, scale.shape)
-    parts = (Copied(packed, (weight.name,)), Copied(label, (scale.name,)))
-    return Prequantized(parts, item, item.group_size)
-
-
-def _shown_spec(spec: TensorSpec) -> str:
-    return f"{spec.dtype.value} of shape {list(spec.shape)}"
-
-
-def _type(typed: Typed) -> str:
-    return f"{typed[0].name} in groups of {typed[1]}"

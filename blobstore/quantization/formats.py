@@ -26,10 +26,14 @@ if TYPE_CHECKING:
     Sharing = Literal["tensor", "channel"] | Block
     """The values that share a scale: a complete weight, one row, or a block of rows and columns."""
 
-Mode = Literal["affine", "nvfp4", "mxfp4", "mxfp8", "fp8", "gguf"]
+Mode = Literal["affine", "symmetric", "nvfp4", "mxfp4", "mxfp8", "fp8", "gguf"]
 WORD_BITS: Final = 32
+MAX_GROUP: Final = 999_999
+"""Elements of a group at most, as the metadata of a blob can say."""
 FLOAT8_TYPE: Final = "fp8"
 _GGUF: Final = "gguf_"
+SYMMETRIC_TYPES: Final = ("int4-sym", "int8-sym")
+"""The types of integers without offsets, which only sources have."""
 FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
 """The element types of fp8 weights."""
 FACTORS: Final = (DType.F32, DType.BF16, DType.F16, DType.F8_E8M0)
@@ -46,7 +50,9 @@ INPUT_SCALES: Final = (
     "scale_input",
 )
 """Ends of the names of scales of activations, which no blob holds."""
-LEFT_OUT: Final = (*INPUT_SCALES, "_global_scale")
+PACKED_SHAPE: Final = "_shape"
+"""What compressed-tensors appends to the name of a packed weight for its shape, which no blob holds."""
+LEFT_OUT: Final = (*INPUT_SCALES, "_global_scale", ".weight_shape")
 """Ends of the names of all source tensors that no blob holds unchanged."""
 
 
@@ -88,9 +94,10 @@ class QuantFormat:
     group_size: int
     """Default number of elements that share a scale."""
     mode: Mode
-    """MLX's name for the arithmetic of elements and scales; ``gguf`` for the blocks of llama.cpp."""
+    """MLX's name for the arithmetic of elements and scales. MLX has no ``symmetric`` and no ``fp8``, and no
+    ``gguf``: the blocks of llama.cpp."""
     group_sizes: tuple[int, ...]
-    """All group sizes that MLX supports; those of blocks of llama.cpp."""
+    """All group sizes of the type; empty if they are not listed: see :meth:`has_group_size`."""
     aliases: tuple[str, ...] = ()
     is_target: bool = True
     """Whether we quantize to it; other types only come from quantized sources."""
@@ -110,6 +117,22 @@ class QuantFormat:
     def has_bias(self) -> bool:
         """Whether each group has an offset in addition to its scale."""
         return self.mode == "affine"
+
+    @property
+    def offset(self) -> int:
+        """The code of zero, for symmetric types."""
+        return 1 << self.bits - 1
+
+    @property
+    def has_float_scales(self) -> bool:
+        """Whether scales have the element type that the weight had before it was quantized."""
+        return self.mode in ("affine", "symmetric")
+
+    def has_group_size(self, group_size: int) -> bool:
+        """Return whether a group may have so many elements."""
+        if self.mode == "symmetric":  # a group is a number of words
+            return group_size > 0 and group_size * self.bits % WORD_BITS == 0
+        return group_size in self.group_sizes
 
     def scale_dtype(self, dtype: DType) -> DType:
         """Return the element type of the scales of a weight of ``dtype``.
@@ -131,6 +154,10 @@ class QuantFormat:
             return words // self.block_bytes * self.group_size
         return words * self.word_bits // self.bits
 
+    def logical_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a weight whose packed words have the shape ``stored``."""
+        return (*stored[:-1], *map(self.columns, stored[-1:]))
+
 
 _AFFINE_GROUPS: Final = (32, 64, 128)
 
@@ -146,6 +173,8 @@ FORMATS: Final[Mapping[str, QuantFormat]] = {
         QuantFormat("int3", 3, 64, "affine", _AFFINE_GROUPS, is_target=False),
         QuantFormat("int5", 5, 64, "affine", _AFFINE_GROUPS, is_target=False),
         QuantFormat("int6", 6, 64, "affine", _AFFINE_GROUPS, is_target=False),
+        QuantFormat("int4-sym", 4, 0, "symmetric", (), is_target=False),
+        QuantFormat("int8-sym", 8, 0, "symmetric", (), is_target=False),
         QuantFormat(FLOAT8_TYPE, 8, 0, "fp8", (), is_target=False, word_bits=8),
     )
 }

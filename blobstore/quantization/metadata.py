@@ -39,7 +39,7 @@ TYPE, GROUP_SIZE, BLOCK_SIZE = KEYS = ("quant_type", "group_size", "block_size")
 _NUMBER = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 _BLOCK = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", re.ASCII)
 _MAX_COLUMNS = 2**48
-_AFFINE_SCALES = (DType.BF16, DType.F16, DType.F32)
+_FLOAT_SCALES = (DType.BF16, DType.F16, DType.F32)
 
 
 def stated(item: QuantFormat, group_size: int | None) -> Stated:
@@ -119,8 +119,8 @@ def parse_quant_metadata(
     if text is None:  # derive it from the shapes
         groups = scale.shape[-1] if scale.shape else 0
         text = str(columns // groups if groups else 0)
-    if not _NUMBER.fullmatch(text) or int(text) not in item.group_sizes:
-        sizes = ", ".join(map(str, item.group_sizes))
+    if not _NUMBER.fullmatch(text) or not item.has_group_size(int(text)):
+        sizes = ", ".join(map(str, item.group_sizes)) or "multiples of 32 bits"
         _fail(name, f"{item.name} cannot have a {GROUP_SIZE} of {quote(text)}; possible: {sizes}")
     group_size = int(text)
     if columns % group_size or scale.shape != (*rows, columns // group_size):
@@ -188,7 +188,7 @@ def _parse_float8(
 
 def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, TensorSpec]) -> None:
     scale, bias = companions[SCALE], companions.get(BIAS)
-    expected = _AFFINE_SCALES if item.has_bias else (DType.U8,)
+    expected = _FLOAT_SCALES if item.has_float_scales else (DType.U8,)
     if scale.dtype not in expected:
         _fail(name, f"scales of {item.name} cannot be {scale.dtype.value}")
     if item.has_bias and (bias is None or bias[1:] != scale[1:]):
@@ -196,6 +196,8 @@ def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, Ten
     if bias is not None and not item.has_bias:
         _fail(name, f"{item.name} has no biases")
     scalar = companions.get(GLOBAL_SCALE)
+    if scalar is not None and item.mode == "symmetric":
+        _fail(name, f"{item.name} has no global scale")
     if scalar is not None and (scalar.dtype, scalar.elements) != (DType.F32, 1):
         _fail(name, "a global scale must be one F32 number")
 

@@ -57,6 +57,8 @@ def dequantize(
     if weight.ndim == 1:
         row = None if bias is None else bias[None]
         return dequantize(weight[None], scale[None], row, item, group_size, dtype, global_scale)[0]
+    if item.mode == "symmetric":
+        return _symmetric(weight, scale, item, group_size).astype(wanted)
     if item.mode == "nvfp4" and scale.size % 2:  # MLX processes two groups at a time
         words, scales = (mx.concatenate([array, array], axis=-2) for array in (weight, scale))
         found = dequantize(words, scales, None, item, group_size, dtype, global_scale)
@@ -69,6 +71,16 @@ def dequantize(
     factors = mx.from_fp8(scale, dtype=mx.float32) * mx.array(global_scale, dtype=mx.float32)
     groups = mx.unflatten(numbers, -1, (scale.shape[-1], group_size))
     return mx.flatten(groups * factors[..., None], -2).astype(wanted)
+
+
+def _symmetric(words: Any, scale: Any, item: QuantFormat, group_size: int) -> Any:
+    """Return integers times their scales. MLX would round the product before it adds an offset."""
+    codes = words.view(mx.uint8)
+    if item.bits == 4:  # noqa: PLR2004 - half a byte
+        codes = mx.flatten(mx.stack([codes & 15, codes >> 4], axis=-1), -2)
+    numbers = codes.astype(mx.float32) - item.offset
+    groups = mx.unflatten(numbers, -1, (scale.shape[-1], group_size))
+    return mx.flatten(groups * scale.astype(mx.float32)[..., None], -2).astype(scale.dtype)
 
 
 def _decode(weight: Any, scale: Any, layout: Float8Layout, dtype: str) -> Any:

@@ -17,6 +17,9 @@ nearest, ties to the one nearer to zero, never -0; for E4M3 to nearest even. The
 code times the rounded scale, rounded. A global scale of nvfp4 is multiplied by the scale first, with
 no rounding before the end.
 
+*symmetric*: the value is (code - 2^(bits - 1)) * scale, rounded to the type of the scale. MLX has no such
+type, and nothing is quantized to it.
+
 In groups of nvfp4 that are too large for their scale, all E2M1 values may be equally near in float32.
 The code is then the first of 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, -0.5, ...
 """
@@ -125,8 +128,8 @@ def dequantize(
 
     Args:
         weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.
-        scale: one value per group; a float type for affine types and fp8, uint8 otherwise. None for blocks of
-            GGUF, whose weight is uint8.
+        scale: one value per group; a float type for integers and fp8, uint8 otherwise. None for blocks of GGUF,
+            whose weight is uint8.
         bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
@@ -158,6 +161,11 @@ def dequantize(
                 numbers *= scales[piece].astype(np.float32)
                 numbers = numbers.astype(scale.dtype).astype(np.float32)
                 numbers += biases[piece].astype(np.float32)
+                result[piece] = numbers.astype(scale.dtype)
+            elif item.mode == "symmetric":
+                numbers = _unpack(packed[piece], item.bits).astype(np.float32)
+                numbers -= np.float32(item.offset)
+                numbers *= scales[piece].astype(np.float32)
                 result[piece] = numbers.astype(scale.dtype)
             else:
                 if item.mode == "nvfp4":

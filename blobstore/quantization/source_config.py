@@ -23,6 +23,10 @@ _NESTED: Final = "text_config"
 MODELOPT_FILE: Final = "hf_quant_config.json"
 """The file in which ModelOpt describes the quantization. Earlier versions did not change the config."""
 _MODELOPT: Final = "modelopt"
+_PACKED: Final = "pack-quantized"
+_PACKED_BITS: Final = (4, 8)
+_ORDERED: Final = (None, False, "weight", "static")
+"""Values of ``actorder`` with which the columns of a weight stay in their groups."""
 _MAX_BLOCK: Final = 999_999
 _MLX_DEFAULTS: Final = {"affine": (4, 64), "nvfp4": (4, 16), "mxfp4": (4, 32), "mxfp8": (8, 32)}
 """Default bits and group size of each mode."""
@@ -73,13 +77,7 @@ class SourceQuantConfig:
     @property
     def has_static_activations(self) -> bool:
         """Whether the scales of activations are tensors of the source."""
-        groups = [
-            group
-            for section in self._sections
-            if isinstance(section.get("config_groups"), dict)
-            for group in section["config_groups"].values()
-            if isinstance(group, dict)
-        ]
+        groups = [group for section in self._sections for group in _groups(section)]
         activations = [group.get("input_activations") for group in groups]
         if self.method == _MODELOPT:
             algorithms = [str(section.get("quant_algo")) for section in self._sections]
@@ -139,6 +137,27 @@ class SourceQuantConfig:
         sizes = (weights.get("group_size") for weights in self._weights(bits))
         return {size for size in sizes if isinstance(size, int) and size}
 
+    def packed_integers(self) -> set[tuple[int, int | None]]:
+        """Return bits and group size of integers in the format ``pack-quantized``, None for a row.
+
+        Empty if the config does not say, or if some of them have zero points, an order of their own, a scale
+        for a complete weight, or other numbers of bits, whose words may have the same shapes.
+        """
+        found: set[tuple[int, int | None]] = set()
+        for section in self._sections:
+            sparsity = section.get("sparsity_config")
+            if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+                return set()
+            for group in _groups(section):
+                weights = group.get("weights")
+                if (group.get("format") or section.get("format")) != _PACKED or not weights:
+                    continue
+                known = _packed_integers(weights)
+                if known is None:
+                    return set()
+                found.add(known)
+        return found
+
     def sharings(self) -> list[Sharing]:
         """Return all declared ways in which weights of 8-bit floats share scales.
 
@@ -163,13 +182,36 @@ class SourceQuantConfig:
     def _weights(self, bits: int) -> Iterator[dict[str, Any]]:
         """Yield the settings for weights of ``bits``-bit floats."""
         for section in self._sections:
-            groups = section.get("config_groups")
-            for group in groups.values() if isinstance(groups, dict) else ():
-                weights = group.get("weights") if isinstance(group, dict) else None
+            for group in _groups(section):
+                weights = group.get("weights")
                 if isinstance(weights, dict):
                     kind = weights.get("type"), weights.get("num_bits")
                     if kind == ("float", bits):
                         yield weights
+
+
+def _groups(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the groups of modules of compressed-tensors."""
+    groups = section.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            yield group
+
+
+def _packed_integers(weights: object) -> tuple[int, int | None] | None:
+    """Return bits and group size of packed weights, or None if they are not symmetric integers in order."""
+    if not isinstance(weights, dict) or weights.get("type", "int") != "int":
+        return None
+    bits, size = weights.get("num_bits", 8), weights.get("group_size")
+    is_plain = weights.get("symmetric", True) is True and weights.get("actorder") in _ORDERED
+    strategy = weights.get("strategy")
+    if strategy is None:  # compressed-tensors derives it
+        strategy = "channel" if size == -1 else "group"
+    if not is_plain or type(bits) is not int or bits not in _PACKED_BITS:
+        return None
+    if strategy == "channel":
+        return bits, None
+    return (bits, size) if strategy == "group" and type(size) is int else None
 
 
 def modelopt_section(described: Any) -> dict[str, Any]:

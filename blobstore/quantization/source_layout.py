@@ -1,11 +1,12 @@
 """The names and types of quantized weights in the folders that models are imported from.
 
-:class:`SourceNaming` has those of folders of other tools than MLX, which its layout cannot hold. 8-bit floats and their scales have their own names in blobs. Weights of 4-bit floats have these names:
+:class:`SourceNaming` has those of folders of other tools than MLX, which its layout cannot hold. 8-bit floats and
+their scales have their own names in blobs. Weights of 4-bit floats and symmetric integers have these names:
 
 =====================  ================================  =======================
 in a blob              compressed-tensors                ModelOpt
 =====================  ================================  =======================
-``X.weight`` U32       ``X.weight_packed`` U8            ``X.weight`` U8
+``X.weight`` U32       ``X.weight_packed`` U8, or I32    ``X.weight`` U8
 ``X.weight.scale``     ``X.weight_scale``                ``X.weight_scale``
 ``.global_scale``      ``X.weight_global_scale``, 1 / x  ``X.weight_scale_2``
 =====================  ================================  =======================
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobstoreError
-from blobstore.quantization.formats import MODULE_SCALES, SCALE_SUFFIXES, WORD_BITS
+from blobstore.quantization.formats import MODULE_SCALES, PACKED_SHAPE, SCALE_SUFFIXES, WORD_BITS
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Container, Mapping, Sequence
 
     from blobstore.quantization.formats import QuantFormat
 
@@ -78,6 +79,10 @@ class SourceNaming:
             return published
         if item.float8 is not None:
             return stored
+        if item.mode == "symmetric":
+            if suffix == SCALE:
+                return stored._replace(name=f"{name}_scale")
+            return stored._replace(name=f"{name}_packed", dtype=DType.I32)
         if item.mode == "affine":
             raise BlobstoreError(
                 f"tensor {quote(name)} is {item.name}, and others have types that only folders of "
@@ -94,6 +99,23 @@ class SourceNaming:
             return TensorSpec(name, DType.F8_E4M3, shape)
         end = "_packed" if self._is_compressed_tensors else ""
         return TensorSpec(name + end, DType.U8, shape)
+
+
+def packed_shape(
+    name: str, shape: Sequence[int], dtype: DType = DType.I64
+) -> tuple[TensorSpec, bytes]:
+    """Return the tensor that compressed-tensors has with the shape of a packed weight, and its bytes.
+
+    Args:
+        name: the weight.
+        shape: its logical shape.
+        dtype: I64 or I32, if the shape fits.
+    """
+    if dtype is not DType.I32 or max(shape, default=0) >> 31:
+        dtype = DType.I64
+    size = dtype.bits // 8
+    data = b"".join(length.to_bytes(size, "little") for length in shape)
+    return TensorSpec(name + PACKED_SHAPE, dtype, (len(shape),)), data
 
 
 def is_renamed_to(source: TensorSpec, stored: TensorSpec, blob: Container[str]) -> bool:
@@ -135,5 +157,9 @@ def _has_same_bits(source: TensorSpec, stored: TensorSpec, *, is_weight: bool) -
         return shape == stored.shape and (is_relabelled or dtype is stored.dtype)
     if source.name.endswith("_blocks"):
         shape = (*shape[:-2], math.prod(shape[-2:]))
+    if dtype is DType.I32:
+        return (
+            stored.dtype is DType.U32 and source.name.endswith("_packed") and shape == stored.shape
+        )
     words = (*stored.shape[:-1], math.prod(stored.shape[-1:]) * _WORD_BYTES)
     return stored.dtype is DType.U32 and dtype in _PACKED and shape == words

@@ -32,7 +32,7 @@ def dequantize(
 
     Args:
         weight: uint32 words of shape ``(..., words)``, or the values of an fp8 weight.
-        scale: one value per group; a float type for affine types and fp8, uint8 otherwise.
+        scale: one value per group; a float type for integers and fp8, uint8 otherwise.
         bias: one value per group for affine types, else None.
         item: the quantization type.
         group_size: elements that share a scale.
@@ -70,6 +70,11 @@ def dequantize(
             # Each step must round to the type of the scales; a fused operation would not.
             numbers = _codes(packed[piece], item.bits).to(scale.dtype)
             groups[piece] = numbers.mul_(scales[piece]).add_(biases[piece])
+            continue
+        if item.mode == "symmetric":
+            # Codes and their differences are exact in every type of scales.
+            numbers = _codes(packed[piece], item.bits).to(scale.dtype)
+            groups[piece] = numbers.sub_(item.offset).mul_(scales[piece])
             continue
         factors = _float_scale(item.mode).to(weight.device, non_blocking=True)
         factor = factors[scales[piece].int()]

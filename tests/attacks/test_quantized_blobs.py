@@ -31,6 +31,22 @@ HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
     "another type": ([WEIGHT, SCALE, BIAS], VALID | {"quant_type": "int8"}),
     "a type of floats": ([WEIGHT, SCALE, BIAS], VALID | {"quant_type": "mxfp4"}),
     "no bias": ([WEIGHT, SCALE], VALID),
+    "a bias of symmetric integers": (
+        [WEIGHT, SCALE, BIAS],
+        {"quant_type": "int4-sym", "group_size": "32"},
+    ),
+    "groups of less than a word": (
+        [WEIGHT, ("w.weight.scale", "BF16", (2, 8), bytes(32))],
+        {"quant_type": "int4-sym", "group_size": "4"},
+    ),
+    "one scale for all symmetric integers": (
+        [WEIGHT, ("w.weight.scale", "BF16", (1,), bytes(2))],
+        {"quant_type": "int4-sym", "group_size": "32"},
+    ),
+    "symmetric integers of another width": (
+        [WEIGHT, SCALE],
+        {"quant_type": "int8-sym", "group_size": "32"},
+    ),
     "a bias of floats": ([WEIGHT, NVFP4, BIAS], {"quant_type": "nvfp4"}),
     "more scales": ([WEIGHT, ("w.weight.scale", "BF16", (2, 2), bytes(8)), BIAS], VALID),
     "scales of another rank": ([WEIGHT, ("w.weight.scale", "BF16", (2,), bytes(4)), BIAS], VALID),

@@ -27,6 +27,7 @@ from blobstore.store.local import LocalStore
 from tests.real.packages import package
 from tests.real.tiny import EXPERTS, TEXT
 from tests.support.hub_server import HubServer
+from tests.support.pack_quantized import packed_config
 
 GOLDEN = Path(__file__).parents[1] / "data" / "ollama" / "hf"
 _MOE = EXPERTS | {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
@@ -203,6 +204,14 @@ QUANTIZED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "weight_scale": matrix(64, 4, dtype=FP8),
             "weight_global_scale": np.array([8.96], np.float32),
             "input_global_scale": np.array([3.3], np.float32),
+        },
+    ),
+    "int4 of compressed-tensors": (
+        packed_config()["quantization_config"],
+        {
+            "weight_packed": matrix(64, 32).view(np.int32),
+            "weight_scale": matrix(64, 2, dtype=ml_dtypes.bfloat16),
+            "weight_shape": np.array([64, 64]),
         },
     ),
     "fp8 in blocks": (

@@ -151,9 +151,10 @@ def engine_options(
         read: as in :func:`blobstore.open`.
         prefetch: as in :func:`blobstore.open`.
         strict: fail if tensors are missing or vLLM does not use some.
-        dequantize: give vLLM plain values of FP8 weights and of NVFP4 weights with global scales, and
-            not the weights for its own kernels. The default is to do so without a GPU. All other
-            types are always dequantized.
+        dequantize: give vLLM plain values of FP8 weights, of NVFP4 weights with global scales and of
+            symmetric integers, and not the weights for its own kernels. The default is to do so
+            without a GPU, except for symmetric int4 in models without quantized experts. All other types
+            are always dequantized.
 
     Raises:
         ModelNotFound: the store has no such name.
@@ -179,7 +180,8 @@ def engine_options(
             has_gpu = any(map(os.path.exists, _GPUS))
             with replace(checked, verify="none").open(dequantize=False) as stored:
                 described = quant_settings(stored, stated)
-                is_plain = is_dequantized(stored, described, dequantize, default=not has_gpu)
+                prefers_plain = not has_gpu and not _has_kernels_for_cpus(stored)
+                is_plain = is_dequantized(stored, described, dequantize, default=prefers_plain)
             if is_plain:
                 config = exported_config(stated, {}) or stated
             sections = [config, *(part for part in config.values() if isinstance(part, dict))]
@@ -196,6 +198,14 @@ def engine_options(
             "load_format": LOAD_FORMAT,
             "model_loader_extra_config": asdict(settings),
         }
+
+
+def _has_kernels_for_cpus(model: Model) -> bool:
+    """Return whether vLLM (0.32) computes with all quantized weights of a model on CPUs, too."""
+    return all(
+        kind == "int4-sym" and ".experts." not in name
+        for name, (kind, _) in model.quantized.items()
+    )
 
 
 def check_types(model: Model) -> None:

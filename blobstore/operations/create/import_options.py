@@ -161,7 +161,7 @@ def source_record(
     stored_names, left_out = _differences(source, blobs)
     is_converted = record.is_converted or left_out is None
     if left_out is not None and sum(source.specs[name].nbytes for name in left_out) > _MAX_LEFT_OUT:
-        reason = f"the scales of activations are over {_MAX_LEFT_OUT >> 20} MiB"
+        reason = f"the scales of activations and shapes of packed weights are over {_MAX_LEFT_OUT >> 20} MiB"
     if left_out is not None and not is_converted and not reason:
         buffer = memoryview(bytearray(_BUFFER_SIZE))
         kept = {name: b"".join(map(bytes, source.read(name, buffer))) for name in left_out}

@@ -24,6 +24,7 @@ from blobstore.models.frameworks import FLOATS, original_dtype
 from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import (
     left_out_tensors,
+    packed_shapes,
     read_source_record,
     read_stacks,
     source_specs,
@@ -216,7 +217,7 @@ def folder_contents(
     tensors = _source_tensors(
         contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
     )
-    left_out = left_out_tensors(store, manifest) if naming is not None else {}
+    left_out = {} if naming is None else _left_out(store, manifest, contents)
     # The record has the exact value, and not a reciprocal that was rounded twice.
     tensors = [one for one in tensors if not (one.is_reciprocal and one.spec.name in left_out)]
     if twice := left_out.keys() & {tensor.spec.name for tensor in tensors}:
@@ -290,7 +291,26 @@ def _variants(store: LocalStore, manifest: Manifest) -> dict[str, str]:
 def _needs_source_layout(tensor: StoredTensor) -> bool:
     """Return whether only its source's layout can hold a weight: MLX's cannot."""
     item = tensor.item
-    return item is not None and (item.float8 is not None or GLOBAL_SCALE in tensor.companions)
+    return item is not None and (
+        item.float8 is not None or item.mode == "symmetric" or GLOBAL_SCALE in tensor.companions
+    )
+
+
+def _left_out(
+    store: LocalStore, manifest: Manifest, contents: ModelTensors
+) -> dict[str, tuple[TensorSpec, bytes]]:
+    """Return the tensors of the source that no blob holds, and their bytes."""
+    found = left_out_tensors(store, manifest)
+    return found | packed_shapes(symmetric_shapes(contents), found)
+
+
+def symmetric_shapes(contents: ModelTensors) -> dict[str, tuple[int, ...]]:
+    """Return the logical shapes of the weights of symmetric integers."""
+    return {
+        name: stored.shape
+        for name, stored in contents.tensors.items()
+        if stored.item is not None and stored.item.mode == "symmetric"
+    }
 
 
 def check_file_names(contents: FolderContents, weights: Iterable[str]) -> None:

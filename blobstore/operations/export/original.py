@@ -18,21 +18,22 @@ from blobstore.gguf.layout import gaps_of, stored_spec
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
 from blobstore.models.source_layers import is_from_gguf, read_source_record, read_stacks
-from blobstore.models.tensors import at_layer, only_tensor, read_headers
+from blobstore.models.tensors import at_layer, only_tensor, read_headers, read_tensors
 from blobstore.operations.export.folder import (
     ExportPlan,
     FolderTensor,
     check_no_gguf,
     small_files,
+    symmetric_shapes,
 )
 from blobstore.operations.export.shards import WeightFile
-from blobstore.quantization.formats import LEFT_OUT
+from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
 from blobstore.quantization.recipes import GLOBAL_SCALE
-from blobstore.quantization.source_layout import is_renamed_to
+from blobstore.quantization.source_layout import is_renamed_to, packed_shape
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
@@ -79,7 +80,11 @@ def plan_original(
     if not is_from_gguf(record) and not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
-    places = _places(store, manifest, read_headers(store, manifest) if headers is None else headers)
+    headers = read_headers(store, manifest) if headers is None else headers
+    places = _places(store, manifest, headers)
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    if any(name.endswith(PACKED_SHAPE) for name in record.left_out):
+        shapes = symmetric_shapes(read_tensors(store, manifest, headers=headers))
     tensors: list[FolderTensor] = []
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
@@ -90,7 +95,7 @@ def plan_original(
         if file.format == "gguf":
             weights.append(_plan_gguf(file, places, tensors))
             continue
-        weights.append(_plan_file(store, file, record, places, tensors))
+        weights.append(_plan_file(store, file, record, places, tensors, shapes))
     if places:
         raise BlobDamaged(f"the source layer does not say where tensor {quote(min(places))} was")
     files = small_files(manifest)
@@ -149,8 +154,12 @@ def _plan_file(
     record: SourceRecord,
     places: dict[str, _Place],
     tensors: list[FolderTensor],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> WeightFile:
-    """Return a weight file, add its tensors to ``tensors``, and remove them from ``places``."""
+    """Return a weight file, add its tensors to ``tensors``, and remove them from ``places``.
+
+    ``shapes`` are the logical shapes of weights of which the record has a tensor with the shape.
+    """
     place = f"the source layer: file {quote(file.name)}"
     try:
         end = PREFIX_SIZE + header_size(file.start, file.size)
@@ -176,7 +185,7 @@ def _plan_file(
         if constant is not None:
             if found is not None and not fits:
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which a blob has too")
-            if len(constant) != size or not full.endswith(LEFT_OUT):
+            if not _is_left_out(named, constant, shapes):
                 raise BlobDamaged(f"{place}: it holds tensor {quote(full)}, which imports store")
             constants.append((offset, constant))
         elif found is not None and fits:
@@ -233,6 +242,16 @@ def _plan_gguf(
     return WeightFile(
         file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
     )
+
+
+def _is_left_out(source: TensorSpec, data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether imports leave out a tensor; ``data`` are its bytes in the record."""
+    if len(data) != source.nbytes or not source.name.endswith(LEFT_OUT):
+        return False
+    weight = source.name.removesuffix(PACKED_SHAPE)
+    if weight == source.name:
+        return True
+    return weight in shapes and packed_shape(weight, shapes[weight], source.dtype) == (source, data)
 
 
 def _fits(store: LocalStore, source: TensorSpec, found: _Place, constant: bytes | None) -> bool:

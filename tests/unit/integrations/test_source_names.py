@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import DTYPES, DType, TensorSpec
 from blobstore.errors import BlobDamaged, UsageError
 from blobstore.integrations.source_names import (
     PublishedTensors,
@@ -27,8 +28,11 @@ from blobstore.integrations.source_names import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_source_record
 from blobstore.store.local import LocalStore
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
+from tests.support.pack_quantized import packed_weight, write_packed
 from tests.support.published import write_published
 
 UP = "model.layers.0.mlp.experts.up_proj.weight"
@@ -257,7 +261,10 @@ def test_weights_that_mlx_or_the_import_quantized_are_decoded(
     blobstore.create(source, "m", store=store, quantize="nvfp4")
     with blobstore.open("m", store=store) as model:
         reason = why_decoded(model, {"quantization_config": MODELOPT})
-    assert reason == "not all of its quantized weights are fp8, or nvfp4 with global scales"
+    assert (
+        reason
+        == "not all of its quantized weights are fp8, int4-sym, int8-sym, or nvfp4 with global scales"
+    )
 
 
 def test_models_that_are_kept_as_published_are_never_decoded(
@@ -276,3 +283,58 @@ def test_models_that_are_kept_as_published_are_never_decoded(
     blobstore.create(write_folder(tmp_path / "plain", moe_tensors()), "m", store=store)
     with blobstore.open("m", store=store) as model:
         assert not is_published(model, True)
+
+
+SYMMETRIC = {
+    **packed_weight("q").tensors,
+    **packed_weight("model.layers.0.mlp.experts.0.up_proj", shape_type="I32").tensors,
+}
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_returns_symmetric_integers_as_they_were_published(
+    store: LocalStore, tmp_path: Path, *, has_record: bool
+) -> None:
+    blobstore.create(write_packed(tmp_path / "source", SYMMETRIC), "m", store=store)
+    if not has_record:
+        manifest = store.resolve(Reference.parse("m"))
+        layers = [item for item in manifest.layers if item.media_type != media_types.SOURCE]
+        store.publish(Reference.parse("m"), with_layers(store, manifest, layers))
+    with blobstore.open("m", store=store) as model:
+        assert why_decoded(model, model.config) == ""
+        specs, left_out = PublishedTensors.of(model, model.config)
+        found = {spec.name: (spec, bytes(model.view(name).data)) for name, spec in specs.items()}
+    found |= left_out
+    expected = {
+        name: (TensorSpec(name, DTYPES[code], tuple(shape)), data)
+        for name, (code, shape, data) in SYMMETRIC.items()
+    }
+    if not has_record:  # nothing else says that a shape had a smaller type
+        for name in filter(lambda name: name.endswith("_shape"), expected):
+            data = np.array([6, 64], "<i8").tobytes()
+            expected[name] = TensorSpec(name, DType.I64, (2,)), data
+    assert found == expected
+
+
+def test_a_record_cannot_hold_another_shape_of_symmetric_integers(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    blobstore.create(write_packed(tmp_path / "source", SYMMETRIC), "m", store=store)
+    manifest = store.resolve(Reference.parse("m"))
+    record = read_source_record(store, manifest)
+    assert record is not None
+    forged = dict.fromkeys(record.left_out, bytes(16))
+    data = replace(record, left_out=forged).to_bytes()
+    with store.ingest() as ingest:
+        item = ingest.add(len(data), lambda: [data])
+        ingest.publish()
+    layers = [
+        layer._replace(digest=item.digest, size=item.size)
+        if layer.media_type == media_types.SOURCE
+        else layer
+        for layer in manifest.layers
+    ]
+    store.publish(Reference.parse("m"), with_layers(store, manifest, layers))
+    with blobstore.open("m", store=store) as model:
+        _, left_out = PublishedTensors.of(model, model.config)
+    assert left_out["q.weight_shape"][1] == SYMMETRIC["q.weight_shape"][2]

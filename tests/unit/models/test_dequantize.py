@@ -17,6 +17,7 @@ from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
+from tests.support.pack_quantized import packed_config, packed_weight, write_packed
 
 NAME = Reference.parse("m")
 TENSORS = quantizable_tensors()
@@ -72,3 +73,17 @@ def test_a_global_scale_is_applied(tmp_path: Path) -> None:
     assert store.resolve(NAME).layers_of(media_types.TENSOR)
     (found,) = plain_pieces(*mapped(store, "w"), "float16")
     assert found.tolist() == [[1.5, 3.0] * 8]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_yields_rows_of_symmetric_integers(
+    bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpacking, "_PIECE_ELEMENTS", 100)
+    store = LocalStore(tmp_path / "store")
+    packed = packed_weight("w", bits=bits)
+    config = packed_config({"num_bits": bits})
+    blobstore.create(write_packed(tmp_path / "m", packed.tensors, config), NAME, store=store)
+    pieces = list(plain_pieces(*mapped(store, "w.weight"), "bfloat16"))
+    assert len(pieces) == 6
+    np.testing.assert_array_equal(np.concatenate(pieces), packed.values, strict=True)

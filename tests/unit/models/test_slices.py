@@ -23,6 +23,7 @@ from blobstore.operations.open import Model
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, truncate
 from tests.support.models import add_blobs, blob, moe_tensors, quantizable_tensors, write_folder
+from tests.support.pack_quantized import packed_weight, write_packed
 
 TENSORS: dict[str, Any] = {
     "w": np.random.default_rng(1).standard_normal((8, 6, 4), dtype=np.float32),
@@ -438,3 +439,28 @@ def test_rejects_impossible_plans(quantized: LocalStore) -> None:
         pytest.raises(TensorNotFound, match=f"m:int4 has no tensor '{UP}_scale'"),
     ):
         next(model.iter_tensors(parts={f"{UP}_scale": 0}))
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_symmetric_integers_are_sliced_by_rows_columns_and_elements(
+    framework: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    store, name = LocalStore(tmp_path / "store"), "model.layers.0.mlp.experts.1.up_proj.weight"
+    experts = [packed_weight(f"model.layers.0.mlp.experts.{n}.up_proj") for n in range(2)]
+    tensors = {name: own for expert in experts for name, own in expert.tensors.items()}
+    blobstore.create(write_packed(tmp_path / "m", tensors), "m", store=store)
+    expected = experts[1].values.astype(np.float64)
+    with blobstore.open("m", store=store, framework=framework, dequantize=True, **options) as model:
+        np.testing.assert_array_equal(as_numpy(model[name]), expected)
+        for index in (slice(2, 5), (..., slice(32, 64)), (3, slice(5, 40)), (slice(1, 3), 63)):
+            found = model.get_slice(name)[index]  # type: ignore[index]
+            np.testing.assert_array_equal(as_numpy(found), expected[index])
+    with blobstore.open("m", store=store, **options) as model:
+        assert model.quantized[name] == ("int4-sym", 32)
+        parts = model.quantized_slice(name, (slice(2, 4), slice(32, 64)))
+        assert {part: array.shape for part, array in parts.items()} == {
+            name: (2, 4),
+            f"{name}_scale": (2, 1),
+        }
+        with pytest.raises(UsageError, match="in groups of 32; columns 0 to 8 would split one"):
+            model.quantized_slice(name, (..., slice(0, 8)))

@@ -62,3 +62,29 @@ def test_rejects_types_that_we_do_not_quantize_to(text: str) -> None:
 def test_rejects_group_sizes_that_mlx_does_not_support(name: str, group_size: int) -> None:
     with pytest.raises(UsageError, match=f"{name} cannot have groups of {group_size}; possible: "):
         check_group_size(FORMATS[name], group_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_known"),
+    [
+        ("int4", 32, True),
+        ("int4", 8, False),
+        ("int4-sym", 8, True),
+        ("int4-sym", 4, False),
+        ("int4-sym", 7168, True),
+        ("int8-sym", 4, True),
+        ("int8-sym", 2, False),
+        ("int8-sym", 0, False),
+        ("int8-sym", -4, False),
+    ],
+)
+def test_groups_are_of_listed_sizes_or_of_whole_words(
+    name: str, size: int, *, is_known: bool
+) -> None:
+    assert FORMATS[name].has_group_size(size) is is_known
+
+
+def test_the_logical_shape_has_the_columns_of_the_words() -> None:
+    assert FORMATS["int4"].logical_shape((2, 3, 4)) == (2, 3, 32)
+    assert FORMATS["int8-sym"].logical_shape((4,)) == (16,)
+    assert FORMATS["int8-sym"].logical_shape(()) == ()

@@ -254,3 +254,45 @@ def test_8_bit_floats_have_companions_only_if_the_metadata_says_fp8() -> None:
     assert not list(companion_names(plain, FP8))
     packed = [(end, f"w{end}") for end in (".scale", ".bias", ".global_scale")]
     assert list(companion_names(WEIGHT, {})) == list(companion_names(WEIGHT, FP8)) == packed
+
+
+SYMMETRIC = {".scale": spec(DType.BF16, 4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "groups"),
+    [("int4-sym", 128, 2), ("int4-sym", 128, 16), ("int8-sym", 64, 1), ("int8-sym", 64, 16)],
+)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32])
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_symmetric_integers_have_groups_of_whole_words(
+    name: str, columns: int, groups: int, dtype: DType, is_stated: bool
+) -> None:
+    size = columns // groups
+    metadata = {"quant_type": name} | ({"group_size": str(size)} if is_stated else {})
+    scale = {".scale": spec(dtype, 4, groups)}
+    assert parse_quant_metadata(WEIGHT, scale, metadata) == (FORMATS[name], size)
+
+
+@pytest.mark.parametrize(
+    ("companions", "changes", "message"),
+    [
+        (SYMMETRIC, {"group_size": "32"}, "scales of shape .* do not fit int4-sym"),
+        (SYMMETRIC, {"group_size": "0"}, "cannot have a group_size of '0'"),
+        ({".scale": spec(DType.BF16, 4, 32)}, {"group_size": "4"}, "group_size of '4'"),
+        ({".scale": spec(DType.BF16, 4, 128)}, {"group_size": "1"}, "group_size of '1'"),
+        ({".scale": spec(DType.BF16, 1)}, {"group_size": "128"}, "do not fit int4-sym"),
+        ({".scale": spec(DType.BF16, 4)}, {"group_size": "128"}, "do not fit int4-sym"),
+        ({".scale": spec(DType.U8, 4, 2)}, {}, "scales of int4-sym cannot be U8"),
+        (SYMMETRIC | {".bias": spec(DType.BF16, 4, 2)}, {}, "int4-sym has no biases"),
+        (SYMMETRIC | {".global_scale": spec(DType.F32)}, {}, "int4-sym has no global scale"),
+        (SYMMETRIC, {"quant_type": "int8-sym"}, "do not fit int8-sym"),
+        (SYMMETRIC, {"quant_type": "int4"}, "int4 needs biases"),
+    ],
+)
+def test_rejects_symmetric_integers_that_do_not_fit(
+    companions: dict[str, TensorSpec], changes: dict[str, str], message: str
+) -> None:
+    metadata = {"quant_type": "int4-sym", "group_size": "64", **changes}
+    with pytest.raises(BlobDamaged, match=f"^tensor 'w': .*{message}"):
+        parse_quant_metadata(WEIGHT, companions, metadata)

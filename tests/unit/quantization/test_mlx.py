@@ -11,6 +11,7 @@ from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from tests.unit.quantization.test_numpy import (
     FLOATS,
+    SYMMETRIC,
     Array,
     any_packed,
     assert_same,
@@ -85,3 +86,16 @@ def test_dequantizes_an_odd_number_of_groups(
     found = dequantized((weight, scale, None), item, 16, "float32", global_scale)
     expected = reference.dequantize(weight, scale, None, item, 16, "float32", global_scale)
     assert_same(found, expected)
+
+
+@SYMMETRIC
+@every_float
+def test_dequantizes_symmetric_integers_as_the_reference_does(
+    dtype: str, item: QuantFormat, group_size: int
+) -> None:
+    packed = any_packed(item, group_size, dtype)
+    for name in FLOATS:
+        expected = reference.dequantize(*packed, item, group_size, name)
+        assert_same(dequantized(packed, item, group_size, name), expected)
+        row = packed.weight[0], packed.scale[0], None
+        assert_same(dequantized(row, item, group_size, name), expected[0])

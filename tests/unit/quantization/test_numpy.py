@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS, QuantFormat
-from blobstore.safetensors.numpy import BF16
+from blobstore.safetensors.numpy import BF16, as_array
+from tests.support.pack_quantized import packed_weight
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 
@@ -168,11 +170,12 @@ def any_packed(item: QuantFormat, group_size: int, dtype: str) -> reference.Quan
     random = np.random.default_rng(group_size)
     words = random.integers(0, 2**32, (16, item.words(512)), np.uint32)
     shape = (16, 512 // group_size)
-    if not item.has_bias:
+    if not item.has_float_scales:
         return reference.Quantized(words, random.integers(0, 256, shape, np.uint8), None)
     word = WORDS[FLOATS[dtype].itemsize]
     scale, bias = (random.integers(0, np.iinfo(word).max, shape, dtype=word) for _ in range(2))
-    return reference.Quantized(words, finite(scale, dtype), finite(bias, dtype))
+    biases = finite(bias, dtype) if item.has_bias else None
+    return reference.Quantized(words, finite(scale, dtype), biases)
 
 
 @every_form
@@ -234,3 +237,26 @@ def test_finds_the_first_non_finite_value(value: float, dtype: str) -> None:
     assert reference.first_nonfinite(array) is None
     array[1, 5] = array[2, 0] = value
     assert reference.first_nonfinite(array) == 69
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [8, 32, 64])
+@pytest.mark.parametrize("scale", ["BF16", "F16", "F32"])
+def test_symmetric_integers_have_the_values_of_each_element(
+    bits: int, group_size: int, scale: str
+) -> None:
+    packed = packed_weight("m", bits=bits, group=group_size, scale=scale)
+    code, shape, data = packed.tensors["m.weight_scale"]
+    words = np.frombuffer(packed.tensors["m.weight_packed"][2], "<u4").reshape(6, -1)
+    scales = as_array(memoryview(data), 0, TensorSpec("", DTYPES[code], tuple(shape)))
+    item = FORMATS[f"int{bits}-sym"]
+    for name, kind in FLOATS.items():
+        found = reference.dequantize(words, scales, None, item, group_size, name)
+        assert_same(found, packed.values.astype(kind))
+
+
+SYMMETRIC = pytest.mark.parametrize(
+    ("item", "group_size"),
+    [(FORMATS[name], size) for name in ("int4-sym", "int8-sym") for size in (8, 32, 512)],
+    ids=lambda value: value if isinstance(value, int) else value.name,
+)

@@ -241,3 +241,74 @@ def test_reads_the_file_in_which_modelopt_describes_weights(
     described: Any, section: dict[str, Any]
 ) -> None:
     assert modelopt_section(described) == section
+
+
+INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True}
+GROUPED = INTEGERS | {"strategy": "group", "group_size": 32}
+
+
+def packed(*weights: Any, **section: Any) -> SourceQuantConfig:
+    found = [{"weights": own} for own in weights]
+    numbered = {f"group_{number}": group for number, group in enumerate(found)}
+    section = {"format": "pack-quantized", "config_groups": numbered} | section
+    return SourceQuantConfig({"quantization_config": section})
+
+
+@pytest.mark.parametrize(
+    ("weights", "known"),
+    [
+        (GROUPED, (4, 32)),
+        (GROUPED | {"num_bits": 8, "group_size": 128}, (8, 128)),
+        (GROUPED | {"actorder": "weight"}, (4, 32)),
+        (GROUPED | {"actorder": None, "dynamic": False, "observer": "mse"}, (4, 32)),
+        (INTEGERS | {"strategy": "channel", "group_size": -1}, (4, None)),
+        (INTEGERS | {"group_size": -1}, (4, None)),
+        (INTEGERS | {"group_size": 64}, (4, 64)),
+        ({"group_size": 64}, (8, 64)),
+    ],
+)
+def test_reads_how_integers_are_packed(weights: Any, known: Any) -> None:
+    assert packed(weights).packed_integers() == {known}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        GROUPED | {"symmetric": False},
+        GROUPED | {"symmetric": None},
+        GROUPED | {"actorder": "group"},
+        GROUPED | {"actorder": True},
+        GROUPED | {"actorder": ["group"]},
+        GROUPED | {"num_bits": 7},
+        GROUPED | {"num_bits": 3},
+        GROUPED | {"num_bits": 4.0},
+        GROUPED | {"num_bits": [4]},
+        GROUPED | {"type": "float"},
+        GROUPED | {"group_size": [32]},
+        GROUPED | {"group_size": True},
+        INTEGERS | {"strategy": "tensor"},
+        INTEGERS | {"strategy": "block", "block_structure": [32, 32]},
+        INTEGERS,
+        INTEGERS | {"group_size": {}},
+        "int4",
+        7,
+    ],
+)
+def test_integers_that_may_be_packed_in_another_way_make_all_unknown(weights: Any) -> None:
+    assert packed(weights).packed_integers() == set()
+    assert packed(GROUPED, weights).packed_integers() == set()
+
+
+def test_only_groups_of_the_format_are_packed() -> None:
+    assert packed(GROUPED, format="int-quantized").packed_integers() == set()
+    assert packed(GROUPED, format=None).packed_integers() == set()
+    assert packed(GROUPED, sparsity_config={"format": "dense"}).packed_integers() == {(4, 32)}
+    for sparsity in ({"format": "sparse-24-bitmask"}, {"sparsity": 0.5}, 7):
+        assert packed(GROUPED, sparsity_config=sparsity).packed_integers() == set()
+    mixed = {
+        "a": {"weights": GROUPED, "format": "pack-quantized"},
+        "b": {"weights": FLOAT8, "format": "float-quantized"},
+        "c": {"format": "pack-quantized"},
+    }
+    section = {"quantization_config": {"format": "mixed-precision", "config_groups": mixed}}
+    assert SourceQuantConfig(section).packed_integers() == {(4, 32)}

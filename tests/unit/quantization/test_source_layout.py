@@ -4,7 +4,7 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.formats import FORMATS, QuantFormat, float8_format
-from blobstore.quantization.source_layout import SourceNaming, is_renamed_to
+from blobstore.quantization.source_layout import SourceNaming, is_renamed_to, packed_shape
 
 WEIGHT = TensorSpec("m.weight", DType.F8_E4M3, (64, 64))
 SCALE = TensorSpec("m.weight_scale", DType.F32, (1,))
@@ -46,3 +46,32 @@ def test_the_names_of_the_source_are_used_unless_imports_rename_otherwise() -> N
         assert naming.spec("m.weight", ".scale", SCALE, fp8()).name == name
     forged = SourceNaming({}, {"m.weight_scale": SCALE._replace(name="x.scale")})
     assert forged.spec("m.weight", ".scale", SCALE, fp8()) == SCALE
+
+
+def test_symmetric_integers_have_the_names_of_compressed_tensors() -> None:
+    stored = TensorSpec("m.weight", DType.U32, (64, 8))
+    scale = TensorSpec("m.weight.scale", DType.BF16, (64, 2))
+    words = TensorSpec("m.weight_packed", DType.I32, (64, 8))
+    blob = {"m.weight", "m.weight.scale"}
+    naming, item = SourceNaming({}), FORMATS["int4-sym"]
+    assert naming.spec("m.weight", "", stored, item) == words
+    assert naming.spec("m.weight", ".scale", scale, item) == scale._replace(name="m.weight_scale")
+    assert is_renamed_to(words, stored, blob)
+    assert is_renamed_to(scale._replace(name="m.weight_scale"), scale, blob)
+    for other in (
+        words._replace(shape=(8, 64)),
+        words._replace(name="m.weight"),
+        words._replace(dtype=DType.U16),
+        words._replace(name="k.weight_packed"),
+    ):
+        assert not is_renamed_to(other, stored, blob)
+
+
+def test_a_shape_has_the_type_that_it_fits() -> None:
+    spec, data = packed_shape("m.weight", (6, 2**31 - 1), DType.I32)
+    assert spec == TensorSpec("m.weight_shape", DType.I32, (2,))
+    assert data == b"\6\0\0\0\xff\xff\xff\x7f"
+    for dtype, shape in ((DType.I64, (6, 64)), (DType.I32, (6, 2**31)), (DType.BF16, (6, 64))):
+        spec, data = packed_shape("m.weight", shape, dtype)
+        assert spec.dtype is DType.I64
+        assert [int.from_bytes(data[at : at + 8], "little") for at in (0, 8)] == [*shape]

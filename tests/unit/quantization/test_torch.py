@@ -12,6 +12,7 @@ from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.safetensors.numpy import BF16
 from tests.unit.quantization.test_numpy import (
     FLOATS,
+    SYMMETRIC,
     any_packed,
     assert_same,
     bits_of,
@@ -116,3 +117,13 @@ def test_tables_are_kept_in_no_memory_of_a_device() -> None:
     finally:
         engine._table.cache_clear()
         engine._float_scale.cache_clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@SYMMETRIC
+@every_float
+def test_dequantizes_symmetric_integers_as_the_reference_does(
+    dtype: str, item: QuantFormat, group_size: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engine._PIECE, "cpu", 1000)
+    compare(any_packed(item, group_size, dtype), item, group_size, device)

@@ -16,6 +16,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, quantizable_tensors, write_folder
+from tests.support.pack_quantized import packed_weight, write_packed
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_weights = import_module("blobstore.integrations.mlx_lm.weights")
@@ -143,3 +144,11 @@ def test_8_bit_floats_are_given_decoded(store: LocalStore, tmp_path: Path) -> No
     with blobstore.open("decoded", store=store, framework="mlx") as model:
         assert found.keys() == set(model)
         assert all(mx.array_equal(array, model[key]) for key, array in found.items())
+
+
+def test_symmetric_integers_are_given_decoded(store: LocalStore, tmp_path: Path) -> None:
+    packed = packed_weight(f"{EXPERTS}.0.up_proj")
+    blobstore.create(write_packed(tmp_path / "source", packed.tensors), "m", store=store)
+    found = weights_of(store, dequantize=mlx_weights.DECODED)
+    array = np.array(found[f"{EXPERTS}.0.up_proj.weight"].astype(mx.float32))
+    np.testing.assert_array_equal(array, packed.values.astype(np.float32))

@@ -24,6 +24,7 @@ from blobstore.integrations.vllm.settings import Settings, engine_options
 from blobstore.operations.export.export import export_model
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob, dense_tensors, quantizable_tensors, write_folder
+from tests.support.pack_quantized import packed_config, packed_weight, write_packed
 
 WHERE = "--model-loader-extra-config of load format blobstore"
 
@@ -281,3 +282,30 @@ def test_the_file_of_modelopt_is_given_with_its_weights_only(
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
     export_model("m", tmp_path / "original", store=store)
     assert (tmp_path / "original" / "hf_quant_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("bits", "module", "is_for_cpus"),
+    [(4, "w", True), (8, "w", False), (4, "layers.0.mlp.experts.0.w1", False)],
+)
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_int4_is_for_kernels_of_vllm_without_a_gpu_too(
+    store: LocalStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    bits: int,
+    module: str,
+    is_for_cpus: bool,
+    has_gpu: bool,
+) -> None:
+    config = {"dtype": "bfloat16", **packed_config({"num_bits": bits})}
+    source = write_packed(tmp_path / "m", packed_weight(module, bits=bits).tensors, config)
+    blobstore.create(source, "m", store=store)
+    monkeypatch.setattr(settings, "_GPUS", ("/" if has_gpu else str(tmp_path / "no GPU"),))
+    plain = {"dtype": "bfloat16"}
+    usual = config if has_gpu or is_for_cpus else plain
+    for dequantize, expected in ((None, usual), (False, config), (True, plain)):
+        with engine_options("m", store=store, dequantize=dequantize) as options:
+            found = json.loads(Path(options["model"], "config.json").read_text())
+        assert found == expected

@@ -14,6 +14,7 @@ from blobstore.operations.create.plan import ModelPlan, PlannedTensor, QuantizeO
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import quantizable_tensors, write_folder
+from tests.support.pack_quantized import packed_weight, write_packed
 
 DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
 LAYER = "model.layers.0"
@@ -117,6 +118,15 @@ def test_reports_quantization_in_the_source(
 def test_rejects_quantizing_a_quantized_source() -> None:
     with pytest.raises(UnsupportedSource, match=r"is already quantized to int4; create from"):
         planned(DATA / "mlx-mode", quant_type="int8")
+
+
+def test_symmetric_integers_are_neither_quantized_nor_decoded_again(tmp_path: Path) -> None:
+    source = write_packed(tmp_path / "m", packed_weight("w").tensors)
+    row = decisions(planned(source))["w.weight"]
+    assert (row.type, row.group_size, row.shape) == ("int4-sym", 32, (6, 64))
+    assert row.bytes_after == 6 * 64 // 2 + 6 * 2 * 2
+    with pytest.raises(UnsupportedSource, match=r"is already quantized to int4-sym; create from"):
+        planned(source, quant_type="int4")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The golden vectors of docs/format.md. None was written by the code under test.
 
-MLX 0.32.4 computed those of quantized weights on a CPU. Those of fp8 were computed in exact arithmetic;
+MLX 0.32.4 computed those of quantized weights on a CPU. Those of fp8 and of symmetric integers were
+computed in exact arithmetic;
 the others were written by hand.
 """
 
@@ -30,6 +31,7 @@ _BLOBS = json.loads((_FOLDER / "blobs.json").read_text())
 _MANIFESTS = json.loads((_FOLDER / "manifests.json").read_text())
 _QUANTIZED = json.loads((_FOLDER / "quantized.json").read_text())
 _FP8 = json.loads((_FOLDER / "fp8.json").read_text())
+_SYMMETRIC = json.loads((_FOLDER / "symmetric.json").read_text())
 _REFERENCES = json.loads((_FOLDER / "references.json").read_text())
 
 
@@ -93,6 +95,21 @@ def test_dequantizes_8_bit_floats(vector: dict[str, Any]) -> None:
         specs.append(TensorSpec(full_name, DTYPES[code], tuple(shape)))
         arrays.append(as_array(memoryview(bytes.fromhex(digits)), 0, specs[-1]))
     metadata = {"quant_type": "fp8", "block_size": vector["block_size"]}
+    known = parse_quant_metadata(specs[0], {".scale": specs[1]}, metadata)
+    assert known is not None
+    for dtype, digits in vector["plain"].items():
+        found = reference.dequantize(arrays[0], arrays[1], None, *known, dtype)
+        assert found.tobytes().hex() == digits
+
+
+@pytest.mark.parametrize("vector", _SYMMETRIC, ids=_why)
+def test_dequantizes_symmetric_integers(vector: dict[str, Any]) -> None:
+    specs, arrays = [], []
+    for key, name in (("weight", "w"), ("scale", "w.scale")):
+        code, shape, digits = vector[key]
+        specs.append(TensorSpec(name, DTYPES[code], tuple(shape)))
+        arrays.append(as_array(memoryview(bytes.fromhex(digits)), 0, specs[-1]))
+    metadata = {key: str(vector[key]) for key in ("quant_type", "group_size")}
     known = parse_quant_metadata(specs[0], {".scale": specs[1]}, metadata)
     assert known is not None
     for dtype, digits in vector["plain"].items():

@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -43,6 +45,7 @@ from tests.support.models import (
     quantizable_tensors,
     write_folder,
 )
+from tests.support.pack_quantized import packed_weight, write_packed
 from tests.support.published import write_published
 from tests.unit.operations.export.folders import (
     FORMS,
@@ -794,3 +797,44 @@ def test_what_is_kept_as_published_keeps_its_config(
     ):
         export_model(NAME, tmp_path / "plain", store=store, dequantize=True)
     assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("write", [partial(export_model, single=True), link_model])
+def test_symmetric_integers_keep_the_names_of_their_source(
+    store: LocalStore, tmp_path: Path, out: Path, write: Any
+) -> None:
+    tensors = {
+        **packed_weight("q").tensors,
+        **packed_weight("model.layers.0.mlp.experts.0.up_proj", shape_type="I32").tensors,
+    }
+    folder = write_packed(tmp_path / "source", tensors)
+    create(folder, NAME, store=store)
+    write(NAME, out, store=store)
+    assert raw_tensors(out) == raw_tensors(folder / "model.safetensors")
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_symmetric_integers_of_a_pytorch_file_get_the_tensors_of_compressed_tensors(
+    store: LocalStore, tmp_path: Path, out: Path
+) -> None:
+    tensors = packed_weight("q").tensors
+    folder = write_packed(tmp_path / "source", tensors)
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    create(folder, NAME, store=store)
+    export_model(NAME, out, store=store)
+    found = raw_tensors(out / "model.safetensors")
+    assert {name: found[name] for name in tensors} == tensors
+
+
+def test_symmetric_integers_are_exported_dequantized(
+    store: LocalStore, tmp_path: Path, out: Path
+) -> None:
+    packed = packed_weight("q", scale="F16")
+    create(write_packed(tmp_path / "source", packed.tensors), NAME, store=store)
+    export_model(NAME, out, store=store, dequantize=True)
+    found = raw_tensors(out / "model.safetensors")
+    assert set(found) == {"q.weight", "model.norm.weight"}
+    assert found["q.weight"] == ("F16", [6, 64], packed.values.tobytes())
+    assert json.loads((out / "config.json").read_text()) == {}

@@ -35,6 +35,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
+from tests.support.pack_quantized import packed_config, packed_weight
 from tests.unit.operations.export.folders import (
     NAME,
     add_layers,
@@ -140,6 +141,20 @@ SOURCES: dict[str, dict[str, bytes]] = {
         "model.safetensors": file_of({**scaled("q"), **weights("norm"), **scaled("k")}),
         "config.json": json.dumps(
             {"quantization_config": {"quant_method": "compressed-tensors"}}
+        ).encode(),
+    },
+    "symmetric integers": {
+        "model.safetensors": file_of(
+            {
+                **packed_weight("q").tensors,
+                **weights("norm"),
+                **packed_weight(f"{EXPERT}.0.up_proj", shape_type="I32").tensors,
+                **packed_weight(f"{EXPERT}.1.up_proj", shape_type="I32").tensors,
+                **packed_weight("k", bits=8, group=64, scale="F16").tensors,
+            }
+        ),
+        "config.json": json.dumps(
+            packed_config({}, {"num_bits": 8, "strategy": "channel"})
         ).encode(),
     },
 }
@@ -563,6 +578,32 @@ def test_a_record_cannot_hold_other_values_than_the_blobs(
     saved(store, tmp_path, "packed weights and input scales")
     change(store, lambda it: replace(it, left_out={**it.left_out, **left_out}))
     assert_damaged(store, tmp_path, message)
+
+
+@pytest.mark.parametrize("shape", [(6, 128), (12, 32), (64, 6), (6, 32)])
+def test_a_record_cannot_hold_another_shape_of_a_packed_weight(
+    shape: tuple[int, int], store: LocalStore, tmp_path: Path
+) -> None:
+    saved(store, tmp_path, "symmetric integers")
+    lengths = b"".join(length.to_bytes(8, "little") for length in shape)
+    change(store, lambda it: replace(it, left_out={**it.left_out, "q.weight_shape": lengths}))
+    assert_damaged(store, tmp_path, "'q.weight_shape', which imports store")
+
+
+def test_a_record_cannot_hold_the_shape_of_no_packed_weight(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    saved(store, tmp_path, "symmetric integers")
+    with_shape = {**packed_weight("q").tensors, "norm.weight_shape": ("I64", [2], bytes(16))}
+    edit = with_header(file_of(with_shape))
+    left_out = {"norm.weight_shape": bytes(16)}
+    change(
+        store,
+        lambda it: replace(
+            it, files=tuple(map(edit, it.files)), left_out={**it.left_out, **left_out}
+        ),
+    )
+    assert_damaged(store, tmp_path, "'norm.weight_shape', which imports store")
 
 
 def test_a_damaged_global_scale_is_a_fault_of_its_blob(store: LocalStore, tmp_path: Path) -> None:
