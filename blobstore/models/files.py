@@ -205,13 +205,13 @@ def faults_located(model: ModelFiles) -> Iterator[None]:
 
 
 def _located(model: ModelFiles, error: Damaged | StoreError) -> BlobstoreError:
-    layers = model.manifest.layers_of(media_types.TENSOR)
+    layers = model.manifest.layers_of(*media_types.WEIGHTS)
     for layer in layers:
         try:
             model.store.check_size(layer.digest, layer.size)
         except (Damaged, StoreError) as found:
-            return found.at(f"{model.reference}: layer {quote(layer.name)}")
+            return found.at(f"{model.reference}: layer {quote(layer.name or layer.media_type)}")
     for layer in layers:
         if layer.digest.hex in str(error):  # messages contain the path of the hot or cold blob
-            return error.at(f"{model.reference}: layer {quote(layer.name)}")
+            return error.at(f"{model.reference}: layer {quote(layer.name or layer.media_type)}")
     return error.at(str(model.reference))

@@ -452,13 +452,6 @@ def test_a_model_without_a_config_has_an_empty_one(tmp_path: Path) -> None:
         assert model.files == {}
 
 
-def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    add_gguf_model(store, "llama")
-    with blobstore.open("llama", store=store) as model:
-        assert dict(model) == {}
-
-
 # Damage
 
 
