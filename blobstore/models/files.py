@@ -60,9 +60,9 @@ class ModelFiles:
             raise error.at(str(reference)) from None
         return files
 
-    def __init__(self, reference: Reference, manifest: bytes, store: BlobAccess) -> None:
+    def __init__(self, reference: Reference | str, manifest: bytes, store: BlobAccess) -> None:
         self.reference = reference
-        """The model's name."""
+        """The model's name; a text if it is the path of a file."""
         self.store = store
         """The store that holds the model."""
         self._manifest = manifest
@@ -184,7 +184,7 @@ def first_text(config: Mapping[str, Any], key: str) -> str:
 
 
 @contextlib.contextmanager
-def file_faults_located(reference: Reference, name: str) -> Iterator[None]:
+def file_faults_located(reference: Reference | str, name: str) -> Iterator[None]:
     """Put a small file and its model in front of the messages of errors."""
     try:
         yield

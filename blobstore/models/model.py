@@ -52,7 +52,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def __init__(
         self,
-        reference: Reference,
+        reference: Reference | str,
         manifest: bytes,
         store: BlobAccess,
         *,
@@ -464,7 +464,8 @@ class Model(ModelFiles, Mapping[str, Array]):
     def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
         if self._memory.reads_tensors(slot):
-            return self._slices.read(name, select(spec, ...))
+            part: Array = self._slices.read(name, select(spec, ...))
+            return part
         region = self._memory.load((slot,), is_in_order=True)
         found: Array = self._target.convert(region.memory, region.offsets[slot] + begin, spec)
         return found

@@ -65,7 +65,6 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
-from tests.support.ollama_store import add_gguf_model
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, BlobMissing, UnsupportedDType
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    ModelNotFound,
+    SourceNotFound,
+    UnsupportedDType,
+    UsageError,
+)
 from blobstore.gguf.dequantize import dequantize
-from blobstore.gguf.header import parse_header
+from blobstore.gguf.header import InvalidGguf, parse_header
 from blobstore.manifests import media_types
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.maintenance.verify import verify_models
@@ -70,7 +78,9 @@ def test_tensors_are_the_bytes_of_the_file(store: LocalStore, read: Any) -> None
 def test_all_tensors_are_views_of_one_map(store: LocalStore) -> None:
     with blobstore.open("m", store=store) as model:
         arrays = [model[name] for name in NAMES]
-        begins = [tensor.begin for tensor in parse_header(GGUF_FILE, len(GGUF_FILE)).tensors.values()]
+        begins = [
+            tensor.begin for tensor in parse_header(GGUF_FILE, len(GGUF_FILE)).tensors.values()
+        ]
         start = arrays[0].ctypes.data - begins[0]
         assert [array.ctypes.data - start for array in arrays] == begins
 
@@ -276,3 +286,77 @@ def test_a_damaged_header_in_object_storage_names_the_layer(
     with pytest.raises(BlobDamaged, match=r"layer 'application/.*version 9 of GGUF is not read"):
         push_model("m", f"file://{tmp_path}/bucket", store=store)
         blobstore.open(f"file://{tmp_path}/bucket/m", store=tmp_path / "other")
+
+
+# Files in no store
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(GGUF_FILE)
+    return path
+
+
+@pytest.mark.parametrize("spelled", ["m.gguf", "./m.gguf", "{}", "link.gguf", Path("m.gguf")])
+def test_a_path_opens_the_file(file: Path, store: LocalStore, spelled: str | Path) -> None:
+    Path("link.gguf").symlink_to(file)
+    path = spelled.format(file) if isinstance(spelled, str) else spelled
+    with blobstore.open(path, store=store) as model:
+        assert {name: model[name].tobytes() for name in model} == stored()
+        assert str(model.reference) == str(path)
+        assert (model.config, model.files) == ({}, {})
+
+
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_a_file_has_all_ways_to_read_tensors(file: Path, read: Any) -> None:
+    with blobstore.open(file, dequantize=True, read=read, verify="header") as model:
+        copy = pickle.loads(pickle.dumps(model))
+        for name in NAMES:
+            assert np.array_equal(model[name], values(name))
+            assert np.array_equal(copy[name], values(name))
+        assert np.array_equal(model.get_slice(NAMES[0])[2:], values(NAMES[0])[2:])
+        assert dict(model.prefetch()).keys() == set(NAMES)
+
+
+def test_a_model_of_the_store_wins_over_a_file(file: Path, store: LocalStore) -> None:
+    add_gguf_model(store, "m.gguf", gguf_file(tensors=[("of the store", F32, (1,), bytes(4))]))
+    with blobstore.open("m.gguf", store=store) as model:
+        assert list(model) == ["of the store"]
+    with blobstore.open("./m.gguf", store=store) as model:
+        assert list(model) == NAMES
+
+
+def test_opening_a_file_writes_nothing(file: Path, store: LocalStore, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    blobstore.open(file, store=store).close()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, SourceNotFound, "m.gguf' cannot be opened: No such file"),
+        (b"PK\3\4", InvalidGguf, "m.gguf' is not a GGUF file"),
+        (GGUF_FILE[:-64], BlobDamaged, "m.gguf': .*download the complete file"),
+    ],
+)
+def test_any_other_file_is_an_error_that_names_it(
+    file: Path, content: bytes | None, error: type[Exception], message: str
+) -> None:
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(error, match=message):
+        blobstore.open(file)
+
+
+def test_names_of_neither_a_model_nor_a_file_are_not_found(store: LocalStore) -> None:
+    with pytest.raises(ModelNotFound):
+        blobstore.open("none.gguf", store=store)
+
+
+@pytest.mark.parametrize("level", ["digest", "rehash"])
+def test_a_file_has_no_digest_to_verify(file: Path, level: Verify) -> None:
+    with pytest.raises(UsageError, match="no digest"):
+        blobstore.open(file, verify=level)
