@@ -49,9 +49,8 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
     yield from _source_rows(info)
     kind = f" ({render.cell(model.model_type)})" if model.model_type else ""
     yield "architecture", f"{render.cell(model.architecture) or 'unknown'}{kind}"
-    if model.parameters is not None:
-        parameters = render.human_count(model.parameters)
-        yield "parameters", f"{parameters} in {render.count_of(len(model.tensors), 'tensor')}"
+    parameters = render.human_count(model.parameters)
+    yield "parameters", f"{parameters} in {render.count_of(len(model.tensors), 'tensor')}"
     if model.published_scheme:
         yield "quantization", render.published(model.published_scheme)
     for name, count, size in info.types:

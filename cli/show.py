@@ -133,8 +133,6 @@ def command(
 
 
 def _default_view(model: ModelDescription, out: Output) -> View:
-    if model.format == "gguf":
-        return "layers"
     if not (model.tensors or model.faults or out.is_json) and model.files:
         return "files"  # a model of files that were stored as they are
     return "tensors"
@@ -167,9 +165,9 @@ def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> S
             by_layer.setdefault((tensor.layer, tensor.digest), []).append(tensor)
         rows = []
         for blob in model.blobs:
-            if blob.media_type == media_types.TENSOR:
+            if blob.media_type in media_types.WEIGHTS:
                 rows += [blob] if blob.fault else by_layer.get((blob.name, blob.digest), ())
-        rows += [blob for blob in model.faults if blob.media_type != media_types.TENSOR]
+        rows += [blob for blob in model.faults if blob.media_type not in media_types.WEIGHTS]
     for pattern in patterns:
         if not any(glob_matches(row.name, pattern) for row in rows):
             message = f"nothing in model {quote(model.reference)} matches {quote(pattern)}"
@@ -194,7 +192,7 @@ def _as_text(model: ModelDescription, view: View, rows: Sequence[Row]) -> Iterat
     kind = f" ({render.cell(model.model_type)})" if model.model_type else ""
     yield f"{render.cell(model.reference)}: {architecture}{kind}"
     if model.format == "gguf":
-        yield "a model of Ollama: its weights are one GGUF file, not one blob per tensor"
+        yield "a model of Ollama: its tensors are in one GGUF file, not one blob each"
     cells = [_cells(view, row) for row in rows]
     yield render.table(headings, cells, right=numbers, alarming=alarming)
     yield ", ".join(_totals(model, view, rows))
@@ -207,7 +205,7 @@ def _cells(view: View, row: Row) -> tuple[str, ...]:
         shape = render.cell(f"[{', '.join(map(str, row.shape))}]")
         return (name, kind, shape, _bits(row.size, row.parameters), *end)
     if view == "tensors":
-        return (name, row.state.upper(), "-", "-", *end)
+        return (name or render.cell(row.media_type), row.state.upper(), "-", "-", *end)
     mark = f"{row.state.upper()} " if row.fault else ""
     if view == "files":
         return (f"{mark}{name}", *end)

@@ -16,9 +16,13 @@ SYSTEM: Final = "application/vnd.ollama.image.system"
 LICENSE: Final = "application/vnd.ollama.image.license"
 PARAMS: Final = "application/vnd.ollama.image.params"
 MODEL: Final = "application/vnd.ollama.image.model"
-"""A GGUF file. Models with such a layer are Ollama's own; we list them and touch nothing."""
+"""A GGUF file. Models with such a layer are Ollama's own; we read them and write none."""
 PROJECTOR: Final = "application/vnd.ollama.image.projector"
 ADAPTER: Final = "application/vnd.ollama.image.adapter"
+GGUF: Final = (MODEL, PROJECTOR, ADAPTER)
+"""The layers that are GGUF files; they have no names."""
+WEIGHTS: Final = (TENSOR, *GGUF)
+"""The layers that hold tensors."""
 
 FILE: Final = "application/vnd.blobstore.file.v1"
 """One file of the source that is not JSON, or too large for it, as it is. Ollama ignores it."""

@@ -121,9 +121,9 @@ class Manifest:
         }
         return f"{strictjson.dumps(value | dict(self.extra))}\n".encode()
 
-    def layers_of(self, media_type: str) -> tuple[Descriptor, ...]:
-        """Return the layers of one media type, in order."""
-        return tuple(layer for layer in self.layers if layer.media_type == media_type)
+    def layers_of(self, *kinds: str) -> tuple[Descriptor, ...]:
+        """Return the layers of some media types, in order."""
+        return tuple(layer for layer in self.layers if layer.media_type in kinds)
 
     @property
     def blobs(self) -> tuple[Descriptor, ...]:

@@ -68,7 +68,7 @@ def check_blobs(
     if not reads_headers(verify):
         return
     parsed = Manifest.from_bytes(manifest)
-    layers = parsed.layers_of(media_types.TENSOR)
+    layers = parsed.layers_of(*media_types.WEIGHTS)
     cached = index if index.is_cached else load_cached_index(store, manifest)
     real = load_index(store, manifest, use_index=False) if index.is_cached else index
     names = real.names_in_blobs()
@@ -98,8 +98,11 @@ def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | Non
     """Check that a layer's name is a tensor of its blob, or a prefix of all its tensors.
 
     Returns:
-        None if it is. Otherwise the tensor at fault, empty if unknown, and a message.
+        None if it is, or the layer is a GGUF file. Otherwise the tensor at fault, empty if unknown, and a
+        message.
     """
+    if layer.media_type in media_types.GGUF:
+        return None
     if not names:
         return "", f"blob {layer.digest} holds no tensor"
     if layer.name in names or list(names) == [CONSTANT_KEY]:

@@ -60,9 +60,9 @@ class ModelFiles:
             raise error.at(str(reference)) from None
         return files
 
-    def __init__(self, reference: Reference, manifest: bytes, store: BlobAccess) -> None:
+    def __init__(self, reference: Reference | str, manifest: bytes, store: BlobAccess) -> None:
         self.reference = reference
-        """The model's name."""
+        """The model's name; a text if it is the path of a file."""
         self.store = store
         """The store that holds the model."""
         self._manifest = manifest
@@ -184,7 +184,7 @@ def first_text(config: Mapping[str, Any], key: str) -> str:
 
 
 @contextlib.contextmanager
-def file_faults_located(reference: Reference, name: str) -> Iterator[None]:
+def file_faults_located(reference: Reference | str, name: str) -> Iterator[None]:
     """Put a small file and its model in front of the messages of errors."""
     try:
         yield
@@ -205,13 +205,13 @@ def faults_located(model: ModelFiles) -> Iterator[None]:
 
 
 def _located(model: ModelFiles, error: Damaged | StoreError) -> BlobstoreError:
-    layers = model.manifest.layers_of(media_types.TENSOR)
+    layers = model.manifest.layers_of(*media_types.WEIGHTS)
     for layer in layers:
         try:
             model.store.check_size(layer.digest, layer.size)
         except (Damaged, StoreError) as found:
-            return found.at(f"{model.reference}: layer {quote(layer.name)}")
+            return found.at(f"{model.reference}: layer {quote(layer.name or layer.media_type)}")
     for layer in layers:
         if layer.digest.hex in str(error):  # messages contain the path of the hot or cold blob
-            return error.at(f"{model.reference}: layer {quote(layer.name)}")
+            return error.at(f"{model.reference}: layer {quote(layer.name or layer.media_type)}")
     return error.at(str(model.reference))

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
     from blobstore.store.protocols import BlobAccess
 
-_VERSION = 2
+_VERSION = 3
 """Incremented when the index's format changes, so that older files are ignored."""
 
 Entry = tuple[str, "Sequence[int]", int, int]
@@ -189,7 +189,7 @@ def read_index(
     with gc_paused():
         parsed = Manifest.from_bytes(manifest)
         is_proven = store.check_manifest(manifest, parsed)
-        layers = parsed.layers_of(media_types.TENSOR)
+        layers = parsed.layers_of(*media_types.WEIGHTS)
         blobs = [(layer.digest, layer.size) for layer in layers]
         try:
             region = reserve([size for _, size in blobs]) if reserve is not None else None

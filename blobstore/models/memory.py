@@ -10,6 +10,7 @@ either case: threads decompress them straight into the region.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
@@ -28,6 +29,7 @@ from blobstore.errors import (
     TooManyMaps,
     UsageError,
 )
+from blobstore.manifests import media_types
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
 from blobstore.models.files import faults_located
 
@@ -155,6 +157,14 @@ class ModelMemory:
     def needs_remote(self, slot: int) -> bool:
         """Return whether a blob is neither in memory nor local."""
         return slot in self._absent and self._is_remote(slot)
+
+    def reads_tensors(self, slot: int) -> bool:
+        """Return whether each tensor of a blob is read by itself: it is a remote GGUF file, which has them all."""
+        return self.needs_remote(slot) and self._blobs[slot][0] in self._gguf_files
+
+    @functools.cached_property
+    def _gguf_files(self) -> frozenset[Digest]:
+        return frozenset(layer.digest for layer in self.files.manifest.layers_of(*media_types.GGUF))
 
     def load(self, slots: Iterable[int] = (), *, is_in_order: bool = False) -> MappedRegion:
         """Return the memory, after loading the blobs at ``slots`` into it.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from blobstore.core import pictures
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
+from blobstore.core.slicing import select
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import BlobstoreError, Damaged, StoreError, TensorNotFound, TooManyMaps
 from blobstore.models.checks import check_blobs, check_level
@@ -51,7 +52,7 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def __init__(
         self,
-        reference: Reference,
+        reference: Reference | str,
         manifest: bytes,
         store: BlobAccess,
         *,
@@ -462,6 +463,9 @@ class Model(ModelFiles, Mapping[str, Array]):
 
     def _array(self, name: str) -> Array:
         spec, slot, begin = self._index.location(name)
+        if self._memory.reads_tensors(slot):
+            part: Array = self._slices.read(name, select(spec, ...))
+            return part
         region = self._memory.load((slot,), is_in_order=True)
         found: Array = self._target.convert(region.memory, region.offsets[slot] + begin, spec)
         return found

@@ -61,7 +61,7 @@ class BlobGroup:
             location = self._index.location(name)
             slot = location.slot
             if index is None:
-                ranges.append((slot, 0, self._index.blobs[slot][1]))
+                ranges += self._stored_ranges(name)
             elif self._slices.slice(name).spec != location.spec:
                 continue  # its parts are dequantized from those of several tensors
             elif not self._memory.reads_parts(slot):
@@ -75,6 +75,13 @@ class BlobGroup:
             for slot, begin, end in dict.fromkeys(ranges)
             for start in range(begin, end, _REQUEST)
         ]
+
+    def _stored_ranges(self, name: str) -> Iterator[tuple[int, int, int]]:
+        """Yield slots and bytes of a tensor and of what dequantizing it takes."""
+        for stored in self._slices.stored_names(name):
+            spec, slot, begin = self._index.location(stored)
+            if not self._memory.reads_tensors(slot):
+                yield slot, begin, begin + spec.nbytes
 
     def build(self) -> Iterator[tuple[str, Any]]:
         """Return the tensors."""

@@ -110,13 +110,13 @@ class SliceReader:
             def read(index: Index) -> Any:
                 part = self._weights.part(name, index, widened=True)
                 arrays = {
-                    one: self._read(one, taken, loaded) for one, taken in part.selections.items()
+                    one: self.read(one, taken, loaded) for one, taken in part.selections.items()
                 }
                 return self._weights.dequantize(name, arrays)[(..., *part.requested)]
 
             return TensorSlice(self._weights.dequantized_spec(name), read)
         spec = self._index.spec(name)
-        return TensorSlice(spec, lambda index: self._read(name, select(spec, index), loaded))
+        return TensorSlice(spec, lambda index: self.read(name, select(spec, index), loaded))
 
     def read_quantized(self, name: str, index: Index) -> dict[str, Any]:
         """Return a part of a quantized weight; see :meth:`Model.quantized_slice`."""
@@ -125,7 +125,7 @@ class SliceReader:
                 f"model {self._memory.files.reference} has no quantized weight {quote(name)}"
             )
         selections = self._weights.part(name, index).selections
-        return {stored: self._read(stored, part) for stored, part in selections.items()}
+        return {stored: self.read(stored, part) for stored, part in selections.items()}
 
     def planned(
         self, names: Sequence[str], plan: Plan, whole: Callable[[str], Any]
@@ -159,6 +159,11 @@ class SliceReader:
             TensorNotFound, UsageError: as :meth:`slice`.
         """
         stored = self._stored_weights()
+        reads_tensors, slot = self._memory.reads_tensors, self._index.slot
+        items = [
+            (name, ... if index is None and reads_tensors(slot(name)) else index)
+            for name, index in items
+        ]
 
         def selections(name: str, index: Index | None) -> Mapping[str, Selection] | None:
             """Return which parts of stored tensors are read for a tensor; None if it is read whole."""
@@ -176,9 +181,16 @@ class SliceReader:
                     yield name, whole(name)
                 elif name in stored:
                     part = self._weights.part(stored[name], index).selections[name]
-                    yield name, self._read(name, part, loaded)
+                    yield name, self.read(name, part, loaded)
                 else:
                     yield name, self.slice(name, loaded)[index]
+
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the stored tensors that a look-up of a tensor reads."""
+        weights = self._weights
+        return (
+            (name, *weights.companions(name).values()) if name in weights.dequantized else (name,)
+        )
 
     def _stored_weights(self) -> Mapping[str, str]:
         """Return the weight that each stored part of a quantized weight belongs to, the weight itself too."""
@@ -246,7 +258,7 @@ class SliceReader:
         self._memory.load(slots)
         return self._memory.files.store.read_ranges(ranges)
 
-    def _read(self, name: str, part: Selection, loaded: LoadedRanges | None = None) -> Any:
+    def read(self, name: str, part: Selection, loaded: LoadedRanges | None = None) -> Any:
         """Return a part of a tensor as stored, from memory, from ``loaded`` or from its file."""
         location = self._index.location(name)
         slot, target = location.slot, self._target

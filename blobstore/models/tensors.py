@@ -94,7 +94,7 @@ class ModelTensors:
 
 def read_headers(store: BlobDescriber, manifest: Manifest) -> Headers:
     """Read the headers of a model's tensor blobs, each once."""
-    blobs = list(dict.fromkeys(layer.id for layer in manifest.layers_of(media_types.TENSOR)))
+    blobs = list(dict.fromkeys(layer.id for layer in manifest.layers_of(*media_types.WEIGHTS)))
     return dict(zip(blobs, store.read_headers(blobs), strict=True))
 
 
@@ -120,7 +120,7 @@ def read_tensors(
     headers = read_headers(store, manifest) if headers is None else headers
     faults: dict[tuple[Digest, int], BlobstoreError] = {}
     tensors: dict[str, StoredTensor] = {}
-    for layer in manifest.layers_of(media_types.TENSOR):
+    for layer in manifest.layers_of(*media_types.WEIGHTS):
         interrupts.check()
         try:
             found = tensors_of(layer, headers[layer.id])
@@ -133,8 +133,8 @@ def read_tensors(
             earlier = tensors.setdefault(tensor.name, tensor)
             if earlier is not tensor:
                 raise BlobDamaged(
-                    f"tensor {quote(tensor.name)} is in two layers, {quote(earlier.layer.name)} "
-                    f"and {quote(layer.name)}"
+                    f"tensor {quote(tensor.name)} is in two layers, {quote(label(earlier.layer))} "
+                    f"and {quote(label(layer))}"
                 )
     return ModelTensors(tensors, faults)
 
@@ -183,9 +183,14 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
 def only_tensor(layer: Descriptor, header: Header) -> tuple[str, TensorEntry]:
     """Return the name and the entry of the tensor of a blob that contains only one."""
     ((name, entry),) = header.tensors.items()
-    return (layer.name if name == CONSTANT_KEY else name), entry
+    return (layer.name if name == CONSTANT_KEY and layer.name else name), entry
 
 
 def at_layer(error: BlobstoreError, layer: Descriptor) -> BlobstoreError:
     """Return the error with the layer in front of its message."""
-    return error.at(f"layer {quote(layer.name)}")
+    return error.at(f"layer {quote(label(layer))}")
+
+
+def label(layer: Descriptor) -> str:
+    """Return the name of a layer, or its media type: layers of GGUF files have no name."""
+    return layer.name or layer.media_type

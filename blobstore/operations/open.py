@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, UsageError
+from blobstore.errors import Damaged, InvalidReference, UsageError
+from blobstore.gguf.file import is_gguf
+from blobstore.gguf.header import InvalidGguf
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
 from blobstore.models.files import ModelFiles
@@ -15,11 +19,12 @@ from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, is_in_objects
+from blobstore.store.gguf_file import GgufFile
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from typing import Unpack
+    from typing import TypeGuard, Unpack
 
     import mlx.core
     import torch
@@ -49,29 +54,41 @@ class _Options(TypedDict, total=False):
 
 @overload
 def open_model(
-    reference: str | Reference,
+    reference: str | os.PathLike[str] | Reference,
     *,
     framework: Literal["numpy", "np"] = "numpy",
     **options: Unpack[_Options],
 ) -> Model[NDArray[Any]]: ...
 @overload
 def open_model(
-    reference: str | Reference, *, framework: Literal["torch", "pt"], **options: Unpack[_Options]
+    reference: str | os.PathLike[str] | Reference,
+    *,
+    framework: Literal["torch", "pt"],
+    **options: Unpack[_Options],
 ) -> Model[torch.Tensor]: ...
 @overload
 def open_model(
-    reference: str | Reference, *, framework: Literal["mlx"], **options: Unpack[_Options]
+    reference: str | os.PathLike[str] | Reference,
+    *,
+    framework: Literal["mlx"],
+    **options: Unpack[_Options],
 ) -> Model[mlx.core.array]: ...
 @overload
 def open_model(
-    reference: str | Reference, *, framework: Framework, **options: Unpack[_Options]
+    reference: str | os.PathLike[str] | Reference,
+    *,
+    framework: Framework,
+    **options: Unpack[_Options],
 ) -> Model: ...
 @overload
 def open_model(
-    reference: str | Reference, *, plan: Literal[True], **options: Unpack[_Options]
+    reference: str | os.PathLike[str] | Reference,
+    *,
+    plan: Literal[True],
+    **options: Unpack[_Options],
 ) -> ReadPlan: ...
 def open_model(
-    reference: str | Reference,
+    reference: str | os.PathLike[str] | Reference,
     *,
     store: StoreLike = None,
     framework: Framework = "numpy",
@@ -91,7 +108,10 @@ def open_model(
     Args:
         reference: the name, ``[host/][namespace/]model[:tag]``, or the address of a model in object
             storage, such as ``s3://bucket/prefix/model:tag``. The tensors of the latter are read into memory
-            of this process when they are used. Blobs that the store has are read there.
+            of this process when they are used. Blobs that the store has are read there. Or the path of a GGUF
+            file: a :class:`~pathlib.Path`, or a text that ends in ``.gguf`` and is no name of the store. No
+            policy applies to files, and only ``framework``, ``device``, ``dequantize``, ``read``,
+            ``prefetch`` and ``verify`` up to ``header`` do.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         framework: the type of the tensors. ``numpy`` arrays are read-only views. ``torch`` tensors
             are views of private memory; writing to them never changes the store. ``mlx`` arrays are
@@ -141,6 +161,8 @@ def open_model(
         "prefetch": prefetch,
         "progress": progress,
     }
+    if isinstance(reference, os.PathLike) or _is_gguf_path(reference, store):
+        return _open_file(reference, verify, **options)
     if is_in_objects(reference):
         if thaw:
             raise UsageError("thaw is for models of the store; pull the model first")
@@ -152,6 +174,29 @@ def open_model(
     if thaw:
         _thaw(reference, store, progress)
     return _open_local(reference, store, verify, **options)
+
+
+def _open_file(path: str | os.PathLike[str], verify: Verify, **options: Any) -> Model:
+    """Open a GGUF file that is in no store."""
+    file = GgufFile(Path(path).resolve())
+    manifest = file.manifest()
+    if not is_gguf(file.root):
+        raise InvalidGguf(f"{quote(file.root)} is not a GGUF file: it does not begin with 'GGUF'")
+    if verify in ("digest", "rehash"):
+        file.check_digest()
+    model = Model(str(path), manifest.to_bytes(), file, **options)
+    model.check(verify)
+    return model
+
+
+def _is_gguf_path(reference: str | Reference, store: LocalStore) -> TypeGuard[str]:
+    """Return whether a reference is the path of a GGUF file, and not the name of a model."""
+    if not isinstance(reference, str) or not reference.endswith(".gguf"):
+        return False
+    try:
+        return not store.has_model(reference) and Path(reference).is_file()
+    except InvalidReference:
+        return True
 
 
 @contextlib.contextmanager
@@ -166,8 +211,9 @@ def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[
     """
     store = LocalStore.of(store)
     if not is_in_objects(reference):
+        reference = Reference.of(reference)
         files = ModelFiles.of(reference, store)
-        require_trust(store, files.reference, files.data)
+        require_trust(store, reference, files.data)
         yield files
         return
     remote = _find_remote(store, reference, "none", None)

@@ -27,6 +27,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.store.blob_header import is_gguf, read_gguf_header
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -216,7 +217,7 @@ class RemoteReader:
                 if start is None and self._local is not None:
                     yield from self._local.read_headers([(digest, size)])
                 elif isinstance(start, bytes):
-                    yield parse_header(start[PREFIX_SIZE:], size)
+                    yield _parsed(start, size)
                 elif start is not None:
                     yield start
             except InvalidHeader as error:
@@ -265,6 +266,8 @@ class RemoteReader:
         try:
             source = self._owner(digest, size)
             start = limits.gather(source.read(digest, size, 0, min(size, HEADER_REQUEST)))
+            if is_gguf(start):
+                return self._gguf_start(source, digest, size, start, budget)
             end = PREFIX_SIZE + header_size(start[:PREFIX_SIZE], size)
             budget.spend(end)
             if end > len(start):
@@ -274,6 +277,23 @@ class RemoteReader:
             return BlobDamaged(f"blob {digest}: {error}")
         except Damaged as error:
             return error
+
+    @staticmethod
+    def _gguf_start(
+        source: RemoteModelSource, digest: Digest, size: int, start: bytes, budget: limits.Budget
+    ) -> bytes:
+        """Return the header of a GGUF file that begins with ``start``. Only its own bytes say where it ends."""
+
+        def read(begin: int, end: int) -> bytes:
+            nonlocal start
+            if end > len(start):
+                budget.spend(end - len(start))
+                start += limits.gather(source.read(digest, size, len(start), end))
+            return start[begin:end]
+
+        budget.spend(len(start))
+        header = read_gguf_header(read, size)
+        return start[: header.data_start]
 
     def _abort(self) -> None:
         for source in self._sources.values():
@@ -304,6 +324,13 @@ class RemoteReader:
         if found != size:
             raise BlobDamaged(f"blob {digest} has {found} bytes, expected {size}")
         return source
+
+
+def _parsed(start: bytes, size: int) -> Header:
+    """Return the header of a blob of ``size`` bytes that begins with ``start``. Raises InvalidHeader."""
+    if is_gguf(start):
+        return read_gguf_header(lambda begin, end: start[begin:end], size)
+    return parse_header(start[PREFIX_SIZE:], size)
 
 
 def read_small(source: RemoteModelSource, digest: Digest, size: int) -> bytes:

@@ -146,7 +146,8 @@ class RemoteStore:
         """
         if self._cache is not None:
             self._cache.begin()
-        tensors = {layer.digest for layer in self._source.manifest.layers_of(media_types.TENSOR)}
+        layers = self._source.manifest.layers_of(*media_types.WEIGHTS)
+        tensors = {layer.digest for layer in layers}
         small = [
             blob.id
             for blob in self._source.blobs

@@ -22,6 +22,7 @@ from blobstore.core.files import FileState
 from blobstore.core.fork import renew_lock_in_children
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, StoreError
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
+from blobstore.store.blob_header import read_blob_header
 from blobstore.store.cold_file import ColdFile
 from blobstore.store.hot import ADVICE
 from blobstore.store.scan import digest_of, scan_folder
@@ -160,16 +161,24 @@ class ColdBlob:
             raise self._damaged(f"it decodes to a blob with digest {found}")
 
     def read_header(self) -> Header:
-        """Return the checked safetensors header of a tensor blob.
+        """Return the checked header of a blob that holds tensors.
 
         Raises:
             InvalidHeader: it breaks the format. Otherwise as :meth:`read_into`.
         """
-        prefix = memoryview(bytearray(min(PREFIX_SIZE, self.size)))
-        self.read_into(0, prefix)
-        text = memoryview(bytearray(header_size(prefix, self.size)))
-        self.read_into(PREFIX_SIZE, text)
-        return parse_header(text, self.size)
+
+        def read(begin: int, end: int) -> memoryview:
+            buffer = memoryview(bytearray(min(end, self.size) - begin))
+            self.read_into(begin, buffer)
+            return buffer
+
+        def read_safetensors() -> Header:
+            prefix = read(0, min(PREFIX_SIZE, self.size))
+            return parse_header(
+                read(PREFIX_SIZE, PREFIX_SIZE + header_size(prefix, self.size)), self.size
+            )
+
+        return read_blob_header(read_safetensors, read, self.size)
 
     def _all_decoders(self) -> Iterator[ColdBlobDecoder]:
         """Yield a decoder for each file of the base; the next file is opened only if it is needed."""

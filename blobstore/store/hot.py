@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
-from blobstore.core.files import read_past_cache
+from blobstore.core.files import read_exactly, read_past_cache
 from blobstore.core.mmap import is_cached, mapped, too_many_maps
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, StoreError
 from blobstore.safetensors.file import read_header
+from blobstore.store.blob_header import read_blob_header
 from blobstore.store.scan import scan_folder
 
 if TYPE_CHECKING:
@@ -144,7 +145,11 @@ class HotShelf:
         try:
             if region is not None:
                 region.map(slot, descriptor, size)
-            return read_header(descriptor, size)
+            return read_blob_header(
+                lambda: read_header(descriptor, size),
+                lambda begin, end: read_exactly(descriptor, end - begin, begin),
+                size,
+            )
         finally:
             os.close(descriptor)
 

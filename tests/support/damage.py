@@ -32,7 +32,7 @@ def forge_index(store: LocalStore, change: Callable[[Any], object]) -> None:
     value = json.loads(path.read_bytes().partition(b"\n")[2])
     change(value)
     text = json.dumps(value).encode()
-    checksum = Digest.of(f"2 sha256:{path.name}\n".encode() + text)
+    checksum = Digest.of(f"3 sha256:{path.name}\n".encode() + text)
     path.write_bytes(f"{checksum}\n".encode() + text)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support.gguf_files import TEXT, gguf_file, text
 
 _CONFIG = (
     b'{"model_format":"gguf","model_family":"llama","model_families":["llama"],'
@@ -15,10 +18,41 @@ _CONFIG = (
 )
 
 
-def add_gguf_model(store: LocalStore, name: str) -> Manifest:
-    """Write a model of Ollama's own: one GGUF layer and layers without names."""
+F32, Q8_0 = 0, 8
+
+
+def q8_0(rows: int, columns: int, seed: int = 0) -> bytes:
+    """Return rows of blocks: a scale as float16 and 32 integers of 8 bits each."""
+    count = rows * columns // 32
+    blocks = np.empty((count, 34), np.uint8)
+    random = np.random.default_rng(seed)
+    blocks[:, :2] = random.uniform(0.001, 0.01, (count, 1)).astype(np.float16).view(np.uint8)
+    blocks[:, 2:] = random.integers(0, 256, (count, 32), np.uint8)
+    return blocks.tobytes()
+
+
+GGUF_FILE = gguf_file(
+    [("general.architecture", TEXT, text("llama"))],
+    [
+        ("token_embd.weight", Q8_0, (64, 5), q8_0(5, 64)),
+        ("output_norm.weight", F32, (64,), np.linspace(0, 1, 64, dtype=np.float32).tobytes()),
+        ("blk.0.ffn_gate_exps.weight", Q8_0, (32, 3, 2), q8_0(6, 32, seed=1)),
+    ],
+)
+"""A small file with plain tensors, and quantized ones of two and three dimensions."""
+
+
+def add_gguf_model(
+    store: LocalStore,
+    name: str,
+    content: bytes = GGUF_FILE,
+    *,
+    projector: bytes | None = None,
+) -> Manifest:
+    """Write a model of Ollama's own: one GGUF layer, or two, and layers without names."""
     layers = [
-        _add_blob(store, media_types.MODEL, b"GGUF" + bytes(1000)),
+        _add_blob(store, media_types.MODEL, content),
+        *([] if projector is None else [_add_blob(store, media_types.PROJECTOR, projector)]),
         _add_blob(store, media_types.TEMPLATE, b"{{ .Prompt }}"),
         _add_blob(store, media_types.LICENSE, b"first license"),
         _add_blob(store, media_types.LICENSE, b"second license"),

@@ -145,7 +145,7 @@ def _opened(
 
 
 def _build(
-    reference: Reference,
+    reference: Reference | str,
     folder: Path,
     weights: Weights,
     model_config: Mapping[str, Any] | None,

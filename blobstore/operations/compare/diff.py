@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from blobstore.store.protocols import ModelInspector
 
 _BUFFER_SIZE = 1 << 20
+_OF_TENSORS = (*media_types.WEIGHTS, media_types.STACKS, media_types.SOURCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +239,7 @@ def _diff_files(
     store: ModelInspector, ours: Manifest, theirs: Manifest
 ) -> tuple[FileDifference, ...]:
     found, others = _other_layers(ours), _other_layers(theirs)
-    have_tensors = all(manifest.layers_of(media_types.TENSOR) for manifest in (ours, theirs))
+    have_tensors = all(manifest.layers_of(*media_types.WEIGHTS) for manifest in (ours, theirs))
     differences = []
     for key in dict.fromkeys([*found, *others]):
         media_type, name, _ = key
@@ -267,7 +268,7 @@ def _other_layers(manifest: Manifest) -> dict[tuple[str, str, int], Descriptor]:
     counts: Counter[tuple[str, str]] = Counter()
     for layer in (manifest.config, *manifest.layers):
         # The names of stacked tensors are compared with the tensors. Equal models may have other sources.
-        if layer.media_type not in (media_types.TENSOR, media_types.STACKS, media_types.SOURCE):
+        if layer.media_type not in _OF_TENSORS:
             key = layer.media_type, layer.name
             found[(*key, counts[key])] = layer
             counts[key] += 1

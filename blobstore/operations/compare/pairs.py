@@ -115,7 +115,7 @@ def pair_tensors(
     """
     manifests = store.resolve(reference), store.resolve(base)
     for name, manifest in zip((reference, base), manifests, strict=True):
-        if not manifest.layers_of(media_types.TENSOR):
+        if not manifest.layers_of(*media_types.WEIGHTS):
             raise BlobstoreError(
                 f"model {name} has no tensor layers, so there is nothing to compare"
             )

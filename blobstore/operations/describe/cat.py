@@ -24,7 +24,7 @@ _MAX_LISTED = 8
 class ModelFile:
     """A file of a model."""
 
-    reference: Reference
+    reference: Reference | str
     layer: Descriptor
     """Its name, digest and size."""
     store: LocalStore

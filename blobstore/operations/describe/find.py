@@ -92,7 +92,7 @@ class _Search:
         """Yield the tensors and files of a model that have the name."""
         if entry.manifest is None:
             return
-        layers = entry.manifest.layers_of(media_types.TENSOR)
+        layers = entry.manifest.layers_of(*media_types.WEIGHTS)
         self._read([layer for layer in layers if (layer.id, layer.name) not in self._found])
         for layer in layers:
             found = self._found[layer.id, layer.name]

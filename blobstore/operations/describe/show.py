@@ -113,10 +113,8 @@ class ModelDescription:
     """What a user should know about how the model is served."""
 
     @property
-    def parameters(self) -> int | None:
-        """The number of elements of all tensors; None for a GGUF model."""
-        if self.format == "gguf":
-            return None
+    def parameters(self) -> int:
+        """The number of elements of all tensors."""
         return sum(tensor.parameters for tensor in self.tensors)
 
     @property
@@ -169,7 +167,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
     contents = read_tensors(store, manifest, collect_faults=True)
     faults = dict(contents.faults)
     for blob in (manifest.config, *manifest.layers):
-        if blob.media_type != media_types.TENSOR:
+        if blob.media_type not in media_types.WEIGHTS:
             try:
                 store.check_size(blob.digest, blob.size)
             except BlobstoreError as error:
@@ -207,7 +205,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
                 size=blob.size,
                 digest=blob.digest,
                 is_frozen=blob.digest in frozen,
-                fault=fault and fault.at(f"layer {quote(name)}"),
+                fault=fault and fault.at(f"layer {quote(name or blob.media_type)}"),
             )
             for blob in (manifest.config, *manifest.layers)
             for name in [blob.name or (CONFIG_NAME if blob is manifest.config else "")]

@@ -303,7 +303,7 @@ def _model_faults(
             error = error and BlobDamaged(f"cold blob {layer.digest} cannot be decoded: {message}")
             if base not in check.of_models:  # otherwise it is reported as a blob of its own model
                 yield Fault(str(reference), layer.name, "", message, str(base.digest))
-        if layer.media_type == media_types.TENSOR:
+        if layer.media_type in media_types.WEIGHTS:
             found = _tensor_fault(layer, headers[layer.id], error)
         else:
             found = _layer_fault(store, manifest, layer, error)
@@ -317,7 +317,7 @@ def _model_faults(
     except BlobstoreError as twice:  # a tensor in two layers; the message names both
         yield Fault(str(reference), "", "", _without_advice(twice))
         return
-    for layer in manifest.layers_of(media_types.TENSOR):
+    for layer in manifest.layers_of(*media_types.WEIGHTS):
         fault = contents.faults.get(layer.id)
         if fault is not None and layer.id not in reported:  # the metadata contradicts the tensors
             tensor = tensor_name(layer, indexed().get(layer.id, ()))

@@ -92,7 +92,7 @@ def test_escapes_what_a_card_says(store: LocalStore, dense: Path) -> None:
 def test_describes_a_model_of_ollama(store: LocalStore) -> None:
     add_gguf_model(store, "llama3:8b")
     info = run_json("info", "llama3:8b")
-    assert (info["format"], info["tensors"], info["source"]) == ("gguf", 0, None)
+    assert (info["format"], info["tensors"], info["source"]) == ("gguf", 3, None)
     assert rows("llama3:8b")["source"] == "unknown"
 
 

@@ -245,18 +245,25 @@ def test_a_damaged_manifest_is_damage(stored: LocalStore) -> None:
     assert run("show", "dense", "--manifest").stdout == "{}"
 
 
-def test_shows_a_model_of_ollama_by_its_layers(store: LocalStore) -> None:
+def test_shows_the_tensors_of_a_model_of_ollama(store: LocalStore) -> None:
     manifest = add_gguf_model(store, "llama3:8b")
     result = run("show", "llama3:8b")
     lines = result.stdout.splitlines()
     assert lines[0] == "llama3:8b: llama (8.0B)"
     assert lines[1].startswith("a model of Ollama: ")
-    assert lines[2].split() == ["NAME", "MEDIA", "TYPE", "SIZE", "DIGEST"]
-    assert len(lines) == 3 + 1 + len(manifest.layers) + 1
+    assert lines[3].split()[:5] == ["token_embd.weight", "q8_0", "g32", "[5,", "64]"]
+    assert lines[6].startswith("3 tensors in 1 blob, 576 parameters, ")
     shown = run_json("show", "llama3:8b")
-    assert shown["format"] == "gguf"
-    assert shown["parameters"] is None
-    assert len(shown["layers"]) == 6
+    assert (shown["format"], shown["parameters"]) == ("gguf", 576)
+    assert shown["tensors"][0]["quant_type"] == "q8_0"
+    assert len(run_json("show", "llama3:8b", "--layers")["layers"]) == 1 + len(manifest.layers)
+
+
+def test_shows_that_the_file_of_a_model_of_ollama_is_damaged(store: LocalStore) -> None:
+    add_gguf_model(store, "llama3:8b", b"GGUF")
+    result = run("show", "llama3:8b", exit_code=4)
+    assert result.stdout.splitlines()[3].split()[:2] == [media_types.MODEL, "DAMAGED"]
+    assert f"layer '{media_types.MODEL}': " in result.stderr
 
 
 def test_shows_the_logical_shape_of_quantized_tensors(store: LocalStore) -> None:

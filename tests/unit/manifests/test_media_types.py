@@ -11,7 +11,7 @@ OLLAMA = "application/vnd.ollama.image."
 TYPES = {
     name: value
     for name, value in vars(media_types).items()
-    if name.isupper() and value.startswith("application/")
+    if name.isupper() and isinstance(value, str) and value.startswith("application/")
 }
 
 

@@ -113,7 +113,7 @@ def test_an_unproven_manifest_gets_no_index(store: LocalStore) -> None:
 def test_a_malformed_index_is_ignored_despite_its_checksum(store: LocalStore, text: str) -> None:
     key = Digest.of(manifest(store))
     data = text.replace("DIGEST", key.hex).encode()
-    checksum = Digest.of(f"2 {key}\n".encode() + data)
+    checksum = Digest.of(f"3 {key}\n".encode() + data)
     index_file(store).write_bytes(f"{checksum}\n".encode() + data)
     index = load_index(store, manifest(store))
     assert set(index.entries) == {*dense_tensors(), *moe_tensors()}
@@ -133,7 +133,7 @@ def test_the_index_is_json_after_a_checksum_line_that_includes_the_manifest(
     store: LocalStore,
 ) -> None:
     first, _, rest = index_file(store).read_bytes().partition(b"\n")
-    summed = f"2 {Digest.of(manifest(store))}\n".encode() + rest
+    summed = f"3 {Digest.of(manifest(store))}\n".encode() + rest
     assert first.decode() == str(Digest.of(summed))
     tensors, blobs, quantized = json.loads(rest)
     assert quantized == {}

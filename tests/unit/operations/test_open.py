@@ -65,7 +65,6 @@ from tests.support.models import (
     with_layers,
     write_folder,
 )
-from tests.support.ollama_store import add_gguf_model
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()
@@ -450,13 +449,6 @@ def test_a_model_without_a_config_has_an_empty_one(tmp_path: Path) -> None:
     with blobstore.open("m", store=store) as model:
         assert model.config == {}
         assert model.files == {}
-
-
-def test_a_model_of_ollama_s_own_has_no_tensors(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    add_gguf_model(store, "llama")
-    with blobstore.open("llama", store=store) as model:
-        assert dict(model) == {}
 
 
 # Damage

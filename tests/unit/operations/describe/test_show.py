@@ -89,8 +89,14 @@ def test_describes_quantized_tensors_by_their_logical_shape(store: LocalStore) -
     assert (tensor.parameters, tensor.bits_per_weight) == (384, 5.0)
 
 
-def test_describes_a_gguf_model_by_its_blobs(store: LocalStore) -> None:
+def test_describes_a_gguf_model_by_tensors_and_blobs(store: LocalStore) -> None:
     manifest = add_gguf_model(store, "llama3:8b")
     model = describe_model("llama3:8b", store=store)
-    assert (model.format, model.architecture, model.parameters) == ("gguf", "llama", None)
-    assert (model.tensors, len(model.blobs)) == ((), 1 + len(manifest.layers))
+    assert (model.format, model.architecture, model.parameters) == ("gguf", "llama", 576)
+    assert [(tensor.name, tensor.type, tensor.shape) for tensor in model.tensors] == [
+        ("token_embd.weight", "q8_0", (5, 64)),
+        ("output_norm.weight", "F32", (64,)),
+        ("blk.0.ffn_gate_exps.weight", "q8_0", (2, 3, 32)),
+    ]
+    assert {tensor.digest for tensor in model.tensors} == {manifest.layers[0].digest}
+    assert len(model.blobs) == 1 + len(manifest.layers)

@@ -25,6 +25,7 @@ from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.damage import blob_path, empty, flip, truncate, write_manifest
+from tests.support.gguf_files import gguf_file
 from tests.support.models import (
     add_blob,
     dense_tensors,
@@ -104,7 +105,7 @@ def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
 
 def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
     manifest = store.resolve(NAME)
-    layer = add(store, b"GGUF", media_type=media_types.MODEL)
+    layer = add(store, gguf_file(), media_type=media_types.MODEL)
     store.publish(Reference.parse("gguf"), with_layers(store, manifest, [layer]))
     assert verify_models([Reference.parse("gguf")], store=store).faults == ()
 

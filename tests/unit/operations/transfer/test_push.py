@@ -544,7 +544,12 @@ def test_a_gguf_model_of_ollama_is_pushed_in_every_layout(tmp_path: Path, remote
         assert pushed.cold_blobs == 0
         assert read_back(f"{remote}-{layout}")[0].manifest == store.read_manifest("gguf")
     values, paths = described(f"{remote}-oci")
-    assert values == {"format": "gguf"}
+    assert values == {
+        "format": "gguf",
+        "paramSize": "0.6K",
+        "precision": "float32",
+        "quantization": "q8_0",
+    }
     assert {"model.gguf", "LICENSE"} <= set(paths)
 
 
