@@ -10,6 +10,7 @@ from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import (
     left_out_tensors,
     packed_shapes,
+    read_source_record,
     read_stacks,
     source_specs,
 )
@@ -91,7 +92,8 @@ class PublishedTensors(NamedTuple):
             BlobMissing, BlobDamaged: the record of the source is missing or damaged.
         """
         naming, specs = SourceNaming(config), model.specs
-        published = source_specs(model.store, model.manifest)
+        record = read_source_record(model.store, model.manifest)
+        published = source_specs(record)
         named = {
             name + end: naming.spec(name, suffix, specs[name + end], FORMATS[kind])
             for name, (kind, _) in model.quantized.items()
@@ -113,7 +115,7 @@ class PublishedTensors(NamedTuple):
         is_complete = not (has_reciprocals or shapes)
         if is_complete and not SourceQuantConfig(config).has_static_activations:
             return cls(named, {})
-        left_out = left_out_tensors(model.store, model.manifest)
+        left_out = left_out_tensors(record)
         return cls(named, left_out | packed_shapes(shapes, left_out))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.source_record import RecordedFile
     from blobstore.store.protocols import BlobDescriber
 
 
@@ -90,22 +91,22 @@ def gguf_config(record: SourceRecord | None) -> dict[str, Any]:
     return {}
 
 
-def source_specs(store: BlobDescriber, manifest: Manifest) -> dict[str, TensorSpec]:
+def source_specs(record: SourceRecord | None) -> dict[str, TensorSpec]:
     """Return the tensors of the source by their names in blobs; none if the record has no headers.
 
     Raises:
-        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed.
+        BlobDamaged: a header in the record is malformed.
     """
-    record = read_source_record(store, manifest)
     if record is None:
         return {}
-    return {record.stored_names.get(name, name): spec for name, spec in _headers(record)}
+    return {record.stored_names.get(spec.name, spec.name): spec for _, spec in _specs(record)}
 
 
-def _headers(record: SourceRecord) -> Iterator[tuple[str, TensorSpec]]:
-    """Yield the tensors of the weight files by their full names."""
+def _specs(record: SourceRecord) -> Iterator[tuple[RecordedFile, TensorSpec]]:
+    """Yield the tensors of the weight files under their full names."""
     for file in record.files:
-        if file.format != "safetensors" or not file.start:
+        # Records of conversions have no headers, but what was left out has a place in one.
+        if file.format != "safetensors" or not (file.start or record.left_out):
             continue
         try:
             header = parse_header(file.start[PREFIX_SIZE:], file.size)
@@ -113,8 +114,7 @@ def _headers(record: SourceRecord) -> Iterator[tuple[str, TensorSpec]]:
             raise BlobDamaged(f"the source layer: file {quote(file.name)}: {error}") from None
         folder, slash, _ = file.name.rpartition("/")
         for name, (spec, _, _) in header.tensors.items():
-            full = folder + slash + name
-            yield full, spec._replace(name=full)
+            yield file, spec._replace(name=folder + slash + name)
 
 
 def packed_shapes(
@@ -134,35 +134,25 @@ def packed_shapes(
     return found
 
 
-def left_out_tensors(
-    store: BlobDescriber, manifest: Manifest
-) -> dict[str, tuple[TensorSpec, bytes]]:
+def left_out_tensors(record: SourceRecord | None) -> dict[str, tuple[TensorSpec, bytes]]:
     """Return the tensors of the source that no blob holds unchanged.
 
     They are scales of activations, global scales whose reciprocals are in blobs, and shapes of packed weights.
 
     Raises:
-        BlobMissing, BlobDamaged: as :func:`read_source_record`, or a header in it is malformed,
-            or it holds other tensors.
+        BlobDamaged: a header in the record is malformed, or the record holds other tensors.
     """
-    record = read_source_record(store, manifest)
     found: dict[str, tuple[TensorSpec, bytes]] = {}
-    for file in record.files if record is not None and record.left_out else ():
-        if file.format != "safetensors":
+    if record is None or not record.left_out:
+        return found
+    for file, spec in _specs(record):
+        data = record.left_out.get(spec.name, b"")
+        if not data or len(data) != spec.nbytes:
             continue
-        try:
-            header = parse_header(file.start[PREFIX_SIZE:], file.size)
-        except InvalidHeader as error:
-            raise BlobDamaged(f"the source layer: file {quote(file.name)}: {error}") from None
-        folder, slash, _ = file.name.rpartition("/")
-        for name, (spec, _, _) in header.tensors.items():
-            full = folder + slash + name
-            data = record.left_out.get(full, b"") if record is not None else b""
-            if data and len(data) == spec.nbytes:
-                if not name.endswith(LEFT_OUT):
-                    raise BlobDamaged(
-                        f"the source layer: file {quote(file.name)}: it holds tensor {quote(full)}, "
-                        "which imports store"
-                    )
-                found[full] = spec._replace(name=full), data
+        if not spec.name.endswith(LEFT_OUT):
+            raise BlobDamaged(
+                f"the source layer: file {quote(file.name)}: it holds tensor {quote(spec.name)}, "
+                "which imports store"
+            )
+        found[spec.name] = spec, data
     return found

@@ -199,7 +199,8 @@ def _notices(
     """Check that the policy does not refuse a model, and yield what it warns about."""
     policy = read_policy(store)
     for model in models if policy is not None else ():
-        verdict = check_trust(store, model.reference, model.data, signatures, policy)
+        data = (one.data for one in signatures)
+        verdict = check_trust(store, model.reference, model.data, data, policy)
         if verdict is not None:
             yield from verdict.notices(model.reference)
 

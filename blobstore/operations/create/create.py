@@ -60,6 +60,8 @@ class Created:
     """The result of :func:`create`."""
 
     reference: Reference
+    digest: Digest
+    """Of the manifest."""
     tensors: int
     """Tensors of the source."""
     blobs: int
@@ -291,6 +293,7 @@ def import_source(
         former = store.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
+        digest=Digest.of(data),
         tensors=len(opened.specs),
         blobs=len(added),
         bytes_written=sum(item.size for item in added if item.written),

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.tensors import ModelTensors, StoredTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.quantization.formats import QuantFormat
@@ -196,6 +197,7 @@ def folder_contents(
     if kinds.isdisjoint((media_types.TENSOR, media_types.FILE)):
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
     contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
+    record = read_source_record(store, manifest)
     files = small_files(manifest)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.is_quantized]
     config = _decoded(store, files, "config.json")
@@ -213,11 +215,11 @@ def folder_contents(
     )
     naming = None
     if is_as_source and not is_gpt_oss:
-        naming = SourceNaming(config, source_specs(store, manifest))
+        naming = SourceNaming(config, source_specs(record))
     tensors = _source_tensors(
         contents, stacks, dequantize=dequantize, is_gpt_oss=is_gpt_oss, naming=naming
     )
-    left_out = {} if naming is None else _left_out(store, manifest, contents)
+    left_out = {} if naming is None else _left_out(record, contents)
     # The record has the exact value, and not a reciprocal that was rounded twice.
     tensors = [one for one in tensors if not (one.is_reciprocal and one.spec.name in left_out)]
     if twice := left_out.keys() & {tensor.spec.name for tensor in tensors}:
@@ -234,7 +236,7 @@ def folder_contents(
     is_single = is_adapter(manifest)
     if is_single and "adapter_config.json" in files:
         stems[""] = _ADAPTER_STEM
-    variants = _variants(store, manifest)
+    variants = _variants(record)
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
     members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
     for spec in (*specs, *(spec for spec, _ in left_out.values())):
@@ -276,9 +278,8 @@ def is_adapter(manifest: Manifest) -> bool:
     return files.isdisjoint(_MODEL_FILES) and any(map(_ADAPTER_PART.fullmatch, names))
 
 
-def _variants(store: LocalStore, manifest: Manifest) -> dict[str, str]:
+def _variants(record: SourceRecord | None) -> dict[str, str]:
     """Return the variant of the weight files that a model was imported from, by component prefix."""
-    record = read_source_record(store, manifest)
     found: dict[str, set[str]] = {}
     for file in record.files if record is not None and record.kind != "file" else ():
         folder, slash, name = file.name.rpartition("/")
@@ -297,10 +298,10 @@ def _needs_source_layout(tensor: StoredTensor) -> bool:
 
 
 def _left_out(
-    store: LocalStore, manifest: Manifest, contents: ModelTensors
+    record: SourceRecord | None, contents: ModelTensors
 ) -> dict[str, tuple[TensorSpec, bytes]]:
     """Return the tensors of the source that no blob holds, and their bytes."""
-    found = left_out_tensors(store, manifest)
+    found = left_out_tensors(record)
     return found | packed_shapes(symmetric_shapes(contents), found)
 
 

@@ -97,8 +97,10 @@ def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
 
     Raises as :func:`folder_contents`.
     """
-    is_gguf = is_from_gguf(read_source_record(store, manifest))
-    original = plan_original(store, manifest) if is_gguf or is_adapter(manifest) else None
+    record = read_source_record(store, manifest)
+    is_gguf = is_from_gguf(record)
+    is_copied = is_gguf or is_adapter(manifest)
+    original = plan_original(store, manifest, record=record) if is_copied else None
     if original is not None and (is_gguf or len(original.tensors) > 1):
         return _plan_copies(original)
     contents = folder_contents(store, manifest)

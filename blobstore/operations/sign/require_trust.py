@@ -95,7 +95,7 @@ def check_trust(
     store: LocalStore,
     reference: Reference,
     data: bytes,
-    signatures: Iterable[Envelope] = (),
+    signatures: Iterable[bytes] = (),
     policy: Policy | None = None,
     errors: Sequence[RemoteError] = (),
 ) -> Verdict | None:
@@ -119,8 +119,8 @@ def check_trust(
     from blobstore.signatures.policy import decide
 
     manifest = Digest.of(data)
-    kept = envelopes(store.signatures(manifest))
-    verdict = decide(policy, reference, manifest, _distinct(chain(kept, signatures)))
+    every = _distinct(chain(store.signatures(manifest), signatures))
+    verdict = decide(policy, reference, manifest, envelopes(every))
     if errors and not verdict.is_trusted:
         why = join_some([one.message for one in errors], 2)
         verdict = replace(verdict, reason=f"{verdict.reason}; signatures could not be read: {why}")
@@ -132,10 +132,10 @@ def check_trust(
     return verdict
 
 
-def _distinct(signatures: Iterable[Envelope]) -> Iterator[Envelope]:
+def _distinct(signatures: Iterable[bytes]) -> Iterator[bytes]:
     seen = set[Digest]()
     for one in signatures:
-        if (digest := Digest.of(one.data)) not in seen:
+        if (digest := Digest.of(one)) not in seen:
             seen.add(digest)
             yield one
 
@@ -192,8 +192,7 @@ def require_trust(
             policy needs them; it is called with what notes why they cannot be read.
     """
     errors: list[RemoteError] = []
-    signatures = envelopes(attached(errors.append))
-    verdict = check_trust(store, reference, data, signatures, errors=errors)
+    verdict = check_trust(store, reference, data, attached(errors.append), errors=errors)
     for notice in verdict.notices(reference) if verdict is not None else ():
         warnings.warn(notice, stacklevel=3)
 

@@ -49,8 +49,8 @@ class Fetched(NamedTuple):
     bytes_resumed: int
     bytes_saved: int
     repaired: Mapping[Digest, Path | None] = {}
-    former: bytes | None = None
-    """The manifest that was replaced."""
+    replaced: bool = False
+    """Whether the name belonged to another model."""
     notices: tuple[str, ...] = ()
 
 
@@ -114,6 +114,11 @@ class Download:
         self._unfinished = len(self._fetches)
         self._changed = threading.Condition()
         self.size = sum(fetch.blob.size for fetch in self._fetches)
+        # The compressed forms stay until the blobs have their names.
+        decoded = sum(fetch.blob.size for fetch in self._fetches if fetch.cold is not None)
+        stored = [fetch.stored for fetch in self._fetches]
+        to_fetch = sum(one.size - store.partial_bytes(one) for one in stored)
+        store.check_space(to_fetch + decoded + len(source.model.manifest))
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
         self._decoded: list[BlobId] = []
@@ -136,15 +141,20 @@ class Download:
                 file.discard()
                 file.close()
 
-    def result(self, **others: Any) -> Fetched:
-        """Return what was fetched."""
+    def remove_files(self) -> None:
+        """Remove the complete files of blobs that are not published."""
+        for digest in self.paths:
+            self._store.remove_partial(digest)
+
+    def result(self, notices: Sequence[str], **others: Any) -> Fetched:
+        """Return what was fetched, with these notices before those of the transfer."""
         return Fetched(
             len(self._fetches),
             self.size,
             self._bytes_fetched,
             self._bytes_resumed,
             self._bytes_saved,
-            notices=tuple(self._notices),
+            notices=(*notices, *self._notices),
             **others,
         )
 

@@ -21,14 +21,12 @@ from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     BlobDamaged,
-    InvalidManifest,
-    ModelNotFound,
     NameTaken,
     UsageError,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.objects.source import ObjectSource
-from blobstore.operations.sign.require_trust import check_trust, envelopes, read_policy
+from blobstore.operations.sign.require_trust import check_trust, read_policy
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.referrers import fetch_referrers
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from blobstore.errors import RemoteError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
+    from blobstore.operations.create.create import Created
     from blobstore.registry.layouts.files import RemoteFile
     from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
@@ -148,7 +147,8 @@ def pull_model(
     with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
         reference = name or source.address.name()
         data = source.model.manifest
-        _check_name(store, reference, source, force=force)
+        pull = _Pull(store, reference, source, force)
+        pull.check_name()
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
@@ -157,25 +157,15 @@ def pull_model(
         # The policy is asked before any weight is fetched.
         found, fetch_layers = _attached(source, digest, errors.append)
         signatures = SelectedSignatures.of(found, digest, policy)
-        verdict = check_trust(store, reference, signed, envelopes(signatures.data), policy, errors)
+        verdict = check_trust(store, reference, signed, signatures.data, policy, errors)
         if source.files or not cold:
             fetch_layers = dict
-        if source.files and _is_imported(store, reference, source, dry_run=dry_run):
+        if source.files and pull.is_imported(dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
-            done = _planned(store, source, fetch_layers)
+            done = pull.planned(fetch_layers)
         else:
-            done = _pull(
-                store,
-                reference,
-                source,
-                signatures,
-                fetch_layers,
-                streams,
-                jobs,
-                progress,
-                force=force,
-            )
+            done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
     return Pulled(
         remote=source.address,
         reference=reference,
@@ -189,11 +179,10 @@ def pull_model(
         bytes_present=sum(blob.size for blob in source.model.blobs) - done.size,
         repaired=dict(done.repaired),
         signatures=len(signatures.data),
-        replaced=done.former is not None,
+        replaced=done.replaced,
         seconds=time.monotonic() - started,
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
-            *replacement_notices(reference, done.former),
             *source.notices,
             *done.notices,
         ),
@@ -218,57 +207,123 @@ def _attached(
     return signatures, lambda: fetch_cold_layers(client, repository, referrers, blobs)
 
 
-def _check_name(
-    store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, force: bool
-) -> None:
-    """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
-    store.check_name(reference)
-    if force or not store.is_taken(reference, source.model.manifest):
-        return
-    record = PullRecord.read(store, reference)
-    if record is None or record.remote != str(source.address):
-        raise NameTaken(
-            f"another model has the name {quote(reference)}",
-            advice="replace it with force=True, or choose another name for the model",
+@dataclass(frozen=True, slots=True)
+class _Pull:
+    """A model that is being pulled, and the name that it gets."""
+
+    store: LocalStore
+    reference: Reference
+    source: RemoteSource | ObjectSource
+    force: bool
+
+    def check_name(self) -> None:
+        """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
+        self.store.check_name(self.reference)
+        if self.force or not self.store.is_taken(self.reference, self.source.model.manifest):
+            return
+        record = PullRecord.read(self.store, self.reference)
+        if record is None or record.remote != str(self.source.address):
+            raise NameTaken(
+                f"another model has the name {quote(self.reference)}",
+                advice="replace it with force=True, or choose another name for the model",
+            )
+
+    def is_imported(self, *, dry_run: bool) -> bool:
+        """Return whether the name has what an earlier pull made of these files, with intact blobs."""
+        source, store = self.source, self.store
+        record = PullRecord.read(store, self.reference)
+        if record is None or record[:2] != (str(source.address), str(source.root.digest)):
+            return False
+        blobs = store.resolve(self.reference).blobs
+        if dry_run:
+            return store.has_blobs(blobs)
+        with store.ingest() as ingest:
+            return all(ingest.find(*blob.id) for blob in blobs)
+
+    def planned(self, fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]) -> Fetched:
+        """Return what the pull would fetch."""
+        source, store = self.source, self.store
+
+        def is_here(blob: BlobId) -> bool:
+            with contextlib.suppress(BlobDamaged):
+                return store.exists(*blob)
+            return False
+
+        missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
+        listed = fetch_layers() if missing else {}
+        layers, without_base = usable_layers(store, listed, missing, is_here)
+        stored = _stored(missing, layers)
+        size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
+        resumed = sum(map(store.partial_bytes, stored))
+        notices = _base_notices(without_base)
+        return Fetched(
+            len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
         )
 
+    def fetch(
+        self,
+        signatures: SelectedSignatures,
+        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
+        streams: int,
+        jobs: int | None,
+        progress: Progress | None,
+    ) -> Fetched:
+        """Fetch the model, and give it its name."""
+        store, reference, source = self.store, self.reference, self.source
+        model = source.model
+        former: bytes | None = None
+        with store.ingest() as ingest:
+            found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
+            missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
+            listed = fetch_layers() if missing else {}
+            layers, without_base = usable_layers(
+                store, listed, missing, lambda base: ingest.find(*base) is not None
+            )
+            size = sum(blob.size for blob in missing)
+            workers = WorkerPool(streams, progress, size)
+            transfer = Download(source, store, ingest, missing, workers, layers)
+            transfer.run(streams)
+            if source.files:
+                created = self._import(transfer, jobs, progress)
+                with interrupts.deferred():  # all is done
+                    PullRecord.of(source, created.digest).keep(store, reference)
+                return transfer.result(created.notices, replaced=created.replaced)
+            ingest.publish()
+            transfer.remove_cold_files()
+            store.check_manifest(model.manifest, source.manifest)
+            digest = Digest.of(model.manifest)
+            for data in signatures.data:
+                store.keep_signature(digest, data, is_verified=signatures.is_verified)
+            with ingest.exclusive_lock():
+                self.check_name()
+                if not store.has_model(reference) or store.is_taken(reference, model.manifest):
+                    former = store.place(reference, model.manifest, model.blobs)
+                PullRecord.of(source, digest).keep(store, reference)
+            notices = (*replacement_notices(reference, former), *_base_notices(without_base))
+            return transfer.result(
+                notices, repaired=dict(ingest.repaired), replaced=former is not None
+            )
 
-def _is_imported(
-    store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource, *, dry_run: bool
-) -> bool:
-    """Return whether a name has what an earlier pull made of these files, and its blobs are intact."""
-    record = PullRecord.read(store, reference)
-    if record is None or record[:2] != (str(source.address), str(source.root.digest)):
-        return False
-    blobs = store.resolve(reference).blobs
-    if dry_run:
-        return store.has_blobs(blobs)
-    with store.ingest() as ingest:
-        return all(ingest.find(*blob.id) for blob in blobs)
+    def _import(self, transfer: Download, jobs: int | None, progress: Progress | None) -> Created:
+        """Import the files of another tool, which are in partial files or in the store; remove the former."""
+        from blobstore.operations.transfer.import_files import import_files
 
+        store = self.store
 
-def _planned(
-    store: LocalStore,
-    source: RemoteSource | ObjectSource,
-    fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
-) -> Fetched:
-    """Return what a pull would fetch."""
+        def path_of(file: RemoteFile) -> Path | None:
+            if file.digest in transfer.paths:
+                return transfer.paths[file.digest]
+            return Path(store.blob_path(file.digest)) if store.has_hot(file.digest) else None
 
-    def is_here(blob: BlobId) -> bool:
-        with contextlib.suppress(BlobDamaged):
-            return store.exists(*blob)
-        return False
+        def report(what: str, done: int, total: int) -> None:
+            if progress is not None:  # it goes on where the transfer ended
+                progress(what, transfer.size + done, transfer.size + total)
 
-    missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
-    listed = fetch_layers() if missing else {}
-    layers, without_base = usable_layers(store, listed, missing, is_here)
-    stored = _stored(missing, layers)
-    size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
-    resumed = sum(map(store.partial_bytes, stored))
-    notices = _base_notices(without_base)
-    return Fetched(
-        len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
-    )
+        created = import_files(
+            self.source.files, path_of, self.reference, store=store, jobs=jobs, progress=report
+        )
+        transfer.remove_files()
+        return created
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
@@ -282,80 +337,3 @@ def _base_notices(without_base: int) -> tuple[str, ...]:
 def _stored(missing: Iterable[Descriptor], layers: Mapping[Digest, ColdLayer]) -> list[BlobId]:
     """Return what is fetched for each blob: its compressed form, if that is of use."""
     return [layers[blob.digest].stored if blob.digest in layers else blob.id for blob in missing]
-
-
-def _pull(
-    store: LocalStore,
-    reference: Reference,
-    source: RemoteSource | ObjectSource,
-    signatures: SelectedSignatures,
-    fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
-    streams: int,
-    jobs: int | None,
-    progress: Progress | None,
-    *,
-    force: bool,
-) -> Fetched:
-    model = source.model
-    former: bytes | None = None
-    with store.ingest() as ingest:
-        found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
-        missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
-        listed = fetch_layers() if missing else {}
-        layers, without_base = usable_layers(
-            store, listed, missing, lambda base: ingest.find(*base) is not None
-        )
-        size = sum(blob.size for blob in missing)
-        # The compressed forms stay until the blobs have their names.
-        to_fetch = sum(item.size - store.partial_bytes(item) for item in _stored(missing, layers))
-        decoded = sum(layer.blob.size for layer in layers.values())
-        store.check_space(to_fetch + decoded + len(model.manifest))
-        workers = WorkerPool(streams, progress, size)
-        transfer = Download(source, store, ingest, missing, workers, layers)
-        transfer.run(streams)
-        if source.files:
-            with contextlib.suppress(ModelNotFound, InvalidManifest):
-                former = store.read_manifest(reference)
-            _import(store, reference, source, transfer, jobs, progress)
-            with interrupts.deferred():  # all is done
-                manifest = store.read_manifest(reference)
-            PullRecord.of(source, manifest).keep(store, reference)
-            return transfer.result(former=None if former == manifest else former)
-        ingest.publish()
-        transfer.remove_cold_files()
-        store.check_manifest(model.manifest, source.manifest)
-        digest = Digest.of(model.manifest)
-        for data in signatures.data:
-            store.keep_signature(digest, data, is_verified=signatures.is_verified)
-        with ingest.exclusive_lock():
-            _check_name(store, reference, source, force=force)
-            if not store.has_model(reference) or store.is_taken(reference, model.manifest):
-                former = store.place(reference, model.manifest, model.blobs)
-            PullRecord.of(source, model.manifest).keep(store, reference)
-        done = transfer.result(repaired=dict(ingest.repaired), former=former)
-        return done._replace(notices=(*_base_notices(without_base), *done.notices))
-
-
-def _import(
-    store: LocalStore,
-    reference: Reference,
-    source: RemoteSource | ObjectSource,
-    transfer: Download,
-    jobs: int | None,
-    progress: Progress | None,
-) -> None:
-    """Import the files of another tool, which are in partial files or in the store; remove the former."""
-    from blobstore.operations.transfer.import_files import import_files
-
-    def path_of(file: RemoteFile) -> Path | None:
-        if file.digest in transfer.paths:
-            return transfer.paths[file.digest]
-        return Path(store.blob_path(file.digest)) if store.has_hot(file.digest) else None
-
-    def report(what: str, done: int, total: int) -> None:
-        if progress is not None:  # it goes on where the transfer ended
-            progress(what, transfer.size + done, transfer.size + total)
-
-    import_files(source.files, path_of, reference, store=store, jobs=jobs, progress=report)
-    for digest in transfer.paths:
-        store.remove_partial(digest)

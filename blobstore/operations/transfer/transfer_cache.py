@@ -136,9 +136,9 @@ class PullRecord(NamedTuple):
     """Digest of the manifest in the store, which differs from that if files were imported."""
 
     @classmethod
-    def of(cls, source: RemoteSource | ObjectSource, manifest: bytes) -> PullRecord:
+    def of(cls, source: RemoteSource | ObjectSource, manifest: Digest) -> PullRecord:
         """Describe a model that was pulled, and has this manifest in the store."""
-        return cls(str(source.address), str(source.root.digest), str(Digest.of(manifest)))
+        return cls(str(source.address), str(source.root.digest), str(manifest))
 
     @classmethod
     def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
