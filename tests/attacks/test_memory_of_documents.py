@@ -12,9 +12,8 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -47,6 +46,7 @@ from blobstore.signatures.signature import Envelope
 from blobstore.sources.sharded import read_weight_map
 from blobstore.store.local import LocalStore
 from tests.support.hostile_s3 import hostile_s3, listing
+from tests.support.http_server import HttpServer
 from tests.support.models import add_blob, dense_tensors, replace_file, write_folder
 from tests.support.raw_server import RawServer, Received, reply
 from tests.support.signing import key_files, policy
@@ -308,20 +308,14 @@ class Pages(BaseHTTPRequestHandler):
     ids=["tags", "referrers"],
 )
 def test_lists_with_large_pages_end_at_the_limit_of_all(action: str, allowed: int) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
-    server.daemon_threads = True
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
+    with HttpServer(Pages) as server:
         said, grown = run_child(
             "from blobstore.core.digest import Digest\n"
             "from blobstore.registry.client import RegistryClient\n"
             "client = RegistryClient(sys.argv[1])",
             action,
-            f"127.0.0.1:{server.server_address[1]}",
+            server.host,
         )
-    finally:
-        server.shutdown()
-        server.server_close()
     assert re.search(r"RemoteError .*: more than 67108864 bytes", said)
     assert grown < allowed
 

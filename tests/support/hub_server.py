@@ -8,17 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.http_server import HttpServer
 
 LARGE = 1000
 """Bytes from which a file is listed as a large one, with its sha256."""
@@ -93,7 +93,7 @@ class Repo:
         return entry
 
 
-class HubServer:
+class HubServer(HttpServer):
     """The server as a context manager; ``url`` is for ``HF_ENDPOINT``."""
 
     def __init__(self) -> None:
@@ -105,11 +105,7 @@ class HubServer:
         class Handler(_Handler):
             hub = server
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.01,), daemon=True
-        )
+        super().__init__(Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.store = f"http://localhost:{self._server.server_port}/store"
         """Where large files are: for the client another host, which must not see the token."""
@@ -126,20 +122,6 @@ class HubServer:
         branch = Repo(folder, commit, **options)
         self.repos[name].branches[revision] = branch
         return branch
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
 
 
 _ID = r"(?:[^/]+/)?[^/]+?"

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from blobstore.core.digest import Digest
 from blobstore.registry.layouts.plan import RemotePlan
 from blobstore.registry.manifest import OCI_INDEX, RemoteManifest
 from blobstore.store.local import LocalStore
+from tests.support.http_server import HttpServer
 
 _PATH = re.compile(
     r"/v2/(?P<repository>.+?)/(?P<kind>manifests|blobs|tags|referrers)/(?P<reference>[^/?]+)"
@@ -26,13 +25,11 @@ _PIECE = 16 * 2**10
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def handle_error(self, *_: object) -> None:
         """Say nothing of clients that are killed."""
 
 
-class StubRegistry:
+class StubRegistry(HttpServer):
     """The server, with what it has and what it sent."""
 
     def __init__(self) -> None:
@@ -52,24 +49,7 @@ class StubRegistry:
         """Bytes of a blob after which its connection breaks, once."""
         self.pause = 0.0
         """Seconds before each 16 KiB."""
-        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"registry": self}))
-
-    def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    @property
-    def host(self) -> str:
-        return f"127.0.0.1:{self._server.server_address[1]}"
+        super().__init__(type("Handler", (_Handler,), {"registry": self}), _Server)
 
     def put(self, store: LocalStore, plan: RemotePlan, repository: str, tag: str) -> str:
         """Take what a push would send; return the address of the model."""

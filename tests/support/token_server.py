@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from cryptography import x509
@@ -19,6 +17,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
+from tests.support.http_server import HttpServer
+
 ISSUER = "issuer of the tests"
 SERVICE = "registry of the tests"
 
@@ -27,7 +27,7 @@ def _base64url(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
-class TokenServer:
+class TokenServer(HttpServer):
     """Gives anyone access to pull, and one user to push; ``refresh`` stands for that user too."""
 
     def __init__(self, user: str, password: str) -> None:
@@ -51,8 +51,7 @@ class TokenServer:
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
             .sign(self._key, SHA256())
         )
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        super().__init__(self._handler())
 
     @property
     def realm(self) -> str:
@@ -61,20 +60,6 @@ class TokenServer:
     @property
     def certificate(self) -> bytes:
         return self._certificate.public_bytes(Encoding.PEM)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
     def token(self, scopes: list[str], *, may_push: bool) -> str:
         """Return a token for what may be granted of the scopes."""
