@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from blobstore.core.escape import escape, quote
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobstoreError
-from blobstore.operations.export.folder import small_files
+from blobstore.models.contents import small_files
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:

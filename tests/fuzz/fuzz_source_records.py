@@ -21,7 +21,6 @@ import sys
 import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
-from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import zstandard
@@ -32,6 +31,7 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import Damaged
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.models.contents import ModelContents
     from blobstore.models.source_layers import read_source_record
     from blobstore.operations.create.create import create
     from blobstore.operations.describe.show import check_options
@@ -80,8 +80,7 @@ def read_one(data: bytes, models: list[tuple[LocalStore, Manifest]]) -> None:
         return
     for store, manifest in models:
         try:
-            with mock.patch.object(original, "read_source_record", return_value=record):
-                plan = original.plan_original(store, manifest)
+            plan = original.plan_original(ModelContents(store, manifest, record=record))
         except Damaged as error:
             assert str(error).isprintable(), str(error)
             continue

@@ -15,6 +15,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.reference import Reference
+from blobstore.models.contents import ModelContents
 from blobstore.operations.export import writer
 from blobstore.operations.export.folder import is_adapter, plan_export
 from blobstore.operations.export.original import plan_original
@@ -101,12 +102,12 @@ def export_model(
     manifest = store.resolve(reference)
     target = writer.resolve_target(folder, force=force)
     try:
-        original = None
+        original, model = None, ModelContents(store, manifest)
         is_same = shard_size is None and not single and not dequantize
         if is_same or (not dequantize and is_adapter(manifest)):  # adapters are single files
-            original = plan_original(store, manifest)
+            original = plan_original(model)
         size = MAX_SIZE if single else shard_size or SHARD_SIZE
-        plan = original or plan_export(store, manifest, size, dequantize=dequantize)
+        plan = original or plan_export(model, size, dequantize=dequantize)
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)

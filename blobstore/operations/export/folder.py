@@ -10,26 +10,20 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core import strict_json
 from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import TensorSpec
-from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest
+from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
-from blobstore.manifests.file_names import MAX_DEPTH, check_paths, is_valid_name, is_valid_part
+from blobstore.manifests.file_names import check_paths, is_valid_part
 from blobstore.models.frameworks import FLOATS, original_dtype
-from blobstore.models.published import published_scheme
 from blobstore.models.source_layers import (
     left_out_tensors,
     packed_shapes,
-    read_source_record,
-    read_stacks,
     source_specs,
 )
-from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.shards import (
     file_names,
     index,
@@ -51,11 +45,11 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import SourceRecord
+    from blobstore.models.contents import ModelContents
     from blobstore.models.tensors import ModelTensors, StoredTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import Header
-    from blobstore.store.local import LocalStore
 
 _TRANSFORMERS_STEM = "model"
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
@@ -143,14 +137,12 @@ class ExportPlan:
     """Files of the model that are written unchanged."""
 
 
-def plan_export(
-    store: LocalStore, manifest: Manifest, shard_size: int, *, dequantize: bool = False
-) -> ExportPlan:
+def plan_export(model: ModelContents, shard_size: int, *, dequantize: bool = False) -> ExportPlan:
     """Return the files of a model's folder, with quantized weights packed or dequantized.
 
     Raises as :func:`folder_contents`.
     """
-    contents = folder_contents(store, manifest, dequantize=dequantize)
+    contents = folder_contents(model, dequantize=dequantize)
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
     for component in contents.components:
@@ -181,9 +173,7 @@ def check_no_gguf(manifest: Manifest) -> None:
             )
 
 
-def folder_contents(
-    store: LocalStore, manifest: Manifest, *, dequantize: bool = False
-) -> FolderContents:
+def folder_contents(model: ModelContents, *, dequantize: bool = False) -> FolderContents:
     """Return the contents of a model's folder, with quantized weights packed or dequantized.
 
     Raises:
@@ -192,16 +182,16 @@ def folder_contents(
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must not
             be written.
     """
+    manifest = model.manifest
     check_no_gguf(manifest)
     kinds = {layer.media_type for layer in manifest.layers}
     if kinds.isdisjoint((media_types.TENSOR, media_types.FILE)):
         raise BlobstoreError("it has no tensor layers, so there is nothing to put into a folder")
-    contents, stacks = read_tensors(store, manifest), read_stacks(store, manifest)
-    record = read_source_record(store, manifest)
-    files = small_files(manifest)
+    contents, stacks, record = model.tensors, model.stacks, model.record
+    files = dict(model.files)
     packed = [(t.name, t.shape, t.item) for t in contents.tensors.values() if t.is_quantized]
-    config = _decoded(store, files, "config.json")
-    scheme = published_scheme(store, manifest)
+    config = model.decoded("config.json")
+    scheme = model.scheme
     if scheme and dequantize:
         raise BlobstoreError(
             f"its weights ({escape(scheme)}) are kept as published and cannot be dequantized; export "
@@ -232,7 +222,7 @@ def folder_contents(
             if stored.item is not None
             for name in stacks.get(stored.name, (stored.name,))
         }
-    stems = _stems(store, files)
+    stems = _stems(model)
     is_single = is_adapter(manifest)
     if is_single and "adapter_config.json" in files:
         stems[""] = _ADAPTER_STEM
@@ -250,8 +240,8 @@ def folder_contents(
     types = {renamed.get(name, name): known for name, known in types.items()}
     configs: dict[str, bytes] = {}
     if not (is_as_source or scheme):
-        configs = _changed_configs(store, files, stems, types)
-        if modelopt_section(_decoded(store, files, MODELOPT_FILE)):
+        configs = _changed_configs(model, stems, types)
+        if modelopt_section(model.decoded(MODELOPT_FILE)):
             del files[MODELOPT_FILE]  # it describes the weights of the source
     constants = {name: data for name, (_, data) in left_out.items()}
     return FolderContents(tensors, components, joins, configs, files, constants)
@@ -407,8 +397,7 @@ def _folder_tensors(
 
 
 def _changed_configs(
-    store: LocalStore,
-    files: Mapping[str, Descriptor],
+    model: ModelContents,
     stems: Mapping[str, str],
     types: Mapping[str, tuple[QuantFormat, int]],
 ) -> dict[str, bytes]:
@@ -417,7 +406,7 @@ def _changed_configs(
     for prefix in stems:
         name = f"{prefix}config.json"
         # A single-file model has none, and then nothing else describes the types of its weights.
-        config = _decoded(store, files, name) if name in files else {}
+        config = model.decoded(name) if name in model.files else {}
         own = {
             tensor.removeprefix(prefix): known
             for tensor, known in types.items()
@@ -429,48 +418,26 @@ def _changed_configs(
     return changed
 
 
-def small_files(manifest: Manifest) -> dict[str, Descriptor]:
-    """Return the layers that are files, by their checked names.
-
-    Raises:
-        InvalidManifest: a name is not allowed, or two files clash.
-    """
-    layers = [
-        layer
-        for layer in manifest.layers
-        if layer.media_type in (media_types.JSON, media_types.FILE)
-    ]
-    for layer in layers:
-        if not is_valid_name(layer.name):
-            raise InvalidManifest(
-                f"layer {quote(layer.name)} is not a file name: expected at most {MAX_DEPTH} parts "
-                "of letters, digits, '_', '.' and '-'"
-            )
-    check_paths(layer.name for layer in layers)  # the dict would lose duplicates
-    return {layer.name: layer for layer in layers}
-
-
-def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]:
+def _stems(model: ModelContents) -> dict[str, str]:
     """Return the stem of weight files by prefix: ``""`` and the component folders.
 
     The lists of components are files of the source, and may have any content. Malformed ones list
     no components.
     """
-    decoded = partial(_decoded, store, files)
 
     def stem(folder: str) -> str:
         # Only diffusers writes this key to config.json.
-        config = decoded(f"{folder}config.json")
+        config = model.decoded(f"{folder}config.json")
         is_diffusers = isinstance(config, dict) and "_diffusers_version" in config
         return _DIFFUSERS_STEM if is_diffusers else _TRANSFORMERS_STEM
 
     stems = {"": stem("")}
-    modules = decoded("modules.json")
+    modules = model.decoded("modules.json")
     for module in modules if isinstance(modules, list) else ():
         path = module.get("path") if isinstance(module, dict) else None
         if isinstance(path, str) and is_valid_part(path):
             stems[f"{path}/"] = _TRANSFORMERS_STEM
-    pipeline = decoded("model_index.json")
+    pipeline = model.decoded("model_index.json")
     for name, value in pipeline.items() if isinstance(pipeline, dict) else ():
         if (
             is_valid_part(name)
@@ -483,16 +450,6 @@ def _stems(store: LocalStore, files: Mapping[str, Descriptor]) -> dict[str, str]
             # Other libraries are modules of a pipeline, with classes of either library.
             stems[f"{name}/"] = known.get(library) or stem(f"{name}/")
     return stems
-
-
-def _decoded(store: LocalStore, files: Mapping[str, Descriptor], name: str) -> Any:
-    """Return a decoded JSON file of the model; None if it is missing or malformed."""
-    if name not in files:
-        return None
-    try:
-        return strict_json.loads_any(store.read_blob(files[name].digest, files[name].size))
-    except ValueError:
-        return None
 
 
 def _prefix(name: str, stems: Mapping[str, str]) -> str:

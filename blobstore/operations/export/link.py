@@ -25,6 +25,7 @@ from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
+from blobstore.models.contents import ModelContents
 from blobstore.operations.export import writer
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.reflink import clone_data
@@ -111,7 +112,7 @@ def link_model(
     target = writer.resolve_target(folder, force=force)
     try:
         with gc_paused():  # a model has thousands of tensors
-            plan = plan_links(store, manifest)
+            plan = plan_links(ModelContents(store, manifest))
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             for name, layer in plan.files.items():

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.manifests.descriptor import MAX_SIZE
-from blobstore.models.source_layers import is_from_gguf, read_source_record
+from blobstore.models.source_layers import is_from_gguf
 from blobstore.operations.export.folder import check_file_names, folder_contents, is_adapter
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import (
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
+    from blobstore.models.contents import ModelContents
     from blobstore.operations.export.folder import ExportPlan, FolderContents, FolderTensor
     from blobstore.operations.export.shards import WeightFile
-    from blobstore.store.local import LocalStore
 
 
 class Link(NamedTuple):
@@ -92,18 +91,16 @@ class _Rest(NamedTuple):
     """The names in the folder."""
 
 
-def plan_links(store: LocalStore, manifest: Manifest) -> LinkPlan:
+def plan_links(model: ModelContents) -> LinkPlan:
     """Return the contents of a model's folder of links.
 
     Raises as :func:`folder_contents`.
     """
-    record = read_source_record(store, manifest)
-    is_gguf = is_from_gguf(record)
-    is_copied = is_gguf or is_adapter(manifest)
-    original = plan_original(store, manifest, record=record) if is_copied else None
+    is_gguf = is_from_gguf(model.record)
+    original = plan_original(model) if is_gguf or is_adapter(model.manifest) else None
     if original is not None and (is_gguf or len(original.tensors) > 1):
         return _plan_copies(original)
-    contents = folder_contents(store, manifest)
+    contents = folder_contents(model)
     blobs, rest = _classify(contents)
     links: list[Link] = []
     relabelled: list[WithNewHeader] = []

@@ -17,13 +17,12 @@ from blobstore.gguf.header import parse_header as parse_gguf
 from blobstore.gguf.layout import gaps_of, stored_spec
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
-from blobstore.models.source_layers import is_from_gguf, read_source_record, read_stacks
-from blobstore.models.tensors import at_layer, only_tensor, read_headers, read_tensors
+from blobstore.models.source_layers import is_from_gguf
+from blobstore.models.tensors import at_layer, only_tensor
 from blobstore.operations.export.folder import (
     ExportPlan,
     FolderTensor,
     check_no_gguf,
-    small_files,
     symmetric_shapes,
 )
 from blobstore.operations.export.shards import WeightFile
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import RecordedFile, SourceRecord
-    from blobstore.models.tensors import Headers
-    from blobstore.store.local import LocalStore
+    from blobstore.models.contents import ModelContents
+    from blobstore.store.protocols import BlobAccess
 
 
 _MAX_DOTS = 100
@@ -57,15 +55,8 @@ class _Place(NamedTuple):
     """Offset in the blob."""
 
 
-def plan_original(
-    store: LocalStore,
-    manifest: Manifest,
-    headers: Headers | None = None,
-    record: SourceRecord | None = None,
-) -> ExportPlan | None:
+def plan_original(model: ModelContents) -> ExportPlan | None:
     """Return the files that a model was imported from.
-
-    ``headers`` and ``record`` are those of the model, if they were read before.
 
     Returns None if they cannot be written: the import converted tensors or read a PyTorch checkpoint,
     or an earlier version made it.
@@ -74,17 +65,16 @@ def plan_original(
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, its source layer does not fit
             its blobs, or a file has a name that must not be written.
     """
-    record = read_source_record(store, manifest) if record is None else record
+    manifest, record = model.manifest, model.record
     if record is None or record.is_converted:
         return None
     if not is_from_gguf(record) and not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
-    headers = read_headers(store, manifest) if headers is None else headers
-    places = _places(store, manifest, headers)
+    places = _places(model)
     shapes: Mapping[str, tuple[int, ...]] = {}
     if any(name.endswith(PACKED_SHAPE) for name in record.left_out):
-        shapes = symmetric_shapes(read_tensors(store, manifest, headers=headers))
+        shapes = symmetric_shapes(model.tensors)
     tensors: list[FolderTensor] = []
     weights: list[WeightFile] = []
     written: dict[str, bytes] = {}
@@ -95,21 +85,21 @@ def plan_original(
         if file.format == "gguf":
             weights.append(_plan_gguf(file, places, tensors))
             continue
-        weights.append(_plan_file(store, file, record, places, tensors, shapes))
+        weights.append(_plan_file(model.store, file, record, places, tensors, shapes))
     if places:
         raise BlobDamaged(f"the source layer does not say where tensor {quote(min(places))} was")
-    files = small_files(manifest)
+    files = model.files
     check_paths([*files, *(file.name for file in record.files)])
     order = {layer.digest: number for number, layer in enumerate(manifest.layers)}
     tensors.sort(key=lambda tensor: (order[tensor.layer.digest], tensor.begin))
     return ExportPlan(tensors, weights, written, files)
 
 
-def _places(store: LocalStore, manifest: Manifest, headers: Headers) -> dict[str, _Place]:
+def _places(model: ModelContents) -> dict[str, _Place]:
     """Return where the source tensors are, by the names of the blobs, or of the sources of stacks."""
-    stacks = read_stacks(store, manifest)
+    stacks, headers = dict(model.stacks), model.headers
     places: dict[str, _Place] = {}
-    for layer in manifest.layers_of(media_types.TENSOR):
+    for layer in model.manifest.layers_of(media_types.TENSOR):
         header = headers[layer.id]
         if not isinstance(header, Header):
             raise at_layer(header, layer)
@@ -149,7 +139,7 @@ def _are_experts(name: str, sources: Sequence[str]) -> bool:
 
 
 def _plan_file(
-    store: LocalStore,
+    store: BlobAccess,
     file: RecordedFile,
     record: SourceRecord,
     places: dict[str, _Place],
@@ -254,7 +244,7 @@ def _is_left_out(source: TensorSpec, data: bytes, shapes: Mapping[str, tuple[int
     return weight in shapes and packed_shape(weight, shapes[weight], source.dtype) == (source, data)
 
 
-def _fits(store: LocalStore, source: TensorSpec, found: _Place, constant: bytes | None) -> bool:
+def _fits(store: BlobAccess, source: TensorSpec, found: _Place, constant: bytes | None) -> bool:
     """Return whether imports rename a tensor like that, or store the reciprocal of ``constant``.
 
     Raises:
@@ -272,7 +262,7 @@ def _fits(store: LocalStore, source: TensorSpec, found: _Place, constant: bytes 
     return False
 
 
-def _is_reciprocal(store: LocalStore, found: _Place, data: bytes) -> bool:
+def _is_reciprocal(store: BlobAccess, found: _Place, data: bytes) -> bool:
     """Return whether the blob has a global scale that is the reciprocal of ``data``."""
     import numpy as np
 

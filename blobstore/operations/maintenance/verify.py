@@ -35,6 +35,7 @@ from blobstore.errors import (
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
+from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
 from blobstore.operations.describe.show import check_options
@@ -334,7 +335,7 @@ def _record_faults(
         record = read_source_record(store, manifest)
         if record is not None:
             check_options(record)
-            plan_original(store, manifest, headers, record)
+            plan_original(ModelContents(store, manifest, headers, record))
     except BlobstoreError as error:
         (*_, layer) = manifest.layers_of(media_types.SOURCE)
         message = _without_advice(error)

@@ -14,11 +14,10 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
-from blobstore.models.source_layers import read_source_record
+from blobstore.models.contents import ModelContents
 from blobstore.operations.export.folder import (
     check_no_gguf,
     plan_export,
-    small_files,
 )
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.original import plan_original
@@ -63,15 +62,16 @@ def folder_digests(
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
         BlobstoreError: the model has no such folder.
     """
-    if layout == "export" and (known := _recorded(store, manifest)) is not None:
+    model = ModelContents(store, manifest)
+    if layout == "export" and (known := _recorded(model)) is not None:
         return FolderDigests(known, 0, 0)
     files: dict[str, Digest] = {}
     if layout == "export":
-        plan = plan_original(store, manifest) or plan_export(store, manifest, SHARD_SIZE)
+        plan = plan_original(model) or plan_export(model, SHARD_SIZE)
         weights, tensors = plan.weights, list(plan.tensors)
         contents, written = plan.files, plan.written
     else:
-        links = plan_links(store, manifest)
+        links = plan_links(model)
         files |= {name: layer.digest for name, layer in links.links}
         weights = [*(item.file for item in links.relabelled), *links.gathered]
         tensors = [it for item in links.relabelled for it in item.tensors]
@@ -94,9 +94,9 @@ def has_folder(manifest: Manifest) -> bool:
     return bool(manifest.layers_of(media_types.TENSOR) or manifest.layers_of(media_types.FILE))
 
 
-def _recorded(store: LocalStore, manifest: Manifest) -> dict[str, Digest] | None:
+def _recorded(model: ModelContents) -> dict[str, Digest] | None:
     """Return the digests of the original files if the source record has all of them."""
-    record = read_source_record(store, manifest)
+    record, manifest = model.record, model.manifest
     if record is None or record.is_converted or not manifest.layers_of(media_types.TENSOR):
         return None
     found: dict[str, Digest] = {}
@@ -105,9 +105,8 @@ def _recorded(store: LocalStore, manifest: Manifest) -> dict[str, Digest] | None
         if digest is None or file.format == "pytorch":
             return None
         found[file.name] = digest
-    small = small_files(manifest)
-    check_paths([*small, *found])
-    return found | {name: layer.digest for name, layer in small.items()}
+    check_paths([*model.files, *found])
+    return found | {name: layer.digest for name, layer in model.files.items()}
 
 
 def _hash_files(

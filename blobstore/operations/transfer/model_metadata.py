@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests import media_types
+from blobstore.models.contents import ModelContents
 from blobstore.models.files import ModelFiles, first_text
 from blobstore.models.model_card import config_of_source, small_texts, stated_license
-from blobstore.models.source_layers import read_source_record
-from blobstore.models.tensors import read_tensors
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.registry.layouts.plan import ModelMetadata
 
@@ -86,17 +85,18 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
     manifest = files.manifest
     precisions: Counter[str] = Counter()
     quantization: Counter[str] = Counter()
-    for tensor in read_tensors(store, manifest).tensors.values():
+    model = ModelContents(store, manifest)
+    for tensor in model.tensors.tensors.values():
         count = math.prod(tensor.shape)
         if tensor.is_quantized:
             quantization[tensor.type_name] += count
         else:
             dtype = tensor.entry.spec.dtype
             precisions[_PRECISIONS.get(dtype, dtype.value.lower())] += count
-    record = read_source_record(store, manifest)
+    record = model.record
     repository = record.repository if record is not None else ""
     config = files.config or config_of_source(store, manifest)
-    folder = _loadable_folder(store, files)
+    folder = _loadable_folder(model)
     license_name = stated_license(dict(small_texts(store, manifest))) or ""
     identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
     return ModelMetadata(
@@ -120,7 +120,7 @@ def _most_common(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(sorted(counts, key=lambda key: (-counts[key], key)))
 
 
-def _loadable_folder(store: LocalStore, files: ModelFiles) -> _Folder:
+def _loadable_folder(model: ModelContents) -> _Folder:
     """Return the names of the blobs as weight files, if transformers can load them unchanged.
 
     It cannot if a blob has quantized weights, stacked experts, or tensors of other names than the folder
@@ -128,12 +128,12 @@ def _loadable_folder(store: LocalStore, files: ModelFiles) -> _Folder:
     """
     nothing = _Folder({}, {})
     try:
-        plan = plan_links(store, files.manifest)
+        plan = plan_links(model)
     except Damaged:
         raise
     except BlobstoreError:  # a model that cannot be exported
         return nothing
-    layers = files.manifest.layers_of(media_types.TENSOR)
+    layers = model.manifest.layers_of(media_types.TENSOR)
     linked = {link.layer.name: link.name for link in plan.links if link.layer in layers}
     is_loadable = (
         not plan.relabelled

@@ -20,6 +20,7 @@ from blobstore.errors import (
 from blobstore.gguf.types import TYPES
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import Gap, SourceRecord
+from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.info import model_info
@@ -284,4 +285,4 @@ def test_a_forged_record_writes_no_file(
     (file,) = record.files
     forged = SourceRecord(kind=record.kind, files=(change(file),))  # type: ignore[operator]
     with pytest.raises(BlobDamaged, match=message):
-        plan_original(store, store.resolve("x"), record=forged)
+        plan_original(ModelContents(store, store.resolve("x"), record=forged))
