@@ -194,8 +194,16 @@ class DamagedSource(Damaged):
     """A source is incomplete, truncated, or contradicts itself."""
 
 
-class CheckpointRefused(DamagedSource):
-    """A PyTorch checkpoint is damaged, asks for code execution, or has an unsupported kind."""
+class CheckpointRefused(SourceError):
+    """A PyTorch checkpoint is not read: it is damaged, or of a kind that is not supported."""
+
+
+class CheckpointDamaged(CheckpointRefused, DamagedSource):
+    """A PyTorch checkpoint is truncated, altered, or contradicts itself."""
+
+
+class CheckpointUnsupported(CheckpointRefused, UnsupportedSource):
+    """A PyTorch checkpoint may be intact, but needs its own code, or something else that is not read."""
 
 
 class BlobMissing(Damaged):

@@ -10,7 +10,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import escape, quote
-from blobstore.errors import CheckpointRefused, SourceNotFound
+from blobstore.errors import DamagedSource, SourceNotFound, UnsupportedSource
 from blobstore.sources.distributed.layout import find_checkpoint
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def command(
     """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
     FILE can be a folder of torch.distributed.checkpoint too. Of a safetensors file, a model folder or an archive, it lists what "blobstore show" does.
-    No code of the file is executed. Files that create would refuse are shown too, with exit code 4.
+    No code of the file is executed. Files that create would refuse are shown too: with exit code 4 if they are damaged or ask for a global that is not known, else with 1.
     """
     from blobstore.cli.show_path import show_path
 
@@ -57,7 +57,9 @@ def command(
         lambda: _as_json(inspected), "\n\n".join(_sections(inspected, with_tensors=with_tensors))
     )
     if inspected.refusal is not None:
-        ctx.exit(CheckpointRefused.exit_code)
+        asks_for_others = any(item.use is None for item in inspected.globals)
+        kind = DamagedSource if inspected.is_damaged or asks_for_others else UnsupportedSource
+        ctx.exit(kind.exit_code)
 
 
 def _is_listed(file: str) -> bool:

@@ -179,6 +179,8 @@ def test_the_reader_survives_a_process_that_ends_or_hangs(tmp_path: Path) -> Non
         assert tensors(reader, good) == {"w": GOOD}
 
 
+INTACT = {"rce_os_system.pt", "laughs_key.pt"}
+"""Files that are as they were written, but are not read."""
 SAMPLES = [
     "rce_os_system.pt",
     "rce_inst.pt",
@@ -211,7 +213,7 @@ def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
     canary = tmp_path / "canary"
     path = FOLDER / name
     done = run_process("create", path, "m", "--store", store, PTH_CANARY=str(canary))
-    assert done.returncode == 4
+    assert done.returncode == (1 if name in INTACT else 4)
     assert not done.stdout
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith(f"blobstore: error: '{path}': ")

@@ -19,14 +19,14 @@ CLASSES: list[type[BlobstoreError]] = [
 ]
 EXIT_CODES = {
     1: (
-        "BlobstoreError SourceError UnsupportedSource NameConflict NameTaken ImplausibleGarbage "
+        "BlobstoreError SourceError UnsupportedSource CheckpointRefused CheckpointUnsupported NameConflict NameTaken ImplausibleGarbage "
         "UnsupportedDType StoreError StoreBusy TooManyMaps MissingLibrary RemoteError RemoteRefused "
         "Conflict InvalidPolicy NotTrusted SafetensorError"
     ),
     2: "UsageError InvalidDigest InvalidReference",
     3: "NotFound ModelNotFound SourceNotFound TensorNotFound FileNotFound",
     4: (
-        "Damaged InvalidHeader InvalidManifest CheckpointRefused DamagedSource "
+        "Damaged InvalidHeader InvalidManifest CheckpointDamaged DamagedSource "
         "BlobMissing BlobDamaged ColdDamaged ArchiveDamaged InvalidSignature"
     ),
 }

@@ -37,6 +37,7 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
     path = folder / inner
     files = [file for file in path.iterdir() if file.suffix == DATA_FILE and file.is_file()]
     refusal: str | None = None
+    is_damaged = False
     tensors: Sequence[TensorSpec] = ()
     unreadable: dict[str, str] = {}
     subtrees: Sequence[Subtree] = ()
@@ -47,7 +48,7 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
         tensors, notices = tuple(opened.specs.values()), opened.notices
         unreadable = opened.unreadable
     except (DamagedSource, UnsupportedSource) as error:
-        refusal = error.message
+        refusal, is_damaged = error.message, isinstance(error, DamagedSource)
     except SourceError as error:  # it has no model
         notices = [error.message]
     return Inspection(
@@ -55,6 +56,7 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
         size=sum(file.stat().st_size for file in files),
         kind=f"folder of {FORMAT}" if refusal is None else None,
         refusal=refusal,
+        is_damaged=is_damaged,
         globals=_globals_of(path / METADATA_FILE),
         tensors=tensors,
         unreadable=unreadable,

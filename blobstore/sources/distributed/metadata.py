@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import join_some, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES as BY_NAME
-from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
+from blobstore.errors import (
+    CheckpointDamaged,
+    CheckpointUnsupported,
+    DamagedSource,
+    UnsupportedSource,
+)
 from blobstore.sources.distributed.pieces import Box
 from blobstore.sources.unpickler.globals import DTYPES
 from blobstore.sources.unpickler.machine import Limits, run
@@ -122,7 +127,8 @@ def parse_metadata(data: bytes) -> Metadata:
     """Parse the content of a ``.metadata`` file.
 
     Raises:
-        CheckpointRefused: it is damaged, or uses a name that is not in the list.
+        CheckpointDamaged: it is damaged.
+        CheckpointUnsupported: it uses a name that is not in the list.
         DamagedSource: it contradicts itself, or has sizes or file names that are not valid.
         UnsupportedSource: items are compressed or encrypted, or the checkpoint is too large.
     """
@@ -134,12 +140,12 @@ def parse_metadata(data: bytes) -> Metadata:
             raise UnsupportedSource(f"its metadata are too large: {error}") from None
         if refused := [item for item in result.globals if not is_allowed(item)]:
             names = join_some([*map(quote, refused)], _SHOWN)
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"pickle byte {refused[0].offset}: it uses {names}, which the metadata of checkpoints "
                 "do not need; no code was executed"
             )
         if result.end != len(data):
-            raise CheckpointRefused(f"{len(data) - result.end} bytes follow the end of its pickle")
+            raise CheckpointDamaged(f"{len(data) - result.end} bytes follow the end of its pickle")
         fields = _fields(result.value, _METADATA, "the pickle")
         listed = fields.get("state_dict_metadata")
         if type(listed) is not dict:

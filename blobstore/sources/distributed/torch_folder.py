@@ -15,7 +15,7 @@ from blobstore.core.escape import join_some, quote
 from blobstore.core.files import read_regular
 from blobstore.errors import (
     BlobstoreError,
-    CheckpointRefused,
+    CheckpointUnsupported,
     DamagedSource,
     SourceError,
     UnsupportedSource,
@@ -284,4 +284,4 @@ def _check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise CheckpointRefused(f"the name {quote(name)} of a tensor is not Unicode") from None
+        raise CheckpointUnsupported(f"the name {quote(name)} of a tensor is not Unicode") from None

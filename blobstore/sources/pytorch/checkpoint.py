@@ -15,7 +15,9 @@ from blobstore.core.mmap import MappedRegion
 from blobstore.core.tensor import TensorView
 from blobstore.errors import (
     BlobstoreError,
+    CheckpointDamaged,
     CheckpointRefused,
+    CheckpointUnsupported,
     DamagedSource,
     SourceError,
     SourceNotFound,
@@ -101,7 +103,7 @@ class Checkpoint:
         """Check that every tensor can be read; with ``skip``, that one can, and notice the others.
 
         Raises:
-            CheckpointRefused: tensors are :attr:`unreadable`. The file is then closed.
+            CheckpointUnsupported: tensors are :attr:`unreadable`. The file is then closed.
         """
         if not self.unreadable:
             return
@@ -109,7 +111,7 @@ class Checkpoint:
         if not skip or not self._tensors:
             self.close()
             more = f" (and {len(others)} more)" if others else ""
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"{quote(self.path)}, tensor {quote(name)}{more}: {reason}",
                 advice="leave such tensors out with --skip-unreadable" if self._tensors else "",
             )
@@ -125,7 +127,7 @@ class Checkpoint:
 
         Raises:
             TensorNotFound: there is no tensor of that name.
-            CheckpointRefused: the file was truncated, or a compressed storage is damaged.
+            CheckpointDamaged: the file was truncated, or a compressed storage is damaged.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -211,11 +213,11 @@ class Checkpoint:
             except UnreadableTensor as error:
                 self.unreadable[name] = str(error)
             except UnicodeEncodeError:
-                raise CheckpointRefused(
+                raise CheckpointUnsupported(
                     f"the name {quote(name)} of a tensor is not Unicode"
                 ) from None
         if not found and not self.unreadable:
-            raise CheckpointRefused("the checkpoint has no tensors")
+            raise CheckpointUnsupported("the checkpoint has no tensors")
         found.sort(key=attrgetter("offset"))
         self._tensors = {tensor.spec.name: tensor for tensor in found}
         self._check_growth()
@@ -228,7 +230,7 @@ class Checkpoint:
         unpacked = {place for tensor in others if (place := tensor.place).is_deflated}
         stored = sum(place.size for place in unpacked)
         if max(total, stored) > limit:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"its tensors are {total} bytes, {stored} of compressed storages, more than "
                 f"{_MAX_GROWTH} times the file's {self._size}"
             )
@@ -240,7 +242,7 @@ class Checkpoint:
             for tensor in others
         )
         if work > self._size * _MAX_WORK + _SPARE_WORK:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"{work} bytes have to be read for its tensors, more than {_MAX_WORK} times the file's "
                 f"{self._size}; load them with torch and save clones of them"
             )
@@ -275,8 +277,9 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
     Raises:
         SourceNotFound: the file does not exist.
         SourceError: it cannot be opened.
-        CheckpointRefused: it is damaged, or needs code to be executed.
-        UnsupportedSource: it is of a format that is not read.
+        CheckpointDamaged: it is truncated, altered, or contradicts itself.
+        UnsupportedSource: it is of a format that is not read, or needs code to be executed; mostly as
+            its subclass :class:`CheckpointUnsupported`.
         UsageError: there is no such subtree.
     """
     return Checkpoint(local_path(path), subtree=subtree)
@@ -286,11 +289,11 @@ def check_globals(result: Result) -> None:
     """Check that a pickle uses only globals of the list of known ones.
 
     Raises:
-        CheckpointRefused: it uses others; the message names them.
+        CheckpointUnsupported: it uses others; the message names them.
     """
     if refused := result.refused:
         names = join_some([*map(quote, refused)], _SHOWN)
-        raise CheckpointRefused(
+        raise CheckpointUnsupported(
             f"pickle byte {refused[0].offset}: it uses {names}, which checkpoints of tensors do not "
             "need; no code was executed",
             advice="list them with 'blobstore inspect', or choose a part without them with --subtree",
@@ -306,7 +309,7 @@ def errors_of(path: Path, name: str | None = None) -> Iterator[None]:
     except (CheckpointRefused, UnsupportedSource) as error:
         raise error.at(where) from None
     except DamagedSource as error:
-        raise CheckpointRefused(f"{where}: {error}") from None
+        raise CheckpointDamaged(f"{where}: {error}") from None
     except FileNotFoundError:
         raise SourceNotFound(f"no such file: {quote(path)}") from None
     except OSError as error:

@@ -56,6 +56,8 @@ class Inspection:
     """Kind of checkpoint; None if it cannot be read."""
     refusal: str | None
     """The reason if it cannot be imported."""
+    is_damaged: bool = False
+    """Whether the reason is that it is truncated, altered, or contradicts itself."""
     globals: Sequence[GlobalUse]
     tensors: Sequence[TensorSpec] = field(repr=False)
     """The tensors that would be imported."""
@@ -95,6 +97,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
             size=size,
             kind=None,
             refusal=error.message,
+            is_damaged=isinstance(error, DamagedSource),
             globals=found,
             tensors=(),
             unreadable={},
@@ -123,7 +126,7 @@ def _globals_of(path: Path) -> tuple[int, list[GlobalUse]]:
         left = MAX_PICKLE_SIZE
         for name, entry in entries.items():
             if name.endswith(".pkl"):
-                with contextlib.suppress(DamagedSource):
+                with contextlib.suppress(DamagedSource, UnsupportedSource):
                     data = read_pickle(descriptor, entry, left)
                     left -= len(data)
                     found += _in_pickles(data, name, 1)

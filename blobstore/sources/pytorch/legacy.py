@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import ZipEntry
 from blobstore.sources.unpickler.machine import Result, run
@@ -61,21 +61,21 @@ class LegacyStream:
         self.pickle_size = self.result.end - machine.end
         keys = self._pickle(self.result.end)
         if magic.value != MAGIC or protocol.value != _PROTOCOL:
-            raise CheckpointRefused("this is not a stream of torch's protocol 1001")
+            raise CheckpointDamaged("this is not a stream of torch's protocol 1001")
         facts = machine.value
         is_little = facts.get("little_endian") if type(facts) is dict else None
         if type(is_little) is not bool:
-            raise CheckpointRefused("the stream does not say its byte order")
+            raise CheckpointDamaged("the stream does not say its byte order")
         self.is_swapped = not is_little
         if type(keys.value) is not list or not all(type(key) is str for key in keys.value):
-            raise CheckpointRefused("the list of storage keys is not a list of strings")
+            raise CheckpointDamaged("the list of storage keys is not a list of strings")
         if len(set(keys.value)) != len(keys.value):
-            raise CheckpointRefused("the list of storage keys has a key twice")
+            raise CheckpointDamaged("the list of storage keys has a key twice")
         self._keys: list[str] = keys.value
         self._end = keys.end
         for part in (magic, protocol, machine, keys):
             if part.globals:
-                raise CheckpointRefused(f"the stream's header uses {quote(part.globals[0])}")
+                raise CheckpointDamaged(f"the stream's header uses {quote(part.globals[0])}")
 
     def locate(self, storages: Mapping[str, Storage]) -> dict[str, ZipEntry]:
         """See :class:`Container`.
@@ -85,7 +85,7 @@ class LegacyStream:
         """
         if set(self._keys) != set(storages):
             odd = sorted(set(self._keys) ^ set(storages))
-            raise CheckpointRefused(
+            raise CheckpointDamaged(
                 f"storage {quote(odd[0])} is in the list of keys or in a tensor, but not in both"
             )
         offset = self._end
@@ -95,22 +95,24 @@ class LegacyStream:
             data = read_exactly(self._descriptor, _COUNT.size, offset)
             count = _COUNT.unpack(data)[0] if len(data) == _COUNT.size else -1
             if count != storage.elements:
-                raise CheckpointRefused(
+                raise CheckpointDamaged(
                     f"byte {offset}: storage {quote(key)} has {count} elements, but its tensors "
                     f"say {storage.elements}"
                 )
             begin = offset + _COUNT.size
             if not storage.itemsize:
-                raise CheckpointRefused(f"the size of torch.{storage.kind} {quote(key)} is unknown")
+                raise CheckpointUnsupported(
+                    f"the size of torch.{storage.kind} {quote(key)} is unknown"
+                )
             offset = begin + storage.nbytes
             if offset > self._size:
-                raise CheckpointRefused(
+                raise CheckpointDamaged(
                     f"storage {quote(key)} ends at byte {offset}, but the file at {self._size}: "
                     "it was truncated"
                 )
             places[key] = ZipEntry(key, begin, storage.nbytes, storage.nbytes, 0, is_deflated=False)
         if offset != self._size:
-            raise CheckpointRefused(
+            raise CheckpointDamaged(
                 f"{self._size - offset} bytes follow the last storage at byte {offset}"
             )
         return places

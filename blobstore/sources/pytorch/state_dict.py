@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import CheckpointRefused, UsageError
+from blobstore.errors import CheckpointUnsupported, UsageError
 from blobstore.sources.unpickler.values import Global, Items, Key, Record, Reduced, is_tensor
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def find_tensors(result: Result, size: int, *, is_part: bool = False) -> Tree:
     With ``is_part``, only a part of the tensors is wanted, and unknown objects are no error here.
 
     Raises:
-        CheckpointRefused: it is nested too deeply, shares its parts so often that reading them would
+        CheckpointUnsupported: it is nested too deeply, shares its parts so often that reading them would
             take too long, or has an object of a class that is not a plain module.
     """
     if not is_part:
@@ -133,24 +133,26 @@ class _Walk:
                 self._note_unknown(path, value)
             return
         if len(path) >= _MAX_DEPTH:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"{quote(_shown(path))} is nested more than {_MAX_DEPTH} levels deep"
             )
         width, items = children
         self._steps -= width
         if self._steps < 0:
-            raise CheckpointRefused("the pickle shares its parts too often to list them one by one")
+            raise CheckpointUnsupported(
+                "the pickle shares its parts too often to list them one by one"
+            )
         inner = self._add_children(path, items)
         if self._containers < 0:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"the pickle has more than {_MAX_CONTAINERS} lists, tuples and dicts"
             )
         if self._letters < 0:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"the names of its tensors are more than {_MAX_LETTERS} characters"
             )
         if len(self.tensors) > MAX_TENSORS:
-            raise CheckpointRefused(f"the checkpoint has more than {MAX_TENSORS} tensors")
+            raise CheckpointUnsupported(f"the checkpoint has more than {MAX_TENSORS} tensors")
         inner.reverse()
         self.todo.extend(inner)
 
@@ -195,12 +197,12 @@ def check_records(records: Iterable[Record]) -> None:
     """Check that objects of unknown classes are modules, whose tensors can be read without the class.
 
     Raises:
-        CheckpointRefused: one is not.
+        CheckpointUnsupported: one is not.
     """
     odd = [record for record in records if not _is_module(record)]
     if odd:
         names = sorted({quote(record.cls) for record in odd})
-        raise CheckpointRefused(
+        raise CheckpointUnsupported(
             f"pickle byte {odd[0].offset}: it has objects of {join_some(names, _SHOWN)}, which only "
             "their own code can read; save the model's state_dict() instead"
         )
@@ -211,7 +213,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
 
     Raises:
         UsageError: there is no such ``subtree``, or more than one.
-        CheckpointRefused: a key is neither a string nor an integer, two tensors have one name, or the part
+        CheckpointUnsupported: a key is neither a string nor an integer, two tensors have one name, or the part
             that ``subtree`` names has objects that are not known.
     """
     if subtree is None:
@@ -237,7 +239,7 @@ def find_state_dict(tree: Tree, subtree: str | None) -> Choice:
             if type(name) is not str:
                 name = _joined(path, depth)
             if name in chosen:
-                raise CheckpointRefused(f"two tensors would be called {quote(name)}")
+                raise CheckpointUnsupported(f"two tensors would be called {quote(name)}")
             chosen[name] = value
     return Choice(chosen, [*_notices(left), *_unknown_notices(tree)])
 
@@ -246,7 +248,7 @@ def _check_known(tree: Tree, prefix: Path) -> None:
     """Check that a part has nothing that might be a tensor of an unknown class."""
     for path, made_by in tree.unknown:
         if path[: len(prefix)] == prefix:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"pickle byte {made_by.offset}: the chosen part uses {quote(made_by)} at "
                 f"{quote(_shown(path))}, which checkpoints of tensors do not need; no code was executed",
                 advice="choose a part without it with --subtree",
@@ -383,7 +385,7 @@ def _joined(path: Path, depth: int) -> str:
         return "tensor"  # the checkpoint is a single tensor
     for key in keys:
         if type(key) is Key:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"there is a tensor at {quote(_shown(path))}, with a key that is not a string"
             )
     return ".".join(map(str, keys))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES as BY_NAME
 from blobstore.core.tensor import DType, TensorSpec
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
 from blobstore.sources.unpickler.globals import DTYPES, STORAGES
 from blobstore.sources.unpickler.values import Global, Persistent, Record, Reduced, Use, is_tensor
 
@@ -45,7 +45,7 @@ _NEGATED = {
 """The types that torch can negate."""
 
 
-class UnreadableTensor(CheckpointRefused):
+class UnreadableTensor(CheckpointUnsupported):
     """The safetensors format has no type for a tensor."""
 
 
@@ -179,7 +179,7 @@ class TensorReader:
         flags: Any = None,
     ) -> StridedTensor:
         if type(reference) is not Persistent:
-            raise CheckpointRefused("a tensor's first argument is not a storage")
+            raise CheckpointDamaged("a tensor's first argument is not a storage")
         storage, begin, available = reference.meaning
         dtype = dtype or storage.dtype
         if dtype is None:
@@ -194,14 +194,14 @@ class TensorReader:
         if type(offset) is not int or not 0 <= offset <= _LARGEST:
             _natural(offset, "a tensor's offset")
         if (offset + span) * itemsize > available and elements:
-            raise CheckpointRefused(
+            raise CheckpointDamaged(
                 f"a tensor needs {offset + span} elements of storage {quote(storage.key)}, which "
                 f"has {available // itemsize}"
             )
         begin = begin + offset * itemsize if elements else 0
         if dtype is DType.F4:  # torch counts pairs
             if not shape:
-                raise CheckpointRefused("an F4 tensor has no dimensions")
+                raise CheckpointDamaged("an F4 tensor has no dimensions")
             shape = (*shape[:-1], shape[-1] * 2)
         place = self._places[storage.key]
         is_conjugated, is_negated = _flags(flags, dtype) if flags else (False, False)
@@ -231,28 +231,29 @@ class TensorReader:
         elif type(identifier) is tuple and len(identifier) == 6:  # noqa: PLR2004
             kind, cls, key, _, count, view = identifier
         else:
-            raise CheckpointRefused(
+            raise CheckpointDamaged(
                 "a reference to outside data is not of the form that torch writes"
             )
         if type(kind) is not str or kind != "storage":
             shown = quote(kind) if type(kind) is str else "unknown"
-            raise CheckpointRefused(f"a reference to outside data of kind {shown} is not a storage")
+            raise CheckpointDamaged(f"a reference to outside data of kind {shown} is not a storage")
         found = self._classes.get(id(cls))
         if found is None:
             if type(cls) is not Global or cls.use not in (Use.STORAGE, Use.UNREADABLE):
-                raise CheckpointRefused("the type of a storage is unknown")
+                refused = CheckpointUnsupported if type(cls) is Global else CheckpointDamaged
+                raise refused("the type of a storage is unknown")
             dtype = _STORAGE_TYPES.get(cls.name)
             itemsize = _OTHER_SIZES.get(cls.name, 0) if dtype is None else dtype.bits // 8
             found = self._classes[id(cls)] = (cls.name, dtype, itemsize)
         name, dtype, itemsize = found
         if type(key) is not str or not key:
-            raise CheckpointRefused("a storage's key is not a string")
+            raise CheckpointDamaged("a storage's key is not a string")
         if type(count) is not int or not 0 <= count <= _LARGEST:
             _natural(count, "a storage's count")
         storage = _new(Storage, (key, name, dtype, itemsize, count))
         known = self.storages.setdefault(key, storage)
         if known is not storage and known != storage:
-            raise CheckpointRefused(f"storage {quote(key)} has two types or counts")
+            raise CheckpointDamaged(f"storage {quote(key)} has two types or counts")
         if view is not None:
             return (known, *_view(view, known))
         return known, 0, count * itemsize
@@ -272,7 +273,7 @@ def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         raise UnreadableTensor(f"tensors made by {quote(function)} are not supported")
     least, most = _COUNTS[function.name]
     if not least <= len(arguments) <= most:
-        raise CheckpointRefused(
+        raise CheckpointDamaged(
             f"{function} has {len(arguments)} arguments, which torch does not write"
         )
     dtype = None
@@ -305,7 +306,7 @@ def _unwrapped(value: Reduced) -> tuple[Global, tuple[Any, ...]]:
             break
         if type(function) is not Global or type(arguments) is not tuple:
             break
-    raise CheckpointRefused("a tensor is wrapped as torch does not write it")
+    raise CheckpointDamaged("a tensor is wrapped as torch does not write it")
 
 
 def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
@@ -323,7 +324,7 @@ def _distributed_size(value: Reduced) -> tuple[Any, ...] | None:
         return None
     size = inner[2] if type(inner) is tuple and len(inner) > 2 else None  # noqa: PLR2004
     if type(size) is not tuple:
-        raise CheckpointRefused("a DTensor is not made as torch does it")
+        raise CheckpointUnsupported("a DTensor is not made as torch does it")
     return size
 
 
@@ -343,9 +344,9 @@ def _local_tensor(value: Reduced) -> Reduced:
     local, layout = parts.get("_local_tensor"), parts.get("_spec")
     placements = _attributes(layout.state if type(layout) is Record else None).get("placements")
     if type(local) is not Reduced or not is_tensor(local) or type(placements) is not tuple:
-        raise CheckpointRefused("a DTensor is not made as torch does it")
+        raise CheckpointUnsupported("a DTensor is not made as torch does it")
     if _distributed_size(local) is not None:
-        raise CheckpointRefused("the local part of a DTensor is a DTensor")
+        raise CheckpointUnsupported("the local part of a DTensor is a DTensor")
     for placement in placements:
         kind = placement.cls.name if type(placement) is Record else ""
         if kind not in ("Replicate", "Shard"):
@@ -360,18 +361,18 @@ def _natural(number: Any, what: str) -> None:
         shown = "not an integer"
     else:
         shown = str(number) if abs(number) <= 2 * _LARGEST else "out of range"
-    raise CheckpointRefused(f"{what} is {shown}")
+    raise CheckpointDamaged(f"{what} is {shown}")
 
 
 def _view(view: Any, storage: Storage) -> tuple[int, int]:
     """Return offset and size of a part of a storage, in bytes."""
     if type(view) is not tuple or len(view) != 3:  # noqa: PLR2004
-        raise CheckpointRefused("a view of a storage does not have three parts")
+        raise CheckpointDamaged("a view of a storage does not have three parts")
     _, offset, count = view
     _natural(offset, "a view's offset")
     _natural(count, "a view's count")
     if offset + count > storage.elements:
-        raise CheckpointRefused(
+        raise CheckpointDamaged(
             f"a view ends at element {offset + count} of {storage.elements} of its storage"
         )
     return offset * storage.itemsize, count * storage.itemsize
@@ -379,7 +380,7 @@ def _view(view: Any, storage: Storage) -> tuple[int, int]:
 
 def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
     if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
-        raise CheckpointRefused("a tensor has flags other than conj and neg")
+        raise CheckpointUnsupported("a tensor has flags other than conj and neg")
     conj, neg = flags.get("conj", False), flags.get("neg", False)
     if (
         type(conj) is not bool
@@ -387,7 +388,7 @@ def _flags(flags: Any, dtype: DType) -> tuple[bool, bool]:
         or (conj and dtype is not DType.C64)
         or (neg and dtype not in _NEGATED)
     ):
-        raise CheckpointRefused("a tensor's conj or neg flag is invalid")
+        raise CheckpointDamaged("a tensor's conj or neg flag is invalid")
     return conj, neg
 
 
@@ -398,9 +399,9 @@ def extent_of(shape: Any, stride: Any) -> Extent:
         CheckpointRefused: they are not two tuples of equal length of valid numbers.
     """
     if type(shape) is not tuple or type(stride) is not tuple or len(shape) != len(stride):
-        raise CheckpointRefused("a tensor's sizes and strides are not two tuples of equal length")
+        raise CheckpointDamaged("a tensor's sizes and strides are not two tuples of equal length")
     if len(shape) > MAX_RANK:
-        raise CheckpointRefused(f"a tensor has {len(shape)} dimensions, over {MAX_RANK}")
+        raise CheckpointUnsupported(f"a tensor has {len(shape)} dimensions, over {MAX_RANK}")
     span = expected = 1
     is_ordered = True
     is_empty = False

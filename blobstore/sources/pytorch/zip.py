@@ -10,7 +10,13 @@ import re
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import CheckpointRefused, DamagedSource, UnsupportedSource
+from blobstore.errors import (
+    CheckpointDamaged,
+    CheckpointRefused,
+    CheckpointUnsupported,
+    DamagedSource,
+    UnsupportedSource,
+)
 from blobstore.sources.pytorch.storages import MAX_PICKLE_SIZE
 from blobstore.sources.pytorch.zip_entries import read_entries, read_small_entry
 from blobstore.sources.unpickler.machine import run
@@ -40,7 +46,8 @@ class ZipCheckpoint:
         """Read the directory and the pickle of an archive of ``size`` bytes at byte ``start``.
 
         Raises:
-            CheckpointRefused: the archive is damaged, or not a checkpoint.
+            CheckpointDamaged: the archive is damaged.
+            CheckpointUnsupported: it is not a checkpoint, or of a kind that is not read.
         """
         self._descriptor = descriptor
         self._used: Collection[ZipEntry] = ()
@@ -49,12 +56,16 @@ class ZipCheckpoint:
             self._root = self._only_root()
             self.is_swapped = self._check_records()
             pickle = read_pickle(descriptor, self._entries[f"{self._root}data.pkl"])
-        except (DamagedSource, UnsupportedSource) as error:
-            raise CheckpointRefused(str(error)) from None
+        except CheckpointRefused:
+            raise
+        except DamagedSource as error:
+            raise CheckpointDamaged(str(error)) from None
+        except UnsupportedSource as error:
+            raise CheckpointUnsupported(str(error)) from None
         self.pickle_size = len(pickle)
         self.result = run(pickle)
         if self.result.end != len(pickle):
-            raise CheckpointRefused(
+            raise CheckpointDamaged(
                 f"{len(pickle) - self.result.end} bytes follow the end of data.pkl's pickle"
             )
 
@@ -71,9 +82,9 @@ class ZipCheckpoint:
         for key, storage in storages.items():
             entry = entries.get(prefix + key)
             if entry is None:
-                raise CheckpointRefused(f"there is no entry for storage {quote(key)}")
+                raise CheckpointDamaged(f"there is no entry for storage {quote(key)}")
             if storage.itemsize and entry.size != storage.elements * storage.itemsize:
-                raise CheckpointRefused(
+                raise CheckpointDamaged(
                     f"entry {quote(entry.name)} has {entry.size} bytes, but its tensors say "
                     f"{storage.nbytes}"
                 )
@@ -95,21 +106,21 @@ class ZipCheckpoint:
         first = next(iter(self._entries), "")
         root, slash, _ = first.partition("/")
         if not root or not slash:
-            raise CheckpointRefused("the zip archive has no folder with a checkpoint in it")
+            raise CheckpointUnsupported("the zip archive has no folder with a checkpoint in it")
         root += "/"
         for name in self._entries:
             if not name.startswith(root):
-                raise CheckpointRefused(
+                raise CheckpointUnsupported(
                     f"entry {quote(name)} is outside the archive's folder {quote(root)}"
                 )
         for name, kind in _PROGRAMS.items():
             if root + name in self._entries:
-                raise CheckpointRefused(
+                raise CheckpointUnsupported(
                     f"this is a {kind} archive, which has a program; save the model's "
                     "state_dict() with torch.save instead"
                 )
         if f"{root}data.pkl" not in self._entries:
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 "this zip archive has no data.pkl, so it is not a PyTorch checkpoint"
             )
         return root
@@ -126,10 +137,12 @@ class ZipCheckpoint:
         if order is None:
             order = b"little"  # torch before 2.1 did not write it
         if order not in _BYTE_ORDERS:
-            raise CheckpointRefused(f"the byte order is {quote(order[:20].decode('latin-1'))}")
+            raise CheckpointDamaged(f"the byte order is {quote(order[:20].decode('latin-1'))}")
         version = self._record("version") or self._record(".data/version") or b""
-        if not re.fullmatch(rb"[0-9]{1,3}\n?", version) or not 1 <= int(version) <= _LAST_VERSION:
-            raise CheckpointRefused(
+        is_number = re.fullmatch(rb"[0-9]{1,3}\n?", version)
+        if not is_number or not 1 <= int(version) <= _LAST_VERSION:
+            kind = CheckpointUnsupported if is_number else CheckpointDamaged
+            raise kind(
                 f"the archive's version is {quote(version[:20].decode('latin-1'))}, not one of "
                 f"1 to {_LAST_VERSION}"
             )
@@ -140,9 +153,14 @@ def read_pickle(descriptor: int, entry: ZipEntry, limit: int = MAX_PICKLE_SIZE) 
     """Return the content of an entry that is a pickle of at most ``limit`` bytes.
 
     Raises:
-        DamagedSource: it is larger, or compressed more than pickles of tensors can be.
+        UnsupportedSource: it is larger.
+        DamagedSource: it is compressed more than pickles of tensors can be.
         OSError: it cannot be read.
     """
+    if entry.size > limit:
+        raise UnsupportedSource(
+            f"entry {quote(entry.name)} has {entry.size} bytes; pickles of at most {limit} are read"
+        )
     # Pickles compress to a fifth, and their values can need a hundred times their size in memory.
     ratio = _SPARE_PICKLE_SIZE + _MAX_PICKLE_RATIO * entry.stored_size
-    return read_small_entry(descriptor, entry, min(limit, ratio))
+    return read_small_entry(descriptor, entry, ratio)

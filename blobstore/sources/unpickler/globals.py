@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def put(target: dict[Any, Any], key: Any, value: Any) -> None:
     """Put an entry into a dict. Only strings and integers are hashed.
 
     Raises:
-        CheckpointRefused: the dict has the key already, so that one of two tensors would be lost.
+        CheckpointDamaged: the dict has the key already, so that one of two tensors would be lost.
     """
     if type(key) is not str:
         key = Number(key) if type(key) is int else Key(key)
     if key in target:
-        raise CheckpointRefused("a dict has the same key twice")
+        raise CheckpointDamaged("a dict has the same key twice")
     target[key] = value
 
 

@@ -7,7 +7,7 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointUnsupported
 from blobstore.sources.unpickler import opcodes as op
 from blobstore.sources.unpickler.globals import put
 from blobstore.sources.unpickler.values import Items, Record, Reduced, is_tensor
@@ -46,7 +46,7 @@ _i32 = _fixed("<i")
 def _i32_size(state: State, position: int) -> tuple[int, int]:
     size, begin = _i32(state, position)
     if size < 0:
-        raise CheckpointRefused(f"a length is {size}")
+        raise CheckpointDamaged(f"a length is {size}")
     return size, begin
 
 
@@ -77,7 +77,7 @@ def _integer(size_of: Callable[[State, int], tuple[int, int]]) -> Callable[[Stat
     def read(state: State, position: int) -> tuple[int, int]:
         size, begin = size_of(state, position)
         if size > _MAX_INTEGER_SIZE:
-            raise CheckpointRefused(f"an integer has {size} bytes")
+            raise CheckpointUnsupported(f"an integer has {size} bytes")
         data = state.take(begin, begin + size)
         return int.from_bytes(data, "little", signed=True), begin + size
 
@@ -93,7 +93,7 @@ def _text_integer(state: State, position: int) -> tuple[int | bool, int]:
 
 def _decimal(line: bytes) -> int:
     if len(line) > _MAX_DIGITS or not line.removeprefix(b"-").isdigit():
-        raise CheckpointRefused(f"a line of {len(line)} bytes is not an integer")
+        raise CheckpointDamaged(f"a line of {len(line)} bytes is not an integer")
     return int(line)
 
 
@@ -102,15 +102,15 @@ def _text_float(state: State, position: int) -> tuple[float, int]:
     try:
         return float(line if len(line) <= _MAX_DIGITS else b""), end
     except ValueError:
-        raise CheckpointRefused(f"a line of {len(line)} bytes is not a number") from None
+        raise CheckpointDamaged(f"a line of {len(line)} bytes is not a number") from None
 
 
 def _quoted_text(state: State, position: int) -> tuple[str | bytes, int]:
     line, end = state.line(position)
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[:1] != line[-1:]:  # noqa: PLR2004
-        raise CheckpointRefused("a string is not in quotes")
+        raise CheckpointDamaged("a string is not in quotes")
     if _ESCAPED(line[1:-1]) is None:
-        raise CheckpointRefused("a string has an escape that Python 2 does not write")
+        raise CheckpointDamaged("a string has an escape that Python 2 does not write")
     return _as_text(_unescaped(line[1:-1], "unicode_escape").encode("latin-1")), end
 
 
@@ -123,7 +123,7 @@ def _unescaped(line: bytes, codec: str) -> str:
     try:
         return line.decode(codec)
     except UnicodeDecodeError:
-        raise CheckpointRefused("a string has an invalid escape") from None
+        raise CheckpointDamaged("a string has an invalid escape") from None
 
 
 def _global(state: State, position: int) -> tuple[Any, int]:
@@ -136,7 +136,7 @@ def _instance(state: State, position: int) -> tuple[Any, int]:
     """Record the class that INST names, for reports, and refuse the opcode."""
     found, _ = _global(state, position)
     found.is_called = True
-    raise CheckpointRefused(
+    raise CheckpointDamaged(
         f"the opcode makes an object of {quote(found)}, in a way that torch never writes"
     )
 
@@ -146,7 +146,7 @@ def _slot(state: State, position: int) -> tuple[int, int]:
     line, end = state.line(position)
     if 0 <= (slot := _decimal(line)) <= _LAST_SLOT:
         return slot, end
-    raise CheckpointRefused(f"the memo has slots 0 to {_LAST_SLOT}")
+    raise CheckpointDamaged(f"the memo has slots 0 to {_LAST_SLOT}")
 
 
 def _get(
@@ -187,8 +187,10 @@ PUSHING: Final[Mapping[int, Callable[[State, int], tuple[Any, int]]]] = {
 
 def _append_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
+    if type(target) in (Record, Reduced):
+        raise CheckpointUnsupported("the target of an append is an object of a class")
     if type(target) is not list:
-        raise CheckpointRefused("the target of an append is not a list")
+        raise CheckpointDamaged("the target of an append is not a list")
     target.extend(items)
 
 
@@ -197,11 +199,13 @@ def _put_pairs(state: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is Record:
         target = target.entries
+    if type(target) is Reduced:
+        raise CheckpointUnsupported("the target of a new entry is an object of a class")
     if type(target) is not dict:
-        raise CheckpointRefused("the target of a new entry is not a dict")
+        raise CheckpointDamaged("the target of a new entry is not a dict")
     state.objects += len(items) // 2
     if len(items) % 2:
-        raise CheckpointRefused("a key has no value")
+        raise CheckpointDamaged("a key has no value")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) is str and key not in target:  # nearly always
             target[key] = value
@@ -212,7 +216,7 @@ def _put_pairs(state: State, stack: list[Any], items: list[Any]) -> None:
 def _add_all(_: State, stack: list[Any], items: list[Any]) -> None:
     target = stack[-1]
     if type(target) is not Items:
-        raise CheckpointRefused("the target of new items is not a set")
+        raise CheckpointDamaged("the target of new items is not a set")
     target.items.extend(items)
 
 
@@ -274,7 +278,7 @@ def _put(state: State, stack: list[Any]) -> None:
 
 def _new_with_names(state: State, stack: list[Any]) -> None:
     if stack.pop():
-        raise CheckpointRefused("an object is made with named arguments")
+        raise CheckpointUnsupported("an object is made with named arguments")
     _new(state, stack)
 
 
@@ -287,11 +291,11 @@ def _build(_: State, stack: list[Any]) -> None:
     target = stack[-1]
     if is_tensor(target):
         # torch.load would call set_() or __setstate__(), which give the tensor other contents.
-        raise CheckpointRefused("it sets the state of a tensor, which torch.save never writes")
+        raise CheckpointDamaged("it sets the state of a tensor, which torch.save never writes")
     if type(target) in (Record, Reduced) and target.state is None:
         target.state = attributes
     elif type(target) not in (dict, Items):
-        raise CheckpointRefused("the target of attributes is not an object, or has some already")
+        raise CheckpointDamaged("the target of attributes is not an object, or has some already")
 
 
 TAKING: Final[Mapping[int, Callable[[State, list[Any]], None]]] = {
@@ -325,7 +329,7 @@ def _text_put(state: State, stack: list[Any], position: int) -> int:
 def _protocol(state: State, _: list[Any], position: int) -> int:
     state.protocol = state.data[position]
     if state.protocol > _LAST_PROTOCOL:
-        raise CheckpointRefused(f"protocol {state.protocol} is unknown")
+        raise CheckpointUnsupported(f"protocol {state.protocol} is unknown")
     return position + 1
 
 

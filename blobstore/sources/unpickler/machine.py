@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointRefused
 from blobstore.sources.unpickler.fast_path import Numbers, read_calls
 from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
 from blobstore.sources.unpickler.opcodes import (
@@ -105,7 +105,9 @@ def run(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Result:
     Raises:
         CutShort: ``data`` ends before the pickle does.
         LimitReached: it exceeds the limits.
-        CheckpointRefused: it is not a pickle, or has an opcode that makes no inert value. The message has the offset and the opcode.
+        CheckpointDamaged: it is not a pickle, or has an opcode that no checkpoint has. The message has
+            the offset and the opcode.
+        CheckpointUnsupported: it makes a value that has no inert form.
     """
     return _run(State(data, start), limits)
 
@@ -122,7 +124,7 @@ def scan(data: bytes, *, start: int = 0, limits: Limits = LIMITS) -> Scan:
 
 def _run(state: State, limits: Limits) -> Result:
     data = state.data
-    kind = CheckpointRefused
+    kind: type[CheckpointRefused] = CheckpointDamaged
     try:
         return Result(
             _loop(state, limits),
@@ -246,12 +248,12 @@ def _loop(state: State, limits: Limits) -> Any:  # noqa: C901, PLR0912, PLR0915 
                     position = NOTING[code](state, stack, position)
                 elif code == STOP:
                     if len(stack) != 1 or frames:
-                        raise CheckpointRefused("the stack does not have exactly one value")
+                        raise CheckpointDamaged("the stack does not have exactly one value")
                     return stack[0]
                 elif code in REFUSED:
-                    raise CheckpointRefused(f"the opcode {REFUSED[code]}, which no checkpoint uses")
+                    raise CheckpointDamaged(f"the opcode {REFUSED[code]}, which no checkpoint uses")
                 else:
-                    raise CheckpointRefused(
+                    raise CheckpointDamaged(
                         "there is no such opcode; this is not a pickle, or it is damaged"
                     )
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from blobstore.core.escape import quote
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
 from blobstore.sources.unpickler.globals import look_up
 from blobstore.sources.unpickler.values import Global, Number, Persistent, Record, Reduced, Use
 
@@ -17,11 +17,11 @@ _MAX_COPIED = 1 << 20
 _RUN = 1 << 6
 
 
-class CutShort(CheckpointRefused):
+class CutShort(CheckpointDamaged):
     """The bytes end before the pickle does."""
 
 
-class LimitReached(CheckpointRefused):
+class LimitReached(CheckpointUnsupported):
     """The pickle needs more of a resource than it may use."""
 
 
@@ -90,7 +90,7 @@ class State:
         end = self.data.find(b"\n", begin, begin + _MAX_LINE)
         if end < 0:
             self.take(begin, begin + _MAX_LINE)
-            raise CheckpointRefused(f"a line is longer than {_MAX_LINE} bytes")
+            raise CheckpointDamaged(f"a line is longer than {_MAX_LINE} bytes")
         return self.data[begin:end], end + 1
 
     def cut_short(self) -> CutShort:
@@ -98,7 +98,7 @@ class State:
         return CutShort(f"the pickle ends at byte {len(self.data)}, before its STOP")
 
     def refusal(
-        self, reason: str, name: str, kind: type[CheckpointRefused] = CheckpointRefused
+        self, reason: str, name: str, kind: type[CheckpointRefused] = CheckpointDamaged
     ) -> CheckpointRefused:
         """Return the error for the current opcode."""
         return kind(f"pickle byte {self.at}, {name}: {reason}")
@@ -106,25 +106,31 @@ class State:
     def find(self, module: Any, name: Any) -> Global:
         """Return the record of a global."""
         if type(module) is not str or type(name) is not str:
-            raise CheckpointRefused("the name of a global is not two strings")
+            raise CheckpointDamaged("the name of a global is not two strings")
         if len(module) > _MAX_NAME or len(name) > _MAX_NAME:
-            raise CheckpointRefused(f"the name of a global is longer than {_MAX_NAME} characters")
+            raise CheckpointUnsupported(
+                f"the name of a global is longer than {_MAX_NAME} characters"
+            )
         found = self.globals.get((module, name))
         if found is None:
             if len(self.globals) >= _MAX_GLOBALS:
-                raise CheckpointRefused(f"the pickle refers to more than {_MAX_GLOBALS} globals")
+                raise CheckpointUnsupported(
+                    f"the pickle refers to more than {_MAX_GLOBALS} globals"
+                )
             found = self.globals[module, name] = look_up(module, name, self.at)
         return found
 
     def call(self, function: Any, arguments: Any, at: int) -> Any:
         """Return the record of a call, or its plain value."""
         self.objects += 1
+        if type(function) in (Record, Reduced):
+            raise CheckpointUnsupported("a call is of an object that is not a global")
         if type(function) is not Global or type(arguments) is not tuple:
-            raise CheckpointRefused("a call is not of a global with a tuple of arguments")
+            raise CheckpointDamaged("a call is not of a global with a tuple of arguments")
         if function.make is not None:
             return self._made(function, arguments)
         if not function.is_function:
-            raise CheckpointRefused(f"{quote(function)} is not a function")
+            raise CheckpointDamaged(f"{quote(function)} is not a function")
         function.is_called = True
         return Reduced(function, arguments, at)
 
@@ -132,18 +138,18 @@ class State:
         """Return the record of an object, or its plain value."""
         self.objects += 1
         if type(cls) is Persistent and type(cls.identifier) is tuple:  # of torch before 1.6
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 "it holds a complete model object, with its class; save its state_dict() instead"
             )
         if type(cls) is not Global or type(arguments) is not tuple:
-            raise CheckpointRefused("an object is not made of a global with a tuple of arguments")
+            raise CheckpointDamaged("an object is not made of a global with a tuple of arguments")
         if cls.make is not None:
             return self._made(cls, arguments)
         if cls.use is None:
             cls.is_class = True
             cls.is_called |= bool(arguments)
         elif cls.use is not Use.RECORD:
-            raise CheckpointRefused(f"{quote(cls)} cannot be made by this opcode")
+            raise CheckpointUnsupported(f"{quote(cls)} cannot be made by this opcode")
         return self._record(Record(cls, arguments, self.at))
 
     def _made(self, function: Global, arguments: tuple[Any, ...]) -> Any:
@@ -151,7 +157,7 @@ class State:
         try:
             value = function.make(arguments)
         except (TypeError, ValueError):
-            raise CheckpointRefused(
+            raise CheckpointUnsupported(
                 f"the arguments of {quote(function)} are not those that torch writes"
             ) from None
         for argument in arguments:
@@ -162,7 +168,7 @@ class State:
             elif type(argument) in (str, bytes):
                 self.copied += len(argument) // _RUN
         if self.copied > _MAX_COPIED:
-            raise CheckpointRefused("the pickle copies its lists and strings too often")
+            raise CheckpointUnsupported("the pickle copies its lists and strings too often")
         return self._record(value) if type(value) is Record else value
 
     def _record(self, record: Record) -> Record:

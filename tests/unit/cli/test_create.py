@@ -265,7 +265,7 @@ def test_skips_tensors_of_unknown_types_on_request(
 ) -> None:
     value = {"a": torch.ones(2), "odd": torch.ones(2, dtype=torch.complex128)}
     torch.save(value, tmp_path / "x.pt")
-    result = run("create", tmp_path / "x.pt", "m", exit_code=4)
+    result = run("create", tmp_path / "x.pt", "m", exit_code=1)
     assert "leave such tensors out with --skip-unreadable" in result.stderr
     more = ["--dry-run"] if dry else []
     result = run("create", tmp_path / "x.pt", "m", "--skip-unreadable", *more)
@@ -313,7 +313,7 @@ def test_a_checkpoint_that_would_run_code_changes_nothing(
     store: LocalStore, tmp_path: Path
 ) -> None:
     torch.save({"a": torch.ones(1), "b": os.getcwd}, tmp_path / "x.pt")
-    result = run("create", tmp_path / "x.pt", "m", exit_code=4)
+    result = run("create", tmp_path / "x.pt", "m", exit_code=1)
     assert result.stderr.count("\n") == 1
     assert "it uses 'posix.getcwd', which checkpoints of tensors do not need" in result.stderr
     assert not store.folder("blobs").exists()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,51 @@ def test_tensors_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     torch.save(value, tmp_path / "x.pt")
     assert "cannot read 'odd': " in run("inspect", tmp_path / "x.pt").stdout
     assert set(run_json("inspect", tmp_path / "x.pt")["unreadable"]) == {"odd"}
+
+
+def _truncated(path: Path) -> None:
+    torch.save({"a": torch.ones(64)}, path)
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _half_a_download(path: Path) -> None:
+    path.write_bytes(b"<!DOCTYPE html><html>log in</html>")
+
+
+def _program(path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{path.stem}/constants.pkl", b"N.")
+
+
+def _no_tensors(path: Path) -> None:
+    torch.save({"a": 1}, path)
+
+
+def _optimizer(path: Path) -> None:
+    torch.save(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), path)
+
+
+@pytest.mark.parametrize(
+    ("write", "code"),
+    [
+        (_truncated, 4),
+        (_half_a_download, 4),
+        (_program, 1),
+        (_no_tensors, 1),
+        (_optimizer, 1),
+    ],
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
+def test_only_damaged_files_have_exit_code_4(write: Any, code: int, tmp_path: Path) -> None:
+    write(tmp_path / "x.pt")
+    assert run_json("inspect", tmp_path / "x.pt", exit_code=code)["refusal"]
+    store = tmp_path / "store"
+    result = run("create", tmp_path / "x.pt", "m", "--store", store, exit_code=code)
+    assert result.stderr.count("\n") == 1
+    assert not store.joinpath("blobs").exists()
+
+
+def test_a_type_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
+    run("create", tmp_path / "x.pt", "m", "--store", tmp_path / "store", exit_code=1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from blobstore.errors import CheckpointRefused
+from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
 from blobstore.sources.unpickler.handlers import ENDING, NOTING, PUSHING, TAKING
 from blobstore.sources.unpickler.machine import run
 from blobstore.sources.unpickler.state import CutShort
@@ -17,10 +17,10 @@ def value(data: bytes) -> Any:
     return run(data).value
 
 
-def refusal(data: bytes) -> str:
+def refusal(data: bytes, kind: type[CheckpointRefused] = CheckpointDamaged) -> str:
     with pytest.raises(CheckpointRefused) as caught:
         run(data)
-    assert type(caught.value) is CheckpointRefused
+    assert type(caught.value) is kind
     return str(caught.value)
 
 
@@ -95,7 +95,8 @@ def test_rejects_lines_of_millions_of_bytes(opcode: bytes) -> None:
 
 def test_rejects_integers_of_more_than_a_kibibyte() -> None:
     message = "pickle byte 0, LONG4: an integer has 1025 bytes"
-    assert refusal(b"\x8b\1\4\0\0" + b"\xff" * 1025 + b".") == message
+    data = b"\x8b\1\4\0\0" + b"\xff" * 1025 + b"."
+    assert refusal(data, CheckpointUnsupported) == message
 
 
 # texts and bytes
@@ -243,16 +244,16 @@ TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n)R"
         (
             b"Na",
             "APPEND: the target of an append is not a list",
-            [b"}", b")", b"\x8f", b"cm\nC\n)\x81", b"cos\nsystem\n)R"],
+            [b"}", b")", b"\x8f"],
         ),
         (b"(Ne", "APPENDS: the target of an append is not a list", [b"}"]),
         (b"(e", "APPENDS: the target of an append is not a list", [b"U\1a"]),
         (
             b"K\0Ns",
             "SETITEM: the target of a new entry is not a dict",
-            [b"]", TENSOR, b"U\1aQ", b"\x96\1\0\0\0\0\0\0\0a", b"cm\nC\n"],
+            [b"]", b"U\1aQ", b"\x96\1\0\0\0\0\0\0\0a", b"cm\nC\n"],
         ),
-        (b"(K\0Nu", "SETITEMS: the target of a new entry is not a dict", [b"]", TENSOR]),
+        (b"(K\0Nu", "SETITEMS: the target of a new entry is not a dict", [b"]"]),
         (b"(N\x90", "ADDITEMS: the target of new items is not a set", [b"]", b"}"]),
     ],
 )
@@ -261,6 +262,23 @@ def test_adds_only_to_containers_of_the_right_type(
 ) -> None:
     for target in targets:
         assert message in refusal(target + opcode + b".")
+
+
+@pytest.mark.parametrize(
+    ("opcode", "what", "targets"),
+    [
+        (b"Na", "an append", [b"cm\nC\n)\x81", b"cos\nsystem\n)R", TENSOR]),
+        (b"(Ne", "an append", [b"cm\nC\n)\x81", TENSOR]),
+        (b"K\0Ns", "a new entry", [b"cos\nsystem\n)R", TENSOR]),
+        (b"(K\0Nu", "a new entry", [TENSOR]),
+    ],
+)
+def test_a_class_that_derives_from_a_container_is_unsupported(
+    opcode: bytes, what: str, targets: list[bytes]
+) -> None:
+    message = f": the target of {what} is an object of a class"
+    for target in targets:
+        assert refusal(target + opcode + b".", CheckpointUnsupported).endswith(message)
 
 
 @pytest.mark.parametrize("data", [b"}(U\1au.", b"(U\1ad."])
@@ -355,13 +373,18 @@ def test_rejects_a_state_of_tensors(function: bytes, state: bytes) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        *[b"N", b"U\x09os.system", b"U\2osU\6system\x86", b"U\1aQ", b"cos\nsystem\n)R", TENSOR],
-        *[b"cm\nC\n)\x81", b"}"],
+        *[b"N", b"U\x09os.system", b"U\2osU\6system\x86", b"U\1aQ", b"}"],
     ],
 )
 def test_rejects_calls_of_other_values_than_functions(function: bytes) -> None:
     message = ", REDUCE: a call is not of a global with a tuple of arguments"
     assert refusal(function + b")R.").endswith(message)
+
+
+@pytest.mark.parametrize("function", [b"cos\nsystem\n)R", b"cm\nC\n)\x81", TENSOR])
+def test_a_call_of_an_object_is_unsupported(function: bytes) -> None:
+    message = ", REDUCE: a call is of an object that is not a global"
+    assert refusal(function + b")R.", CheckpointUnsupported).endswith(message)
 
 
 @pytest.mark.parametrize("opcode", [b"]R", b"NR", b"]\x81", b"N}\x92"])
@@ -371,7 +394,7 @@ def test_rejects_arguments_that_are_not_a_tuple(opcode: bytes) -> None:
 
 def test_rejects_named_arguments() -> None:
     message = "pickle byte 12, NEWOBJ_EX: an object is made with named arguments"
-    assert refusal(b"cm\nC\n)}U\1aNs\x92.") == message
+    assert refusal(b"cm\nC\n)}U\1aNs\x92.", CheckpointUnsupported) == message
 
 
 # the stack and the memo
@@ -410,7 +433,7 @@ def test_memoized_values_are_identical() -> None:
 @pytest.mark.parametrize("protocol", [6, 127, 255])
 def test_rejects_protocols_to_come(protocol: int) -> None:
     message = f"pickle byte 0, PROTO: protocol {protocol} is unknown"
-    assert refusal(b"\x80" + bytes([protocol]) + b"N.") == message
+    assert refusal(b"\x80" + bytes([protocol]) + b"N.", CheckpointUnsupported) == message
 
 
 def test_a_frame_ends_where_its_pickle_does_or_before() -> None:
