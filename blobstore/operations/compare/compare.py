@@ -206,7 +206,7 @@ def compare_models(
         UnsupportedDType: numpy has no type for a tensor's elements.
         BlobstoreError: a tensor has another shape in the base, a blob does not say how it is
             quantized, or the models have no tensor in common, or it is not known which.
-        UsageError: ``jobs`` is below 1, or ``names`` is no architecture.
+        UsageError: ``jobs`` is below 1, or ``names`` is no architecture or not needed.
     """
     check_jobs(jobs)
     reference, base = Reference.of(reference), Reference.of(base)

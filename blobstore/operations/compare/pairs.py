@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches, glob_matches
-from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
+from blobstore.errors import BlobDamaged, BlobstoreError, NotFound, UsageError
 from blobstore.gguf.names import ARCHITECTURES, architecture_of
 from blobstore.manifests import media_types
 from blobstore.models.source_layers import gguf_metadata, read_stacks
@@ -136,6 +136,7 @@ def pair_tensors(
         NotFound: a model does not exist, or neither has a tensor that matches a pattern.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
         BlobstoreError: two tensors of one name cannot be compared, or there is no such pair.
+        UsageError: ``names`` is no architecture, or is not needed.
     """
     manifests = store.resolve(reference), store.resolve(base)
     for name, manifest in zip((reference, base), manifests, strict=True):
@@ -193,7 +194,7 @@ def _converted(
     theirs: _Tensors,
     names: str | Mapping[str, str] | None,
 ) -> tuple[_Tensors, _Tensors]:
-    """Return the tensors with those of a GGUF model under the names of the other model, which is none."""
+    """Return the tensors, those of a GGUF model under the names that the other model has."""
     if names is None and ours.keys() & theirs.keys():
         return ours, theirs
     read = [gguf_metadata(store, manifest) for _, manifest in models]
@@ -213,6 +214,11 @@ def _converted(
                 return pair_names(ours, architecture, metadata, theirs)
             theirs, ours = pair_names(theirs, architecture, metadata, ours)
             return ours, theirs
+    if names is not None:
+        (reference, _), (base, _) = models
+        raise UsageError(
+            f"names are for a GGUF model and another one; {reference} and {base} are not"
+        )
     return ours, theirs
 
 

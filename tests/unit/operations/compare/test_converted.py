@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
+from blobstore.errors import BlobDamaged, BlobstoreError, NotFound, UsageError
 from blobstore.gguf.header import InvalidGguf
 from blobstore.operations.compare.compare import Comparison, compare_models
 from blobstore.operations.create.create import create
@@ -156,6 +156,7 @@ def test_errors_of_blocks_are_those_of_their_values(store: LocalStore) -> None:
     assert 35 < found.snr_db < 55
 
 
+@pytest.mark.slow
 def test_rows_of_many_pieces_are_put_in_order(store: LocalStore) -> None:
     query = f"{LAYER}.self_attn.q_proj.weight"
     for dtype in ("F32", "Q8_0"):
@@ -295,6 +296,16 @@ def test_other_architectures_need_names(store: LocalStore) -> None:
     assert len(differing(compare_models("gguf", "hf", store=store, names="llama"))) == 2
     with pytest.raises(BlobstoreError, match="no tensor of the same name"):
         compare_models("gguf", "hf", store=store, names={"x": "y"})
+
+
+@pytest.mark.parametrize("pair", [("gguf", "gguf"), ("hf", "hf")])
+def test_names_are_refused_where_they_mean_nothing(
+    store: LocalStore, pair: tuple[str, str]
+) -> None:
+    add_plain(store, tensors())
+    add_converted(store, tensors())
+    with pytest.raises(UsageError, match="names are for a GGUF model and another one"):
+        compare_models(*pair, store=store, names="llama")
 
 
 def test_names_can_be_listed(store: LocalStore) -> None:
