@@ -112,7 +112,7 @@ def _read(store: ModelInspector, layer: Descriptor, begin: int, end: int) -> byt
 
 
 def _recorded_header(record: SourceRecord | None) -> GgufHeader | None:
-    """Return the header of the first GGUF file but projectors."""
+    """Return the header of the first GGUF file; those of projectors do not count."""
     for file in record.files if record is not None else ():
         if file.format == "gguf" and not file.name.rpartition("/")[2].startswith("mm"):
             with contextlib.suppress(InvalidGguf):
