@@ -289,8 +289,13 @@ def tensor_blocks(
         array = as_array(region.memory, start, stored.entry.spec)
         pieces = _plain_rows(array if tensor.place is None else array[tensor.place], order)
     first, end = 0, math.prod(tensor.shape[:-1])
+    factors = _row_factors(store, tensor, end)
     for found in pieces:
-        piece = _plus_one(found[: end - first]) if plus_one else found[: end - first]
+        piece = found[: end - first]
+        if factors is not None:
+            piece = piece * factors[first : first + len(piece)]
+        if plus_one:
+            piece = _plus_one(piece)
         rows, columns = piece.shape
         height = max(_BLOCK_ELEMENTS // columns, 1)
         for row in range(0, rows, height):
@@ -298,6 +303,20 @@ def tensor_blocks(
                 block = piece[row : row + height, column : column + _BLOCK_ELEMENTS]
                 yield first + row, column, block
         first += rows
+
+
+def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | None:
+    """Return the number that each row is multiplied with, float32 ``[rows, 1]``; None if there is none."""
+    scale = tensor.scale
+    if scale is None:
+        return None
+    data = bytearray(scale.nbytes)
+    begin = scale.header.data_start + scale.entry.begin
+    store.read_into(scale.layer.digest, scale.layer.size, begin, memoryview(data))
+    factors = np.frombuffer(data, "<f4")
+    if tensor.place is not None and len(factors) > 1:
+        factors = factors[tensor.place : tensor.place + 1]
+    return factors.repeat(rows // len(factors))[:, None]
 
 
 def _plus_one(values: Array) -> Array:

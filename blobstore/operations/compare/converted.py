@@ -40,10 +40,16 @@ def pair_names(
     head = _only(others, HEAD, HEAD)
     prefix = embedding.removesuffix(_EMBEDDING_END)
     found: dict[str, SourceTensor] = {}
+    scales = dict(_scales(tensors))
+    used = {scale.name for scale in scales.values()}
     for tensor in tensors.values():
         interrupts.check()
+        if tensor.name in used:
+            continue
         origin = origin_of(tensor.name, architecture, metadata)
-        for part in [tensor] if origin is None else _parts(tensor, origin):
+        scale = scales.get(tensor.name)
+        scaled = tensor if scale is None else tensor._replace(scale=scale.stored)
+        for part in [tensor] if origin is None else _parts(scaled, origin):
             name = head if part.name == HEAD else part.name
             if origin is not None and name.startswith("model."):
                 name = prefix + name.removeprefix("model.")
@@ -51,6 +57,20 @@ def pair_names(
             if found.setdefault(name, moved) is not moved:
                 raise BlobDamaged(f"two tensors would both be called {quote(name)}")
     return _with_head(found, others, embedding, head), _with_head(others, found, embedding, head)
+
+
+def _scales(tensors: Tensors) -> Iterator[tuple[str, SourceTensor]]:
+    """Yield the names of NVFP4 weights, and their scales: a number each, or a number per expert."""
+    for tensor in tensors.values():
+        scale = tensors.get(tensor.name.removesuffix(".weight") + ".scale")
+        if (
+            scale is not None
+            and tensor.type == "gguf_nvfp4"
+            and scale.type == "F32"
+            and scale.shape in ((), (1,), tensor.shape[:-2])
+            and scale.nbytes
+        ):
+            yield tensor.name, scale
 
 
 def _only(names: Collection[str], end: str, default: str) -> str:

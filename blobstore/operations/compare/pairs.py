@@ -48,6 +48,8 @@ class SourceTensor(NamedTuple):
     """How llama.cpp converted it; None if it did not."""
     length: int | None = None
     """How much of the first dimension is compared; None for all."""
+    scale: StoredTensor | None = None
+    """Numbers that all values are multiplied with: one, or one per part."""
 
     @property
     def type(self) -> str:

@@ -168,6 +168,34 @@ def test_rows_of_many_pieces_are_put_in_order(store: LocalStore) -> None:
         assert found.snr_db > 35
 
 
+@pytest.mark.parametrize("scales", [(), (1,), (2,)])
+@pytest.mark.parametrize("names", ["experts.{expert}.up", "experts.up"])
+def test_nvfp4_weights_have_scales_next_to_them(
+    store: LocalStore, scales: tuple[int, ...], names: str
+) -> None:
+    # The scales of blocks are 1, and the weights 0, 0.5, 1 and so on.
+    block = bytes([0x38] * 4) + bytes(range(16)) * 2
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6, *[0] * 16]
+    factors = np.array([3, 5][: int(np.prod(scales))], np.float32)
+    low_first = np.array([values[code & 15] for code in range(16)])
+    weights = np.tile(np.concatenate([low_first[:8], [0] * 8, low_first[8:], [0] * 8]), 2)
+    rows = np.broadcast_to(weights, (2, 3, 64)) * (factors.reshape(-1, 1, 1))
+    file = gguf_file(
+        [("general.architecture", TEXT, text("x"))],
+        [
+            ("blk.0.ffn_up_exps.weight", 40, (64, 3, 2), block * 6),
+            ("blk.0.ffn_up_exps.scale", F32, scales, factors.tobytes()),
+        ],
+    )
+    add_gguf_model(store, "gguf", file)
+    arrays = {"experts.up.weight": rows.astype(np.float32)}
+    if "{expert}" in names:
+        arrays = {f"experts.{n}.up.weight": row.astype(np.float32) for n, row in enumerate(rows)}
+    add_plain(store, arrays)
+    compared = compare_models("gguf", "hf", store=store, names={"blk.{layer}.ffn_up_exps": names})
+    assert_equal(compared, list(arrays))
+
+
 def test_a_model_where_it_lies_is_compared(store: LocalStore) -> None:
     arrays = tensors()
     add_plain(store, arrays)
