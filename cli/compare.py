@@ -9,6 +9,8 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
+from blobstore.core.escape import quote
+from blobstore.errors import UsageError
 from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ _TENSOR_FIELDS = (
 )
 _TOTAL_FIELDS = "relative_error snr_db max_abs_error nonfinite bits_per_weight base_bits_per_weight"
 _MAX_LISTED = 20
+_MAX_NAMES_SIZE = 16 << 20
 _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
     "error": lambda tensor: [-part for part in badness(tensor)],
     "snr": lambda tensor: -math.inf if tensor.snr_db is None else tensor.snr_db,
@@ -77,6 +80,12 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
     help="Only the first N rows; the worst, unless --sort says otherwise.",
 )
 @click.option(
+    "--names",
+    metavar="ARCHITECTURE|FILE",
+    help="The architecture whose names a GGUF model has, or a JSON file with names in it and in the other "
+    "model.",
+)
+@click.option(
     "--html",
     metavar="FILE",
     type=arguments.FILE,
@@ -92,6 +101,7 @@ def command(
     store: LocalStore,
     order: Order | None,
     top: int | None,
+    names: str | None,
     html: str | None,
     shows_all: bool,
     jobs: int | None,
@@ -107,6 +117,10 @@ def command(
     Totals are those of the tensors that differ. Equal tensors are listed only with --all, --sort or
     a pattern, and in JSON.
 
+    The tensors of a GGUF model are compared with those of another model under its names, in its order
+    of rows, and expert by expert. This is known for the architectures that docs/cli.md lists; --names
+    says it for others.
+
     Elements that differ and are infinite or NaN in one of the models are counted, but not measured.
     Only the size of blobs is checked; "blobstore verify" reads and hashes them.
 
@@ -121,7 +135,13 @@ def command(
     model, other = arguments.model(store, name), arguments.model(store, base)
     with progress_bar() as progress:
         compared = compare_models(
-            model, other, store=store, patterns=patterns, jobs=jobs, progress=progress
+            model,
+            other,
+            store=store,
+            patterns=patterns,
+            names=None if names is None else _names(names),
+            jobs=jobs,
+            progress=progress,
         )
     if target is not None:
         write_page_file(target, comparison_page(compared))
@@ -134,6 +154,27 @@ def command(
         _as_text(compared, shown),
         notes=[] if target is None else [f"wrote {target}"],
     )
+
+
+def _names(text: str) -> str | dict[str, str]:
+    """Return the architecture that a text names, or the names in the file that it names."""
+    from blobstore.core import strict_json
+    from blobstore.core.files import read_regular
+    from blobstore.gguf.names import ARCHITECTURES
+
+    if text in ARCHITECTURES:
+        return text
+    try:
+        value = strict_json.loads(read_regular(text, _MAX_NAMES_SIZE))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{quote(text)} is no file, and none of the architectures {', '.join(ARCHITECTURES)}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{quote(text)} cannot be read: {error}") from None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value.values()):
+        raise UsageError(f"{quote(text)} is not a JSON object whose values are names")
+    return value
 
 
 def _as_json(compared: Comparison, rows: Sequence[TensorError]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The GGUF format of llama.cpp: its header, and the sizes of its types of tensors."""
+"""The GGUF format of llama.cpp: its header, the types of its tensors, and their names in other formats."""

@@ -30,7 +30,12 @@ def rows_at_once(columns: int) -> int:
 
 
 def plain_pieces(
-    stored: StoredTensor, memory: mmap.mmap | memoryview, dtype: FloatName, part: int | None = None
+    stored: StoredTensor,
+    memory: mmap.mmap | memoryview,
+    dtype: FloatName,
+    part: int | None = None,
+    *,
+    order: Array | None = None,
 ) -> Iterator[Array]:
     """Yield the dequantized rows of a tensor, in pieces of shape ``(rows, columns)``.
 
@@ -39,6 +44,7 @@ def plain_pieces(
         memory: its blob, from the first byte.
         dtype: the element type of the pieces.
         part: an index in the first dimension, to yield only the rows of one expert.
+        order: the numbers of the rows in the order in which they are yielded; not for 8-bit floats.
     """
     item = stored.item
     assert item is not None  # noqa: S101 - see Args
@@ -63,7 +69,8 @@ def plain_pieces(
     count = len(rows[""])
     height = rows_at_once(stored.shape[-1])
     for row in range(0, count, height):
-        piece = {suffix: array[row : row + height] for suffix, array in rows.items()}
+        chosen = slice(row, row + height) if order is None else order[row : row + height]
+        piece = {suffix: array[chosen] for suffix, array in rows.items()}
         yield dequantize(
             piece[""],
             piece.get(SCALE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
@@ -12,6 +13,7 @@ from blobstore.errors import BlobDamaged, InvalidHeader
 from blobstore.gguf.config import config_of
 from blobstore.gguf.header import InvalidGguf
 from blobstore.gguf.header import parse_header as parse_gguf
+from blobstore.gguf.header import read_header as read_gguf
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import MAX_RECORD_SIZE, SourceRecord
 from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.gguf.header import GgufHeader, Value
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import RecordedFile
-    from blobstore.store.protocols import BlobDescriber
+    from blobstore.store.protocols import BlobDescriber, ModelInspector
 
 
 def read_stacks(store: BlobDescriber, manifest: Manifest) -> dict[str, list[str]]:
@@ -84,11 +88,36 @@ def gguf_config(record: SourceRecord | None) -> dict[str, Any]:
 
     It is empty if the model was not imported from GGUF files, or their headers are malformed.
     """
+    header = _recorded_header(record)
+    return {} if header is None else config_of(header)
+
+
+def gguf_metadata(store: ModelInspector, manifest: Manifest) -> Mapping[str, Value] | None:
+    """Return the metadata of a model in GGUF files, imported or where they lie; None for other models.
+
+    Raises:
+        BlobMissing, BlobDamaged: as :func:`read_source_record`, or the file is missing.
+    """
+    for layer in manifest.layers_of(media_types.MODEL):
+        with contextlib.suppress(InvalidGguf):
+            return read_gguf(partial(_read, store, layer), layer.size).metadata
+    header = _recorded_header(read_source_record(store, manifest))
+    return None if header is None else header.metadata
+
+
+def _read(store: ModelInspector, layer: Descriptor, begin: int, end: int) -> bytearray:
+    buffer = bytearray(end - begin)
+    store.read_into(layer.digest, layer.size, begin, memoryview(buffer))
+    return buffer
+
+
+def _recorded_header(record: SourceRecord | None) -> GgufHeader | None:
+    """Return the header of the first GGUF file; those of projectors do not count."""
     for file in record.files if record is not None else ():
         if file.format == "gguf" and not file.name.rpartition("/")[2].startswith("mm"):
             with contextlib.suppress(InvalidGguf):
-                return config_of(parse_gguf(file.start, file.size))
-    return {}
+                return parse_gguf(file.start, file.size)
+    return None
 
 
 def source_specs(record: SourceRecord | None) -> dict[str, TensorSpec]:

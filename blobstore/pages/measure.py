@@ -144,7 +144,8 @@ def _measure(
     other = (reference, manifest) if base is None else (base, store.resolve(base))
     ours, theirs = source_tensors(store, (reference, manifest), other)
     found: dict[str, Measurement] = {name: {} for name in ours}
-    if base is not None:
+    # Comparing a GGUF model with its base would give the names of the base.
+    if base is not None and ours.keys() & theirs.keys():
         try:
             compared = compare_models(reference, base, store=store, jobs=jobs, progress=progress)
         except BlobstoreError:  # such as tensors of another shape: there is no error to measure

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # The public interface: change it here and in docs/python.md together.
 FUNCTIONS = """
 check_archive(path, references, *, jobs, progress)
-compare(reference, base, *, store, patterns, jobs, progress)
+compare(reference, base, *, store, patterns, names, jobs, progress)
 convert(source, target, *, subtree, strip_prefix, weights, keep_names, skip_unreadable, overwrite, jobs, progress)
 copy(source, target, *, store, force)
 copy_to_store(source, to, target, *, store, force, jobs, progress)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from blobstore.core.arguments import one_or_more
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool, check_jobs
@@ -26,9 +28,7 @@ from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    import numpy as np
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.operations.compare.pairs import Pair, SourceTensor
@@ -178,10 +178,14 @@ def compare_models(
     *,
     store: StoreLike = None,
     patterns: str | Sequence[str] = (),
+    names: str | Mapping[str, str] | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure the error of every tensor of a model against the tensor of the same name in another.
+
+    If one of the two is of GGUF files and they have no name in common, its tensors are compared under the names,
+    in the order and with the values that they had before llama.cpp converted them.
 
     Args:
         reference: the model, such as a quantized one.
@@ -189,6 +193,10 @@ def compare_models(
         store: the store of both models, or its folder; by default the store of
             ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         patterns: shell patterns of tensor names, such as ``*.mlp.*``; by default all tensors.
+        names: for GGUF models of other architectures than those of
+            :data:`blobstore.gguf.names.ARCHITECTURES`: the one that has the same names. Or names in GGUF files
+            and the other model's, such as ``"blk.{layer}.attn_q"`` and ``"layers.{layer}.query"``; see
+            docs/cli.md.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
@@ -197,13 +205,13 @@ def compare_models(
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
         UnsupportedDType: numpy has no type for a tensor's elements.
         BlobstoreError: a tensor has another shape in the base, a blob does not say how it is
-            quantized, or the models have no tensor in common.
-        UsageError: ``jobs`` is below 1.
+            quantized, or the models have no tensor in common, or it is not known which.
+        UsageError: ``jobs`` is below 1, or ``names`` is no architecture or not needed.
     """
     check_jobs(jobs)
     reference, base = Reference.of(reference), Reference.of(base)
     store = LocalStore.of(store)
-    pairing = pair_tensors(store, reference, base, one_or_more(patterns))
+    pairing = pair_tensors(store, reference, base, one_or_more(patterns), names)
     # The largest first, so that the last job to end is a short one.
     pairs = sorted(pairing.pairs, key=_bytes_to_read, reverse=True)
     pool = WorkerPool(jobs, progress, sum(map(_bytes_to_read, pairs)))
@@ -226,7 +234,11 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
     stats = ErrorStats(pair.group_size)
     if not pair.is_shared:
         total, elements, done, reported = _bytes_to_read(pair), math.prod(pair.ours.shape), 0, 0
-        sides = tensor_blocks(store, pair.ours), tensor_blocks(store, pair.base)
+        ours_has_one, base_has_one = (bool(part.origin and part.origin.adds_one) for part in pair)
+        sides = (
+            tensor_blocks(store, pair.ours, plus_one=base_has_one and not ours_has_one),
+            tensor_blocks(store, pair.base, plus_one=ours_has_one and not base_has_one),
+        )
         for (row, column, values), (_, _, base_values) in zip(*sides, strict=True):
             stats.add(row, column, values, base_values)
             done += values.size
@@ -251,30 +263,39 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
     )
 
 
-def tensor_blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int, int, Array]]:
+def tensor_blocks(
+    store: LocalStore, tensor: SourceTensor, *, plus_one: bool = False
+) -> Iterator[tuple[int, int, Array]]:
     """Yield a tensor in blocks: first row, first column and values.
 
     Tensors of the same shape have the same blocks, whether they are quantized or not.
+
+    Args:
+        store: the store that has the tensor.
+        tensor: the tensor.
+        plus_one: add 1 to each value as llama.cpp does. It is not subtracted from its sums, because they are
+            rounded.
     """
     stored = tensor.stored
     # One mapping per tensor, so that memory is mapped only while it is read.
     region = MappedRegion([stored.layer.size])
     store.map_blob(stored.layer.digest, stored.layer.size, 0, region)
+    order = _row_order(tensor)
     pieces: Iterable[Array]
     if tensor.is_quantized:
-        pieces = plain_pieces(stored, region.memory, "float32", tensor.place)
+        pieces = plain_pieces(stored, region.memory, "float32", tensor.place, order=order)
     else:
         start = stored.header.data_start + stored.entry.begin
         array = as_array(region.memory, start, stored.entry.spec)
-        array = array if tensor.place is None else array[tensor.place]
-        pieces = ()
-        if array.size:
-            flat = array.reshape(-1, array.shape[-1] if array.ndim else 1)
-            # As many rows as in the pieces of a quantized tensor of this shape.
-            step = rows_at_once(flat.shape[1])
-            pieces = [flat[row : row + step] for row in range(0, len(flat), step)]
-    first = 0
-    for piece in pieces:
+        pieces = _plain_rows(array if tensor.place is None else array[tensor.place], order)
+    first, end = 0, math.prod(tensor.shape[:-1])
+    factors = _row_factors(store, tensor, end)
+    for found in pieces:
+        piece = found[: end - first]
+        if factors is not None:
+            piece = piece * factors[first : first + len(piece)]
+        if plus_one:
+            piece = _plus_one(piece)
         rows, columns = piece.shape
         height = max(_BLOCK_ELEMENTS // columns, 1)
         for row in range(0, rows, height):
@@ -282,3 +303,43 @@ def tensor_blocks(store: LocalStore, tensor: SourceTensor) -> Iterator[tuple[int
                 block = piece[row : row + height, column : column + _BLOCK_ELEMENTS]
                 yield first + row, column, block
         first += rows
+
+
+def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | None:
+    """Return the number that each row is multiplied with, float32 ``[rows, 1]``; None if there is none."""
+    scale = tensor.scale
+    if scale is None:
+        return None
+    data = bytearray(scale.nbytes)
+    begin = scale.header.data_start + scale.entry.begin
+    store.read_into(scale.layer.digest, scale.layer.size, begin, memoryview(data))
+    factors = np.frombuffer(data, "<f4")
+    if tensor.place is not None and len(factors) > 1:
+        factors = factors[tensor.place : tensor.place + 1]
+    return factors.repeat(rows // len(factors))[:, None]
+
+
+def _plus_one(values: Array) -> Array:
+    """Return the sums with 1 as llama.cpp computes them: in float32, or float16 if that is the type."""
+    sums: Array = (values if values.dtype == np.float16 else values.astype(np.float32)) + 1
+    return sums
+
+
+def _row_order(tensor: SourceTensor) -> Array | None:
+    """Return the number of each row of the source in the stored tensor; None if they are the same."""
+    if tensor.origin is None or not tensor.origin.heads:
+        return None
+    rows = np.arange(tensor.shape[0]).reshape(tensor.origin.heads, -1, 2)
+    return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _plain_rows(array: Array, order: Array | None) -> Iterator[Array]:
+    """Yield the rows of an array, as many at once as :func:`plain_pieces` yields of a tensor of this shape."""
+    if not array.size:
+        return
+    if order is not None and array.ndim == 1:
+        array, order = array[order], None
+    flat = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+    step = rows_at_once(flat.shape[1])
+    for row in range(0, len(flat), step):
+        yield flat[row : row + step] if order is None else flat[order[row : row + step]]

@@ -1,26 +1,30 @@
 """Pairs the tensors of two models by the names that they had in their source.
 
-Stacked experts are split, so that models that store experts differently can be compared. Only
-manifests and the headers of blobs are read.
+Stacked experts are split, so that models that store experts differently can be compared. The tensors of a GGUF
+model get the names of the other model (:mod:`.converted`). Only manifests and the headers of blobs are read.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches, glob_matches
-from blobstore.errors import BlobDamaged, BlobstoreError, NotFound
+from blobstore.errors import BlobDamaged, BlobstoreError, NotFound, UsageError
+from blobstore.gguf.names import ARCHITECTURES, architecture_of
 from blobstore.manifests import media_types
-from blobstore.models.source_layers import read_stacks
+from blobstore.models.source_layers import gguf_metadata, read_stacks
 from blobstore.models.tensors import read_tensors
+from blobstore.operations.compare.converted import pair_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.gguf.names import Origin
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import ModelTensors, StoredTensor
@@ -40,6 +44,12 @@ class SourceTensor(NamedTuple):
     """Index in the first dimension of ``stored``, if that is a stack."""
     parts: int = 1
     """Number of source tensors in ``stored``."""
+    origin: Origin | None = None
+    """How llama.cpp converted it; None if it did not."""
+    length: int | None = None
+    """How much of the first dimension is compared; None for all."""
+    scale: StoredTensor | None = None
+    """Numbers that all values are multiplied with: one, or one per part."""
 
     @property
     def type(self) -> str:
@@ -59,12 +69,16 @@ class SourceTensor(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape, before quantization packed it."""
-        return self.stored.shape if self.place is None else self.stored.shape[1:]
+        shape = self.stored.shape if self.place is None else self.stored.shape[1:]
+        return shape if self.length is None else (self.length, *shape[1:])
 
     @property
     def nbytes(self) -> int:
         """Bytes in the blob, including scales and biases."""
-        return self.stored.nbytes // self.parts
+        nbytes = self.stored.nbytes // self.parts
+        if self.length is None:
+            return nbytes
+        return nbytes * self.length // max(self.stored.shape[0], 1)
 
     @property
     def is_quantized(self) -> bool:
@@ -86,6 +100,7 @@ class Pair(NamedTuple):
             ours.layer.digest == base.layer.digest
             and ours.entry == base.entry
             and self.ours.place == self.base.place
+            and self.ours.origin == self.base.origin
         )
 
     @property
@@ -104,14 +119,26 @@ class Pairing(NamedTuple):
 
 
 def pair_tensors(
-    store: ModelInspector, reference: Reference, base: Reference, patterns: Sequence[str]
+    store: ModelInspector,
+    reference: Reference,
+    base: Reference,
+    patterns: Sequence[str],
+    names: str | Mapping[str, str] | None = None,
 ) -> Pairing:
     """Return the tensors of two models whose names match a pattern, or all if there is none.
+
+    Args:
+        store: the store of both.
+        reference: the model.
+        base: the base.
+        patterns: patterns of names, of source tensors or of stored ones.
+        names: see :func:`~blobstore.gguf.names.architecture_of`.
 
     Raises:
         NotFound: a model does not exist, or neither has a tensor that matches a pattern.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.
         BlobstoreError: two tensors of one name cannot be compared, or there is no such pair.
+        UsageError: ``names`` is no architecture, or is not needed.
     """
     manifests = store.resolve(reference), store.resolve(base)
     for name, manifest in zip((reference, base), manifests, strict=True):
@@ -119,16 +146,11 @@ def pair_tensors(
             raise BlobstoreError(
                 f"model {name} has no tensor layers, so there is nothing to compare"
             )
-    ours, theirs = source_tensors(store, (reference, manifests[0]), (base, manifests[1]))
-    for pattern in patterns:
-        if not any(glob_matches(name, pattern) for name in (*ours, *theirs)):
-            raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
+    models = (reference, manifests[0]), (base, manifests[1])
+    ours, theirs = _converted(store, models, *source_tensors(store, *models), names)
     if patterns:
-        ours, theirs = (
-            {name: part for name, part in parts.items() if any_glob_matches(name, patterns)}
-            for parts in (ours, theirs)
-        )
-    pairs = [Pair(part, theirs[name]) for name, part in ours.items() if name in theirs]
+        ours, theirs = _matching(ours, theirs, patterns, models)
+    pairs = [_cut(Pair(part, theirs[name])) for name, part in ours.items() if name in theirs]
     for pair in pairs:
         _check(pair, reference, base)
     if not pairs:
@@ -140,6 +162,76 @@ def pair_tensors(
         tuple(name for name in ours if name not in theirs),
         tuple(name for name in theirs if name not in ours),
     )
+
+
+_Models = tuple[tuple["Reference", "Manifest"], tuple["Reference", "Manifest"]]
+_Tensors = Mapping[str, SourceTensor]
+
+
+def _matching(
+    ours: _Tensors, theirs: _Tensors, patterns: Sequence[str], models: _Models
+) -> tuple[_Tensors, _Tensors]:
+    """Return the tensors that match a pattern by the name of the source, or by one of the stored names."""
+    spelled = [{name, part.stored.name} for parts in (ours, theirs) for name, part in parts.items()]
+    for pattern in patterns:
+        if not any(glob_matches(name, pattern) for names in spelled for name in names):
+            (reference, _), (base, _) = models
+            raise NotFound(f"no tensor of {reference} or {base} matches {quote(pattern)}")
+    chosen = {
+        name
+        for parts in (ours, theirs)
+        for name, part in parts.items()
+        if any_glob_matches(name, patterns) or any_glob_matches(part.stored.name, patterns)
+    }
+    first, second = (
+        {name: part for name, part in parts.items() if name in chosen} for parts in (ours, theirs)
+    )
+    return first, second
+
+
+def _converted(
+    store: ModelInspector,
+    models: _Models,
+    ours: _Tensors,
+    theirs: _Tensors,
+    names: str | Mapping[str, str] | None,
+) -> tuple[_Tensors, _Tensors]:
+    """Return the tensors, those of a GGUF model under the names that the other model has."""
+    if names is None and ours.keys() & theirs.keys():
+        return ours, theirs
+    read = [gguf_metadata(store, manifest) for _, manifest in models]
+    for place, metadata in enumerate(read):
+        if metadata is None or read[1 - place] is not None:
+            continue
+        reference, base = models[place][0], models[1 - place][0]
+        with _located(reference):
+            architecture = architecture_of(metadata, names)
+            if architecture is None:
+                raise BlobstoreError(
+                    f"the names that {base} has for tensors of the architecture "
+                    f"{quote(str(metadata.get('general.architecture')))} are not known, only those of "
+                    f"{', '.join(ARCHITECTURES)}; give names"
+                )
+            if not place:
+                return pair_names(ours, architecture, metadata, theirs)
+            theirs, ours = pair_names(theirs, architecture, metadata, ours)
+            return ours, theirs
+    if names is not None:
+        (reference, _), (base, _) = models
+        raise UsageError(
+            f"names are for a GGUF model and another one; {reference} and {base} are not"
+        )
+    return ours, theirs
+
+
+def _cut(pair: Pair) -> Pair:
+    """Return a pair without the rows that only one side has of a tensor with a row per token."""
+    ours, base = (part.shape for part in pair)
+    is_vocabulary = any(part.origin is not None and part.origin.is_vocabulary for part in pair)
+    if not is_vocabulary or ours == base or len(ours) == 1 or ours[1:] != base[1:]:
+        return pair
+    length = min(ours[0], base[0])
+    return Pair(*(part._replace(length=length) for part in pair))
 
 
 def source_tensors(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_HEADER_DIFFERENCE: Final = 1 << 10
 """The most by which the sizes of blobs with one equal tensor may differ: their headers differ."""
-_EXPERTS: Final = "experts"
-"""Part of the names of blobs that may have equal tensors whatever their sizes are."""
+_EXPERTS: Final = ("experts", "_exps")
+"""Parts of the names of blobs that may have equal tensors whatever their sizes are; GGUF files have the second."""
 _MIN_BLOB: Final = 1 << 14
 _MIN_SHARE: Final = 0.1
 """The share of a blob that another must contain."""
@@ -45,6 +45,10 @@ class _Duplicate(NamedTuple):
     blob: Digest
     base: Digest
     saved: int
+
+
+def _is_experts(item: Descriptor) -> bool:
+    return any(part in item.name for part in _EXPERTS)
 
 
 class DuplicateFinder:
@@ -77,14 +81,14 @@ class DuplicateFinder:
         """Return the blobs of each model that may have equal tensors by their sizes."""
         sizes = sorted(self._sizes.values())
         named = {(item.name, item.size) for item in self._frozen.values()}
-        has_experts = any(_EXPERTS in item.name for item in self._frozen.values())
+        has_experts = any(map(_is_experts, self._frozen.values()))
 
         def is_candidate(item: Descriptor) -> bool:
             if item.size < _MIN_BLOB or item.digest in self._deltas:
                 return False
             if (item.name, item.size) in named:  # the same tensor with other values
                 return False
-            if has_experts and _EXPERTS in item.name:
+            if has_experts and _is_experts(item):
                 return True
             nearest = bisect_left(sizes, item.size - _MAX_HEADER_DIFFERENCE)
             return nearest < len(sizes) and sizes[nearest] <= item.size + _MAX_HEADER_DIFFERENCE

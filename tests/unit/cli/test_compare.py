@@ -11,6 +11,7 @@ import pytest
 
 from blobstore.operations.compare.compare import compare_models
 from blobstore.store.local import LocalStore
+from tests.support.converted import write_converted
 from tests.support.models import Arrays, write_folder
 from tests.unit.cli.running import run, run_json
 
@@ -280,3 +281,57 @@ def test_equal_tensors_are_listed_if_asked_for(stored: LocalStore) -> None:
     assert run("compare", "dense", "copy").stdout.startswith("9 tensors, all equal")
     assert run("compare", "dense", "copy", "--all").stdout.count("\n") == 11
     assert run("compare", "dense", "copy", "empty").stdout.count("\n") == 3
+
+
+# GGUF models
+
+
+@pytest.fixture
+def converted(store: LocalStore, tmp_path: Path) -> LocalStore:
+    """A store with ``hf`` and ``gguf``, its conversion of an architecture whose names are not known."""
+    random = np.random.default_rng(0)
+    names = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+    arrays: Arrays = {
+        f"model.layers.0.{name}.weight": random.standard_normal((64, 64), dtype=np.float32)
+        for name in names
+    }
+    add(tmp_path, "hf", arrays)
+    run("create", write_converted(tmp_path / "m.gguf", arrays, "smollm3"), "gguf")
+    return store
+
+
+def test_names_of_an_architecture_are_given(converted: LocalStore, tmp_path: Path) -> None:
+    result = run("compare", "gguf", "hf", exit_code=1)
+    assert "'smollm3' are not known, only those of llama" in result.stderr
+    result = run("compare", "gguf", "hf", "--names", "qwen2")
+    assert result.stdout.startswith("3 tensors, all equal")
+    value = run_json("compare", "gguf", "hf", "--names", "llama")
+    assert value["total"]["differing"] == 1
+
+
+def test_names_are_read_from_a_file(converted: LocalStore, tmp_path: Path) -> None:
+    file = tmp_path / "names.json"
+    file.write_text('{"blk.{layer}.ffn_up": "model.layers.{layer}.mlp.up_proj"}')
+    value = run_json("compare", "gguf", "hf", "--names", file)
+    assert [row["name"] for row in value["tensors"]] == ["model.layers.0.mlp.up_proj.weight"]
+    assert value["only_in_name"] == ["blk.0.attn_q.weight", "blk.0.attn_v.weight"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no file, and none of the architectures llama, "),
+        ("{", "not valid JSON"),
+        ('{"a": "b", "a": "c"}', "cannot be read"),
+        ("[]", "is not a JSON object whose values are names"),
+        ('{"a": 1}', "is not a JSON object whose values are names"),
+        ('{"like": "x"}', "the architecture 'x' are not known"),
+    ],
+)
+def test_files_without_names_are_refused(
+    converted: LocalStore, tmp_path: Path, content: str | None, message: str
+) -> None:
+    file = tmp_path / "names.json"
+    if content is not None:
+        file.write_text(content)
+    assert message in run("compare", "gguf", "hf", "--names", file, exit_code=2).stderr

@@ -12,6 +12,7 @@ from blobstore.operations.create.create import create
 from blobstore.pages import measure
 from blobstore.pages.measure import histogram, measure_model
 from blobstore.store.local import LocalStore
+from tests.support.converted import write_converted
 from tests.support.models import quantizable_tensors, write_folder
 
 PLAIN, INT8 = Reference.parse("plain"), Reference.parse("plain:int8")
@@ -101,3 +102,13 @@ def test_values_that_are_not_finite_are_in_no_bin() -> None:
     assert found[:2] == [1.0, 2.0]
     assert sum(found[2]) == 2
     assert histogram(np.array([np.nan])) is None
+
+
+def test_a_gguf_model_is_measured_under_its_own_names(store: LocalStore, tmp_path: Path) -> None:
+    arrays = {"model.norm.weight": np.ones(64, np.float32)}
+    create(write_folder(tmp_path / "plain", arrays), "plain", store=store)
+    create(write_converted(tmp_path / "m.gguf", arrays, "qwen2"), "plain:gguf", store=store)
+    found = measure_model(store, Reference.parse("plain:gguf"), PLAIN)
+    assert found.keys() == {"output_norm.weight"}
+    assert "values" in found["output_norm.weight"]
+    assert "relative_error" not in found["output_norm.weight"]

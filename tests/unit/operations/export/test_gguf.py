@@ -33,6 +33,7 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.quantization.formats import GGUF_TYPES
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, U32, Tensor, gguf_file, text
+from tests.support.models import blob
 
 ARCHITECTURE = ("general.architecture", TEXT, text("llama"))
 
@@ -225,6 +226,18 @@ def test_equal_tensors_of_two_files_are_one_blob(tmp_path: Path, store: LocalSto
         for name in "ab"
     ]
     assert len(blobs[0] & blobs[1]) == 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 30], ids=["F32", "F16", "BF16"])
+def test_equal_tensors_of_a_safetensors_file_are_one_blob(
+    tmp_path: Path, store: LocalStore, number: int
+) -> None:
+    one = tensor("output_norm.weight", number)
+    create(write(tmp_path / "a.gguf", gguf_file([ARCHITECTURE], [one])), "a", store=store)
+    same = blob((one[0], TYPES[number].name, tuple(one[2][::-1]), one[3]))
+    create(write(tmp_path / "b.safetensors", same), "b", store=store)
+    (layer,) = store.resolve("a").layers_of(media_types.TENSOR)
+    assert store.resolve("b").layers_of(media_types.TENSOR) == (layer,)
 
 
 def test_a_frozen_model_comes_back(tmp_path: Path, store: LocalStore, out: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
+from tests.support.converted import write_converted
 from tests.support.frozen import COUNT, forms_of, layer, layers, tuned, weights
 from tests.support.models import Arrays, add_blobs, blob, write_folder
 
@@ -354,3 +356,67 @@ def test_a_base_with_deltas_does_not_become_a_delta(store: LocalStore) -> None:
     frozen = freeze_models(["base", "renamed"], store=store)
     assert bases_of(frozen) == {"x": None, "long.name": layers(store, "base")["x"].digest}
     assert_whole(store, blobs)
+
+
+# GGUF files
+
+
+def converted_layer(dtype: type, *, has_experts: bool) -> Arrays:
+    """Return matrices that llama.cpp renames and keeps, one that it changes, and experts that it merges."""
+    random = np.random.default_rng(0)
+
+    def matrix() -> Any:
+        return random.standard_normal((96, 128)).astype(dtype)
+
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"]
+    if has_experts:
+        names += [
+            f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
+            for expert in range(4)
+            for part in ("gate", "up", "down")
+        ]
+    return {name: matrix() for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(np.float32, "F32"), (np.float16, "F16"), (ml_dtypes.bfloat16, "BF16")]
+)
+@pytest.mark.parametrize("frozen", [["gguf"], ["hf"], ["hf", "gguf"]], ids=" ".join)
+def test_equal_tensors_of_a_gguf_file_are_stored_once(
+    store: LocalStore, tmp_path: Path, dtype: type, kind: str, frozen: list[str]
+) -> None:
+    arrays = converted_layer(dtype, has_experts=False)
+    path = write_converted(tmp_path / "m.gguf", arrays, "llama", heads=3, heads_kv=3, dtype=kind)
+    blobstore.create(path, "gguf", store=store)
+    add_blobs(
+        store,
+        "hf",
+        {name: blob((name, kind, array.shape, array.tobytes())) for name, array in arrays.items()},
+    )
+    found = [item for item in freeze_models(frozen, store=store).blobs if item.base is not None]
+    # The rows of queries and keys have another order.
+    assert {item.name for item in found} in (
+        {"blk.0.attn_v.weight", "blk.0.attn_output.weight"},
+        {f"model.layers.0.self_attn.{part}_proj.weight" for part in "vo"},
+    )
+    assert all(item.stored < LITTLE for item in found)
+    assert verify_models(store=store).faults == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["packed", "stacked"])
+@pytest.mark.parametrize("frozen", [["gguf"], ["hf"], ["hf", "gguf"]], ids=" ".join)
+def test_experts_of_a_gguf_file_are_stored_once(
+    store: LocalStore, tmp_path: Path, form: ExpertForm, frozen: list[str]
+) -> None:
+    arrays = converted_layer(np.float32, has_experts=True)
+    path = write_converted(tmp_path / "m.gguf", arrays, "qwen3moe")
+    blobstore.create(path, "gguf", store=store)
+    blobstore.create(write_folder(tmp_path / "hf", arrays), "hf", store=store, experts=form)
+    found = freeze_models(frozen, store=store).blobs
+    expected = sum(array.nbytes for name, array in arrays.items() if "experts" in name)
+    saved = sum(item.size - item.stored for item in found if item.base and "exp" in item.name)
+    # A blob has one base, and a projection is one in GGUF files.
+    assert saved > 0.98 * expected / (3 if frozen == ["hf"] else 1)
+    assert verify_models(store=store).faults == ()
