@@ -74,7 +74,10 @@ def _blocks(type_name: str, count: int) -> bytes:
 
 def opening(folder: Path, count: int) -> None:
     """Print the tables of a small file, without and with a vocabulary."""
-    for title, size in ((f"{_TENSORS} tensors", 0), (f"{_VOCABULARY} tokens and merges", _VOCABULARY)):
+    for title, size in (
+        (f"{_TENSORS} tensors", 0),
+        (f"{_VOCABULARY} tokens and merges", _VOCABULARY),
+    ):
         path = folder / "open.gguf"
         write_gguf(path, 8, vocabulary=size)
         common.warm(path)
