@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path

@@ -88,7 +88,7 @@ def write_seeds(folder: Path) -> None:
 
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as name, mock.patch.object(os, "fsync"):
         run(lambda data: read_one(data, Path(name)), write_seeds, "-timeout=10")
 

@@ -12,7 +12,7 @@ import pytest
 
 from blobstore.gguf.header import GgufArray, GgufHeader, InvalidGguf, read_header
 from blobstore.gguf.types import TYPES
-from tests.support.gguf_files import ARRAY, BOOL, TEXT, U32, gguf_file, text, texts
+from tests.support.gguf_files import ARRAY, BOOL, U32, gguf_file, texts
 from tests.support.hostile_gguf import F32_TENSOR, HOSTILE, NAME
 
 
