@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 with atheris.instrument_imports(include=["blobstore"]):
     import blobstore
     from blobstore.errors import BlobstoreError, UnsupportedSource
+    from blobstore.sources import versions
     from blobstore.store.local import LocalStore
 
 from tests.fuzz.harness import run
@@ -89,7 +90,11 @@ def write_seeds(folder: Path) -> None:
 def main() -> None:
     """Run libFuzzer; it ends the process."""
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=memory) as name, mock.patch.object(os, "fsync"):
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as name,
+        mock.patch.object(os, "fsync"),
+        mock.patch.object(versions, "_TICK", 0),  # no input waits until the clock has moved on
+    ):
         run(lambda data: read_one(data, Path(name)), write_seeds, "-timeout=10")
 
 
