@@ -60,7 +60,7 @@ def test_the_folder_of_the_user_is_the_default(
     assert create("ollama://m", "m", store=store, dry_run=True).blobs
 
 
-def test_what_is_no_gguf_model_is_refused(
+def test_other_models_are_refused(
     ollama: LocalStore, store: LocalStore, tmp_path: Path
 ) -> None:
     add_gguf_model(ollama, "m")

@@ -123,6 +123,20 @@ def test_more_bytes_at_the_end_than_a_layer_holds_are_refused(
         create(path, "x", store=store)
 
 
+def test_more_bytes_between_tensors_than_a_layer_holds_are_refused(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    wide = 1 << 20
+    alignment = ("general.alignment", U32, struct.pack("<I", wide))
+    tensors = [(f"t{number}", 24, (3,), b"abc") for number in range(18)]
+    content = gguf_file([ARCHITECTURE, alignment], tensors, alignment=wide)
+    padded = content.replace(b"abc" + bytes(wide - 3), b"abc" + b"p" * (wide - 3))
+    path = write(tmp_path / "x.gguf", padded)
+    with pytest.raises(UnsupportedSource, match="more than 16 MiB between its tensors, up to byte"):
+        create(path, "x", store=store)
+    assert not store.has_model("x")
+
+
 @pytest.mark.parametrize("alignment", [8, 32, 4096])
 def test_files_of_any_alignment_come_back(
     tmp_path: Path, store: LocalStore, out: Path, alignment: int
