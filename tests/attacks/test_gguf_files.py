@@ -62,7 +62,12 @@ def test_a_layer_of_an_ollama_folder_is_refused(case: str, tmp_path: Path) -> No
     add_gguf_model(store, "m", HOSTILE[case][0])
     assert media_types.MODEL in message_of(lambda: blobstore.open("m", store=store))
     assert media_types.MODEL in run("verify", "--store", store.root, exit_code=4).stdout
-    commands = [["list"], ["show", "m"], ["info", "m"], ["page", tmp_path / "p.html"]]
+    commands: list[list[object]] = [
+        ["list"],
+        ["show", "m"],
+        ["info", "m"],
+        ["page", tmp_path / "p.html"],
+    ]
     for command in commands:
         words = [str(word) for word in (*command, "--store", store.root)]
         done = CliRunner(catch_exceptions=False).invoke(program, words)

@@ -112,15 +112,11 @@ def values(count: int) -> None:
                 dequantize(name, blocks[start : start + rows], out[start : start + rows])
             return out
 
-        kind_of_peer = gguf.GGMLQuantizationType[name]
+        theirs = partial(gguf.dequantize, blocks, gguf.GGMLQuantizationType[name])
         cases: dict[str, Callable[[], float]] = {
-            "gguf.dequantize": lambda blocks=blocks, kind=kind_of_peer: common.timed(
-                partial(gguf.dequantize, blocks, kind)
-            ),
-            "one thread": lambda run=one_thread: common.timed(run),
-            f"{os.cpu_count()} threads": lambda name=name, blocks=blocks: common.timed(
-                partial(dequantize, name, blocks)
-            ),
+            "gguf.dequantize": partial(common.timed, theirs),
+            "one thread": partial(common.timed, one_thread),
+            f"{os.cpu_count()} threads": partial(common.timed, partial(dequantize, name, blocks)),
         }
         print(f"{name}, 4096 x 4096\n")
         before = partial(common.borrow_memory, weights * 8)

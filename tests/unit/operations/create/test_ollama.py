@@ -60,9 +60,7 @@ def test_the_folder_of_the_user_is_the_default(
     assert create("ollama://m", "m", store=store, dry_run=True).blobs
 
 
-def test_other_models_are_refused(
-    ollama: LocalStore, store: LocalStore, tmp_path: Path
-) -> None:
+def test_other_models_are_refused(ollama: LocalStore, store: LocalStore, tmp_path: Path) -> None:
     add_gguf_model(ollama, "m")
     create(write_folder(tmp_path / "dense", dense_tensors()), "dense", store=ollama)
     with pytest.raises(UnsupportedSource, match="dense:latest of .* has 0 GGUF files"):
