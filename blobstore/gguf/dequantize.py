@@ -7,23 +7,28 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.gguf import iq_quants, k_quants, simple_blocks
 from blobstore.gguf.types import TYPES
 
 if TYPE_CHECKING:
+    from blobstore.gguf.simple_blocks import Decoder
+
     Array = np.ndarray[Any, Any]
 
 _DECODERS: Final = {**simple_blocks.DECODERS, **k_quants.DECODERS, **iq_quants.DECODERS}
 _KINDS: Final = {kind.name: kind for kind in TYPES.values()}
 DEQUANTIZED: Final = frozenset(_DECODERS)
 """The names of the types that are decoded."""
-_PIECE: Final = 1 << 16
-"""Weights that are computed at once, so that intermediate values stay in the cache."""
+_PIECE: Final = 1 << 18
+"""Weights that are computed at once: intermediate values stay in the cache, and threads meet rarely."""
+_SHARE: Final = 1 << 20
+"""Weights of a job. Callers that have threads of their own ask for no more at once."""
 
 
 def dequantize(type_name: str, blocks: Array, out: Array | None = None) -> Array:
-    """Return the weights of rows of blocks.
+    """Return the weights of rows of blocks, on a thread per processor if there are more than a million.
 
     Rows are independent: threads may decode parts of a tensor, each into its part of ``out``.
 
@@ -60,9 +65,23 @@ def dequantize(type_name: str, blocks: Array, out: Array | None = None) -> Array
         )
     packed = np.ascontiguousarray(blocks).reshape(blocks.size // kind.size, kind.size)
     weights = out.reshape(len(packed), kind.weights)
-    step = _PIECE // kind.weights
-    # Scales may be infinite, NaN or subnormal: all bytes are valid.
+    share = _SHARE // kind.weights
+
+    def run(start: int) -> None:
+        part = slice(start, start + share)
+        _decode(decode, packed[part], weights[part], _PIECE // kind.weights)
+
+    starts = range(0, len(packed), share)
+    if len(starts) > 1:
+        WorkerPool(None, None, 0).run(starts, run)
+    else:
+        run(0)
+    return out
+
+
+def _decode(decode: Decoder, packed: Array, weights: Array, step: int) -> None:
+    """Decode ``step`` blocks at a time."""
+    # Scales may be infinite, NaN or subnormal: all bytes are valid. The state is that of a thread.
     with np.errstate(all="ignore"):
         for start in range(0, len(packed), step):
             decode(packed[start : start + step], weights[start : start + step])
-    return out

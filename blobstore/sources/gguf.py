@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GGUF = ".gguf"
 """The ending of the files."""
 _MAX_TAIL = 16 << 20
-"""Bytes behind the last tensor that a source layer may hold."""
+"""Bytes of a file between and behind its tensors that a source layer may hold."""
 
 
 class GgufShard:
@@ -68,17 +68,24 @@ class GgufShard:
 
     def _read_gaps(self) -> tuple[Gap, ...]:
         """Return the bytes between tensors that are not zeros, and all behind the last one."""
-        found = []
+        found, kept = [], 0
         for begin, end in gaps_of(self.parsed, self._size):
-            if end - begin > _MAX_TAIL:
+            size = end - begin
+            if size > _MAX_TAIL:
                 raise UnsupportedSource(
-                    f"{quote(self.path)}: {end - begin} bytes follow the last tensor at byte {begin}, and "
+                    f"{quote(self.path)}: {size} bytes follow the last tensor at byte {begin}, and "
                     f"no more than {_MAX_TAIL >> 20} MiB can be kept",
                     advice="remove them if they belong to another file",
                 )
             data = self._read_range(begin, end)
             if end == self._size or any(data):
+                kept += size
                 found.append(Gap(begin, data))
+            if kept > _MAX_TAIL:
+                raise UnsupportedSource(
+                    f"{quote(self.path)}: more than {_MAX_TAIL >> 20} MiB between its tensors, up to byte "
+                    f"{end}, are no zeros, and cannot be kept"
+                )
         return tuple(found)
 
     @property

@@ -21,6 +21,29 @@ def texts(values: Sequence[bytes | str]) -> bytes:
     return struct.pack("<IQ", TEXT, len(values)) + b"".join(map(text, values))
 
 
+def gguf_header(
+    values: Sequence[tuple[str, int, bytes]] = (),
+    tensors: Sequence[tuple[str, int, Sequence[int], int]] = (),
+    *,
+    version: int = 3,
+    alignment: int = 32,
+    offsets: Sequence[int] | None = None,
+    counts: tuple[int, int] | None = None,
+) -> bytes:
+    """Return a file up to its data. A tensor has its size instead of its bytes; see :func:`gguf_file`."""
+    described, end = b"", 0
+    for index, (name, number, dimensions, size) in enumerate(tensors):
+        offset = end if offsets is None else offsets[index]
+        described += text(name) + struct.pack(
+            f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, number, offset
+        )
+        end += size + -size % alignment
+    start = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(values))))
+    start += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in values)
+    start += described
+    return start + bytes(-len(start) % alignment) if tensors else start
+
+
 def gguf_file(
     values: Sequence[tuple[str, int, bytes]] = (),
     tensors: Sequence[Tensor] = (),
@@ -31,17 +54,8 @@ def gguf_file(
     counts: tuple[int, int] | None = None,
 ) -> bytes:
     """Return a file. ``offsets`` and ``counts`` (of tensors and of values) replace those that are right."""
-    described, data = b"", b""
-    for index, (name, number, dimensions, content) in enumerate(tensors):
-        data += bytes(-len(data) % alignment)
-        offset = len(data) if offsets is None else offsets[index]
-        described += text(name) + struct.pack(
-            f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, number, offset
-        )
-        data += content
-    start = b"GGUF" + struct.pack("<IQQ", version, *(counts or (len(tensors), len(values))))
-    start += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in values)
-    start += described
-    if tensors:
-        start += bytes(-len(start) % alignment)
-    return start + data + bytes(-len(data) % alignment)
+    sized = [(name, number, shape, len(data)) for name, number, shape, data in tensors]
+    start = gguf_header(
+        values, sized, version=version, alignment=alignment, offsets=offsets, counts=counts
+    )
+    return start + b"".join(data + bytes(-len(data) % alignment) for *_, data in tensors)

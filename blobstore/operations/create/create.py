@@ -33,9 +33,9 @@ from blobstore.operations.create.jobs import (
     close_joined,
     reporting,
 )
+from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
 from blobstore.sources.base import SourceOptions
-from blobstore.sources.open import open_source
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 
@@ -155,7 +155,8 @@ def create(
 
     Args:
         source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
-            of ``torch.distributed.checkpoint`` or of Meta's Llama, or a Hub id.
+            of ``torch.distributed.checkpoint`` or of Meta's Llama, a GGUF file, ``ollama://NAME`` for a
+            model of Ollama's, or a Hub id.
         reference: the name, ``[host/][namespace/]model[:tag]``.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
@@ -222,7 +223,7 @@ def create(
         decode,
         as_is,
     )
-    with contextlib.closing(open_source(source, options.source, progress=progress)) as opened:
+    with opened_source(source, options.source, progress) as opened:
         if dry_run:
             return options.plan(opened)
         return import_source(

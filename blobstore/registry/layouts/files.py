@@ -38,6 +38,7 @@ _DOCKER: Final = {
 _NAMES: Final = {
     "application/vnd.docker.ai.chat.template.jinja": "chat_template.jinja",
     "application/vnd.docker.ai.license": "LICENSE",
+    "application/vnd.docker.ai.mmproj": "mmproj-model.gguf",
 }
 """Files that Docker's older artifacts do not name."""
 _TAR_FORMS: Final = {"tar": "", "tar+gzip": "gzip", "tar+zstd": "zstd"}
@@ -60,33 +61,42 @@ def folder_of(layers: Sequence[RemoteDescriptor]) -> tuple[RemoteFile, ...]:
 
     Raises:
         InvalidManifest: a path is missing, is that of two files, or leads out of the folder.
-        UnsupportedSource: the weights are not in safetensors files.
+        UnsupportedSource: a layer is of an unknown type.
     """
-    unnamed = [layer for layer in layers if _kind(layer)[1] == "safetensors" and not _path(layer)]
-    shards = {
-        layer: f"model-{number:05}-of-{len(unnamed):05}.safetensors"
-        for number, layer in enumerate((layer.digest for layer in unnamed), 1)
-    }
-    if len(shards) == 1:
-        shards = dict.fromkeys(shards, "model.safetensors")
+    unnamed = _unnamed_weights(layers)
     files = []
     for layer in layers:
         kind, form = _kind(layer)
-        path = _path(layer) or shards.get(layer.digest) or _NAMES.get(layer.media_type, "")
-        if form == "gguf" or path.lower().endswith(".gguf"):
-            raise UnsupportedSource("this model is a GGUF file; only safetensors are imported")
+        path = _path(layer) or unnamed.get(layer.digest) or _NAMES.get(layer.media_type, "")
         if kind == "dataset":  # not part of the model
             continue
         if form in _TAR_FORMS:
             files.append(RemoteFile("", layer.digest, layer.size, True, _TAR_FORMS[form]))
-        elif not is_safe_name(path):
+            continue
+        if form == "gguf" and path and not path.lower().endswith(".gguf"):
+            path += ".gguf"  # by which create knows the format
+        if not is_safe_name(path):
             raise InvalidManifest(
                 f"layer {layer.digest} must not be written as the file {quote(path)}"
             )
-        else:
-            files.append(RemoteFile(path, layer.digest, layer.size))
+        files.append(RemoteFile(path, layer.digest, layer.size))
     check_paths([file.path.casefold() for file in files if file.path])
     return tuple(files)
+
+
+def _unnamed_weights(layers: Sequence[RemoteDescriptor]) -> dict[Digest, str]:
+    """Return the names of weight files that have none: numbered in order if there are several."""
+    names: dict[Digest, str] = {}
+    for form in ("safetensors", "gguf"):
+        found = dict.fromkeys(
+            layer.digest
+            for layer in layers
+            if _kind(layer)[1] == form and not _path(layer) and layer.media_type not in _NAMES
+        )
+        for number, digest in enumerate(found, 1):
+            part = f"-{number:05}-of-{len(found):05}" if len(found) > 1 else ""
+            names[digest] = f"model{part}.{form}"
+    return names
 
 
 def _kind(layer: RemoteDescriptor) -> tuple[str, str]:

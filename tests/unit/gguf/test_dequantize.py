@@ -94,6 +94,17 @@ def test_rows_are_decoded_into_parts_of_an_array(name: str) -> None:
     assert dequantize(name, blocks[:0]).shape == (0, 3, 4 * kind.weights)
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K"])
+def test_large_tensors_have_the_same_bits(name: str) -> None:
+    kind = KINDS[name]
+    rows = np.resize(
+        random_blocks(name, 80), (4500, 4 * kind.size)
+    )  # more than one job, not all full
+    whole = dequantize(name, rows := np.tile(rows, (1, 1024 // kind.weights)))
+    for start in range(0, 4500, 500):
+        assert_same_bits(whole[start : start + 500], dequantize(name, rows[start : start + 500]))
+
+
 def test_wrong_arguments_are_refused() -> None:
     blocks = np.zeros((2, 36), np.uint8)
     with pytest.raises(UnsupportedDType, match="'Q9' are not dequantized; expected one of IQ1_M"):

@@ -32,6 +32,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.quantization.formats import GGUF_TYPES
 from blobstore.store.local import LocalStore
+from tests.readers.gguf_models import read_files
 from tests.support.gguf_files import TEXT, U32, Tensor, gguf_file, text
 from tests.support.models import blob
 
@@ -123,6 +124,20 @@ def test_more_bytes_at_the_end_than_a_layer_holds_are_refused(
         create(path, "x", store=store)
 
 
+def test_more_bytes_between_tensors_than_a_layer_holds_are_refused(
+    tmp_path: Path, store: LocalStore
+) -> None:
+    wide = 1 << 20
+    alignment = ("general.alignment", U32, struct.pack("<I", wide))
+    tensors = [(f"t{number}", 24, (3,), b"abc") for number in range(18)]
+    content = gguf_file([ARCHITECTURE, alignment], tensors, alignment=wide)
+    padded = content.replace(b"abc" + bytes(wide - 3), b"abc" + b"p" * (wide - 3))
+    path = write(tmp_path / "x.gguf", padded)
+    with pytest.raises(UnsupportedSource, match="more than 16 MiB between its tensors, up to byte"):
+        create(path, "x", store=store)
+    assert not store.has_model("x")
+
+
 @pytest.mark.parametrize("alignment", [8, 32, 4096])
 def test_files_of_any_alignment_come_back(
     tmp_path: Path, store: LocalStore, out: Path, alignment: int
@@ -170,6 +185,20 @@ def test_all_parts_of_a_split_file_are_one_model(
     write(folder / "m-00002-of-00002.gguf", part(1, 2, 2, tensor("b", 12), tensor("c", 12)))
     with pytest.raises(DamagedSource, match="have 2 tensors, and they have 3"):
         create(folder, "x", store=store)
+
+
+def test_a_second_reader_finds_the_files_in_a_store(tmp_path: Path, store: LocalStore) -> None:
+    folder = tmp_path / "split"
+    padded = bytearray(part(0, 2, 4, *(tensor(name, 8) for name in "abc")))
+    padded[-1:] = b"a tail"
+    files = {
+        "m-00001-of-00002.gguf": bytes(padded),
+        "m-00002-of-00002.gguf": part(1, 2, 4, ("d", 142, (3,), b"x" * 40)),
+    }
+    for name, content in files.items():
+        write(folder / name, content)
+    create(folder, "x", store=store)
+    assert read_files(store.root, store.manifest_path("x").read_bytes()) == files
 
 
 def test_a_projector_is_imported_with_its_model(

@@ -12,13 +12,15 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, NotTrusted, UnsupportedSource
+from blobstore.errors import BlobstoreError, DamagedSource, NameTaken, NotTrusted
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import RemoteReference
 from blobstore.store.local import LocalStore
+from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, write_folder
+from tests.support.ollama_store import F32, GGUF_FILE
 
 PACK = "application/vnd.cncf.model."
 DOCKER = "application/vnd.docker.ai."
@@ -119,6 +121,40 @@ def test_a_model_of_another_tool_becomes_what_create_makes_of_its_files(
     assert store.read_manifest("model") == expected
     assert reports == sorted(reports)
     assert not blobstore.verify(store=store).faults
+
+
+def test_gguf_files_become_what_create_makes_of_them(
+    remote: str, tmp_path: Path, store: LocalStore
+) -> None:
+    projector = gguf_file(
+        [("general.architecture", TEXT, text("clip"))], [("v.weight", F32, (2,), bytes(8))]
+    )
+    files = {"model.gguf": GGUF_FILE, "mmproj-model.gguf": projector, "LICENSE": b"MIT\n"}
+    layers = [
+        (f"{DOCKER}{kind}", "", files[name])
+        for kind, name in (
+            ("gguf.v3", "model.gguf"),
+            ("mmproj", "mmproj-model.gguf"),
+            ("license", "LICENSE"),
+        )
+    ]
+    offer(remote, f"{DOCKER}model.config.v0.1+json", layers)
+    assert blobstore.pull(remote, "model", store=store).layout == "files"
+    blobstore.export("model", tmp_path / "out", store=store)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+    with blobstore.open("model", store=store) as model:
+        assert "v.weight" in model
+        assert model.quantized["token_embd.weight"] == ("q8_0", 32)
+
+
+def test_a_modelpack_of_a_gguf_file_keeps_its_name(
+    remote: str, tmp_path: Path, store: LocalStore
+) -> None:
+    layers = [(f"{PACK}weight.v1.raw", "tiny-Q8_0.gguf", GGUF_FILE)]
+    offer(remote, f"{PACK}config.v1+json", layers, artifactType=f"{PACK}manifest.v1+json")
+    blobstore.pull(remote, "model", store=store)
+    blobstore.export("model", tmp_path / "out", store=store)
+    assert (tmp_path / "out" / "tiny-Q8_0.gguf").read_bytes() == GGUF_FILE
 
 
 def test_a_request_to_end_the_program_after_the_import_of_files_reports_success(
@@ -257,7 +293,7 @@ def test_a_dry_run_fetches_nothing(remote: str, source: Path, store: LocalStore)
 @pytest.mark.parametrize(
     ("layers", "error"),
     [
-        ([(f"{DOCKER}gguf.v3", "", b"GGUF")], UnsupportedSource),
+        ([(f"{DOCKER}gguf.v3", "", b"GGUF")], DamagedSource),
         ([(f"{PACK}weight.v1.raw", "../../escape", b"x")], BlobstoreError),
         ([(f"{PACK}weight.v1.raw", "model.safetensors", b"no weights")], BlobstoreError),
         ([(f"{PACK}doc.v1.raw", "README.md", b"no weights")], BlobstoreError),

@@ -553,6 +553,20 @@ def test_a_gguf_model_of_ollama_is_pushed_in_every_layout(tmp_path: Path, remote
     assert {"model.gguf", "LICENSE"} <= set(paths)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gguf_model_of_ollama_is_pulled_from_every_layout(
+    tmp_path: Path, remote: str, layout: Any
+) -> None:
+    store, other = LocalStore(tmp_path / "store"), LocalStore(tmp_path / "other")
+    add_gguf_model(store, "gguf")
+    push(store, remote, "gguf", layout=layout)
+    assert blobstore.pull(remote, "gguf", store=other).layout == layout
+    assert other.read_manifest("gguf") == store.read_manifest("gguf")
+    assert not blobstore.verify(store=other).faults
+    with blobstore.open("gguf", store=other) as model:
+        assert model.quantized["token_embd.weight"] == ("q8_0", 32)
+
+
 def test_a_registry_with_tokens_gets_a_model_and_mounts_its_blobs(
     origin: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,22 @@ def test_dockers_newer_layers_have_paths() -> None:
     ) == ["text_encoder/model.safetensors", "config.json", "chat_template.jinja"]
 
 
+def test_gguf_files_have_names_that_create_reads() -> None:
+    docker = f"{DOCKER}gguf.v3"
+    parts = [RemoteDescriptor(docker, Digest.of(bytes([number])), 1) for number in range(2)]
+    assert paths(*parts, layer(f"{DOCKER}mmproj")) == [
+        "model-00001-of-00002.gguf",
+        "model-00002-of-00002.gguf",
+        "mmproj-model.gguf",
+    ]
+    assert paths(layer(docker)) == ["model.gguf"]
+    assert paths(
+        layer(docker, "qwen-Q4_K_M.gguf"),
+        layer(f"{PACK}weight.v1.gguf", "model"),
+        layer(f"{PACK}weight.v1.raw", "other.gguf"),
+    ) == ["qwen-Q4_K_M.gguf", "model.gguf", "other.gguf"]
+
+
 @pytest.mark.parametrize("form", ["gzip", "zstd"])
 def test_tars_may_be_compressed(form: str) -> None:
     (file,) = folder_of([layer(f"{PACK}weight.config.v1.tar+{form}", "tokenizer")])
@@ -91,13 +107,10 @@ def test_rejects_files_that_cannot_be_in_one_folder(first: str, second: str) -> 
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
-        (f"{PACK}weight.v1.gguf", "model"),
-        (f"{PACK}weight.v1.raw", "model.GGUF"),
-        (f"{DOCKER}gguf.v3", ""),
         ("application/octet-stream", "model.safetensors"),
         (f"{PACK}weight.v2.raw", "model.safetensors"),
     ],
 )
-def test_refuses_other_weights_and_unknown_layers(kind: str, path: str) -> None:
+def test_refuses_unknown_layers(kind: str, path: str) -> None:
     with pytest.raises(UnsupportedSource):
         paths(layer(kind, path))
