@@ -60,6 +60,7 @@ _STORED = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"),
 )
+_PLAN = "torch.distributed.checkpoint.planner"
 _ALLOWED: Final = frozenset(
     {
         *_METADATA,
@@ -73,6 +74,12 @@ _ALLOWED: Final = frozenset(
         (_MODULES[0], "_MEM_FORMAT_ENCODING"),
         (_OLD_PROPERTIES, "MEM_FORMAT_ENCODING"),
         (_MODULES[0], "StorageMeta"),
+        # Megatron-Core keeps what each process has written, which is not needed.
+        (_PLAN, "SavePlan"),
+        (_PLAN, "WriteItem"),
+        (_PLAN, "WriteItemType"),
+        (_PLAN, "TensorWriteData"),
+        (_PLAN, "BytesIOWriteData"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("collections", "OrderedDict"),

@@ -20,6 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, CheckpointRefused, DamagedSource, UnsupportedSource
@@ -72,6 +79,20 @@ def test_parses_what_old_versions_wrote() -> None:
     found = parse_metadata(pickle.dumps(metadata))
     assert found.tensors["m.a"].dtype is DType.F16
     assert found.paths == {}
+
+
+def test_the_plans_of_the_processes_are_not_needed() -> None:
+    """Megatron-Core keeps them with the metadata."""
+    metadata: Any = example()
+    properties = tensor_of(metadata).properties
+    chunk = ChunkStorageMetadata(size(0, 0), size(2, 3))
+    data = TensorWriteData(chunk, properties, size(2, 3))
+    items = [
+        WriteItem(MetadataIndex("m.a", size(0, 0)), WriteItemType.SHARD, None, data),
+        WriteItem(MetadataIndex("n"), WriteItemType.BYTE_IO, BytesIOWriteData(7)),
+    ]
+    metadata.all_local_plans = [SavePlan(items)]
+    assert parse_metadata(pickle.dumps(metadata)) == parse_metadata(pickle.dumps(example()))
 
 
 @pytest.mark.parametrize(
