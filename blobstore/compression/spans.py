@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.compression.quant_rule import QuantRule
     from blobstore.core.tensor import DType
 
 
@@ -37,6 +38,8 @@ class Span(NamedTuple):
     """Offset in the base of the bytes that the span is encoded against."""
     factors: bytes | None = None
     """Packed low-rank factors that improve the prediction from those bytes."""
+    rule: QuantRule | None = None
+    """How the span is predicted by quantizing elements of the base that begin at ``base_begin``."""
     shape: tuple[int, ...] = ()
     """Shape of the tensor; it is not stored."""
 
@@ -126,7 +129,7 @@ def _merged(one: Span, two: Span) -> Span | None:
         or two.base_begin != one.base_begin + one.size
         or one.size + two.size > _MAX_MERGED
         or two.dtype not in {None, dtype}
-        or any(item is not None for item in (one.factors, two.factors, one.same_as, two.same_as))
+        or any(item is not None for span in (one, two) for item in (span.factors, span.rule, span.same_as))
         or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
     ):
         return None

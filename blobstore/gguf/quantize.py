@@ -215,8 +215,10 @@ def _mxfp4(columns: Array, low: Array, high: Array, out: Array) -> None:
     powers = np.where(peak > 0, powers, -_E8M0_BIAS).astype(np.int32)
     exponents = np.maximum(powers + (_E8M0_BIAS - _E2M1_EXPONENT), 0)
     columns *= np.ldexp(np.float32(1), np.where(peak > 0, 128 - exponents, 0))
-    codes = np.searchsorted(_E2M1_LIMITS, np.abs(columns).ravel()).astype(np.uint8)
-    codes = codes.reshape(columns.shape)
+    magnitudes = np.abs(columns)
+    codes = np.zeros(columns.shape, np.uint8)
+    for limit in _E2M1_LIMITS:
+        codes += magnitudes > limit
     codes |= ((columns < 0) & (codes > 0)).view(np.uint8) << 3
     out[:, 0] = exponents
     out[:, 1:] = _nibbles(codes)
