@@ -130,6 +130,11 @@ def _least(columns: Array, low: Array) -> Array:
     return low
 
 
+def _extent(low: Array, high: Array) -> Array:
+    """Return the largest less the least element of each block, and 0 rather than -0."""
+    return high - low + np.float32(0)
+
+
 def _inverse(scales: Array) -> Array:
     return np.where(scales == 0, np.float32(0), 1 / scales)
 
@@ -183,7 +188,7 @@ def _q4_0(columns: Array, low: Array, high: Array, out: Array) -> None:
 
 def _q4_1(columns: Array, low: Array, high: Array, out: Array) -> None:
     low = _least(columns, low)
-    scales = (high - low) / np.float32(15)
+    scales = _extent(low, high) / np.float32(15)
     out[:, :2], out[:, 2:4] = _halves(scales), _halves(low)
     out[:, 4:] = _nibbles(_offset_codes(columns, low, scales, 15))
 
@@ -196,7 +201,7 @@ def _q5_0(columns: Array, low: Array, high: Array, out: Array) -> None:
 
 def _q5_1(columns: Array, low: Array, high: Array, out: Array) -> None:
     low = _least(columns, low)
-    scales = (high - low) / np.float32(31)
+    scales = _extent(low, high) / np.float32(31)
     codes = _offset_codes(columns, low, scales, 31)
     out[:, :2], out[:, 2:4] = _halves(scales), _halves(low)
     out[:, 4:8], out[:, 8:] = _fifth_bits(codes), _nibbles(codes)

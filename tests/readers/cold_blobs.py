@@ -1,6 +1,6 @@
 """A second, simple reader of cold blobs, written from docs/cold-format.md alone.
 
-It cannot read deltas (section 6), and expects intact cold blobs.
+It cannot read parts with factors (section 6.4), and expects intact cold blobs.
 """
 
 from __future__ import annotations
@@ -11,22 +11,36 @@ import zlib
 
 import zstandard
 
+from tests.readers.deltas import read_differences
+from tests.readers.quantized import read_blocks
 
-def read_cold(data: bytes) -> bytes:
-    """Return the blob that a cold blob decodes to."""
-    assert data[:8] == b"\x8fBSCOLD\x01"
+
+def read_cold(data: bytes, base: bytes = b"") -> bytes:
+    """Return the blob that a cold blob decodes to, with its base if it has one."""
+    assert data[:8] in {b"\x8fBSCOLD\x01", b"\x8fBSCOLD\x02"}
     size, table_digest, end = struct.unpack("<Q32s8s", data[-48:])
     assert end == b"BSCOLDE\x8f"
     table = data[-48 - size : -48]
     assert hashlib.sha256(data[:8] + table).digest() == table_digest
     planes = data[8 : -48 - size]
     blob_size, digest, has_base, part_count = struct.unpack_from("<Q32sBI", table)
-    assert not has_base
     at = 45
+    if has_base:
+        assert table[at : at + 40] == struct.pack("<Q", len(base)) + hashlib.sha256(base).digest()
+        at += 40
     parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
     at += 24 * part_count
+    starts = {}
+    for number, (part_size, _, _, kind, _, argument) in enumerate(parts):
+        assert kind != 3
+        if kind == 2:
+            starts[number] = base[argument : argument + part_size]
+        if kind == 4:
+            assert data[7] == 2
+            starts[number] = read_blocks(table[at : at + 12], base[argument:], part_size)
+            at += 12
     decoded: list[bytes] = []
-    for part_size, chunk_size, width, kind, _, argument in parts:
+    for index, (part_size, chunk_size, width, kind, _, argument) in enumerate(parts):
         part = b""
         if kind == 1:
             part = decoded[argument]
@@ -42,9 +56,13 @@ def read_cold(data: bytes) -> bytes:
                 is_raw = value & 3 == 0
                 size = _size(layout, width, count, number)
                 contents.append(_plane(value & 3, plane, size))
-                if not is_raw or (layout in {5, 7, 10} and number == 0):
+                if not is_raw or (layout in {5, 7, 10} and number == 0) or layout >= 32:
                     stored.append(plane)
-            chunk = _merge(layout, width, count, contents)
+            if layout >= 32:
+                start = starts[index][len(part) : len(part) + count * width]
+                chunk = read_differences(contents[0], start, layout)
+            else:
+                chunk = _merge(layout, width, count, contents)
             assert zlib.crc32(chunk + b"".join(stored)) == check
             part += chunk
         decoded.append(part)
