@@ -27,7 +27,8 @@ SOURCES: Final = (DType.F32, DType.F16, DType.BF16)
 """The types of weights that blocks are quantized from."""
 SAMPLE: Final = 256
 """Weights of a sample, if rows have as many."""
-_SAMPLES: Final = 4
+_PLACES: Final = (0, 3, 5, 8, 11, 13)
+"""Where samples lie, in thirteenths: at rows of attention heads that a permutation moves."""
 _MAX_HEAD: Final = 1024
 """Rows of an attention head at most."""
 
@@ -140,7 +141,7 @@ class _Pair(NamedTuple):
         """Return whether a rule predicts all samples."""
         last = (self.blocks.size - self.blocks.sample_size) // self.blocks.block_size
         offsets = [
-            last * number // (_SAMPLES - 1) * self.blocks.block_size for number in range(_SAMPLES)
+            last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES
         ]
         return all(
             self.blocks.sample(self.read, at) == self._predict(rule, at) for at in dict.fromkeys(offsets)
