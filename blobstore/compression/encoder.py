@@ -190,7 +190,14 @@ def _part(span: Span) -> Part:
     if not span.size or span.size % width:
         raise UsageError(f"a span of {span.size} bytes does not hold elements of {width} bytes")
     if span.rule is not None:
-        return Part(span.size, width, _quantized_chunk(span.size, span.rule), None, span.base_begin, rule=span.rule)
+        return Part(
+            span.size,
+            width,
+            _quantized_chunk(span.size, span.rule),
+            None,
+            span.base_begin,
+            rule=span.rule,
+        )
     wanted = _CHUNK_SIZES[width] if span.base_begin is None else MAX_CHUNK
     count = max((span.size + wanted // 2) // wanted, -(-span.size // MAX_CHUNK))
     grain = _GRAIN if count > 1 else width

@@ -129,7 +129,11 @@ def _merged(one: Span, two: Span) -> Span | None:
         or two.base_begin != one.base_begin + one.size
         or one.size + two.size > _MAX_MERGED
         or two.dtype not in {None, dtype}
-        or any(item is not None for span in (one, two) for item in (span.factors, span.rule, span.same_as))
+        or any(
+            item is not None
+            for span in (one, two)
+            for item in (span.factors, span.rule, span.same_as)
+        )
         or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
     ):
         return None

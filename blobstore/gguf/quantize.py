@@ -104,7 +104,8 @@ def _quantize_piece(rule: Rule, rows: Array, blocks: Array) -> None:
 
 def _first(columns: Array, is_sought: Array) -> Array:
     """Return the first of the sought elements of each column."""
-    return columns[is_sought.argmax(0), np.arange(columns.shape[1])]
+    found: Array = columns[is_sought.argmax(0), np.arange(columns.shape[1])]
+    return found
 
 
 def _peak(low: Array, high: Array) -> Array:

@@ -35,7 +35,9 @@ def write_ladder(folder: Path) -> Iterator[Path]:
     """Write the files of the ladder and yield their paths, the one with the weights first."""
     source = package(PIN) / FILE
     reader = gguf.GGUFReader(source)
-    start = source.read_bytes()[: reader.tensors[0].field.offset]  # magic, version, counts, metadata
+    start = source.read_bytes()[
+        : reader.tensors[0].field.offset
+    ]  # magic, version, counts, metadata
     bf16 = gguf.GGMLQuantizationType.BF16
     weights = {
         tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors

@@ -30,15 +30,14 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
         at += 40
     parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
     at += 24 * part_count
-    starts = {}
-    for number, (part_size, _, _, kind, _, argument) in enumerate(parts):
-        assert kind != 3
-        if kind == 2:
-            starts[number] = base[argument : argument + part_size]
+    starts = []
+    for part_size, _, _, kind, _, argument in parts:
+        assert kind in {0, 1, 2, 4} if data[7] == 2 else kind < 3
+        start = base[argument : argument + part_size]
         if kind == 4:
-            assert data[7] == 2
-            starts[number] = read_blocks(table[at : at + 12], base[argument:], part_size)
+            start = read_blocks(table[at : at + 12], base[argument:], part_size)
             at += 12
+        starts.append(start)
     decoded: list[bytes] = []
     for index, (part_size, chunk_size, width, kind, _, argument) in enumerate(parts):
         part = b""
@@ -48,21 +47,17 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
             count = min(chunk_size, part_size - len(part)) // width
             check, layout, plane_count = struct.unpack_from("<IBB", table, at)
             at += 6
+            start = starts[index][len(part) : len(part) + count * width]
             stored, contents = [], []
             for number in range(plane_count):
                 (value,) = struct.unpack_from("<I", table, at)
                 at += 4
                 plane, planes = planes[: value >> 2], planes[value >> 2 :]
-                is_raw = value & 3 == 0
                 size = _size(layout, width, count, number)
                 contents.append(_plane(value & 3, plane, size))
-                if not is_raw or (layout in {5, 7, 10} and number == 0) or layout >= 32:
+                if value & 3 or (layout in {5, 7, 10} and number == 0) or layout >= 32:
                     stored.append(plane)
-            if layout >= 32:
-                start = starts[index][len(part) : len(part) + count * width]
-                chunk = read_differences(contents[0], start, layout)
-            else:
-                chunk = _merge(layout, width, count, contents)
+            chunk = _merge(layout, width, count, contents, start)
             assert zlib.crc32(chunk + b"".join(stored)) == check
             part += chunk
         decoded.append(part)
@@ -95,9 +90,11 @@ def _plane(method: int, stored: bytes, size: int) -> bytes:
     return zstandard.decompress(stored) if method else stored
 
 
-def _merge(layout: int, width: int, count: int, planes: list[bytes]) -> bytes:
+def _merge(layout: int, width: int, count: int, planes: list[bytes], start: bytes) -> bytes:
     if layout == 0:
         return planes[0]
+    if layout >= 32:
+        return read_differences(planes[0], start, layout)
     if layout in {1, 2, 3}:
         return bytes(planes[place][number] for number in range(count) for place in range(width))
     if layout == 9:

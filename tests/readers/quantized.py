@@ -8,7 +8,15 @@ from __future__ import annotations
 import math
 import struct
 
-_TYPES = {2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 34: (256, 54), 35: (256, 66)}
+_TYPES = {
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    34: (256, 54),
+    35: (256, 66),
+}
 _TYPES |= {39: (32, 17)}
 
 
@@ -80,9 +88,7 @@ def _block(number: int, weights: list[float]) -> bytes:
         d = _f32(_f32(max(weights) - low) / most)
         head, shift = _half(d) + _half(low), 0.5
     inverse = _f32(1 / d) if d else 0.0
-    codes = [
-        min(math.floor(_f32(_f32(_f32(x - low) * inverse) + shift)), most) for x in weights
-    ]
+    codes = [min(math.floor(_f32(_f32(_f32(x - low) * inverse) + shift)), most) for x in weights]
     high = sum((code >> 4) << place for place, code in enumerate(codes))
     return head + (struct.pack("<I", high) if most == 31 else b"") + _low(codes)
 

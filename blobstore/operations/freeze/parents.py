@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.digest import BlobId
 from blobstore.errors import BlobstoreError
 from blobstore.operations.freeze.quantized import SAMPLE, Blocks, find_rule, sources_of
 from blobstore.safetensors.header import Header
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Final
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.safetensors.header import TensorEntry
@@ -106,7 +105,7 @@ class ParentFinder:
         for blob, header in self._with_headers(wanted):
             blocks = None
             if len(header.tensors) == 1:
-                blocks = Blocks.of(*header.tensors.values(), header)
+                blocks = Blocks.of(next(iter(header.tensors.values())), header)
             if blocks is not None:
                 with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                     read = self._store.base(*blob.id).read_into
@@ -118,7 +117,7 @@ class ParentFinder:
         """Yield children with their parents."""
         types: dict[int, set[str]] = defaultdict(set)
         for child in children:
-            types[child.blocks.count].add(child.blocks.type_name)
+            types[child.blocks.elements].add(child.blocks.type_name)
         by_sample: dict[tuple[int, bytes], list[_Candidate]] = defaultdict(list)
         for candidate in self._candidates(models, set(types)):
             for entry in sources_of(candidate.header, set(types)):
@@ -126,7 +125,7 @@ class ParentFinder:
                 for sample in self._quantized_samples(candidate, entry, types[count]):
                     by_sample[count, sample].append(candidate)
         for child in children:
-            found = by_sample.get((child.blocks.count, child.sample), [])
+            found = by_sample.get((child.blocks.elements, child.sample), [])
             parent = self._first_parent(child, found, others)
             if parent is not None:
                 yield child, parent
@@ -142,7 +141,10 @@ class ParentFinder:
 
         for item in sorted(candidates, key=rank)[:_MAX_COMPARED]:
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
-                read, base = self._store.base(*child.blob.id).read_into, self._store.base(*item.blob.id)
+                read, base = (
+                    self._store.base(*child.blob.id).read_into,
+                    self._store.base(*item.blob.id),
+                )
                 if find_rule(child.blocks, read, base, item.header) is not None:
                     return item.blob.id
         return None

@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
         return cls(item.gguf_name, begin, size, columns, item.group_size, item.block_bytes)
 
     @property
-    def count(self) -> int:
+    def elements(self) -> int:
         """Number of weights."""
         return self.size // self.block_size * self.weights
 
@@ -109,7 +109,7 @@ def find_rule(
     """
     from blobstore.compression.quant_rule import QuantRule  # imports numpy
 
-    for entry in sources_of(base_header, {blocks.count}):
+    for entry in sources_of(base_header, {blocks.elements}):
         begin = base_header.data_start + entry.begin
         pair = _Pair(blocks, read, base, begin)
         rule = QuantRule(blocks.type_name, entry.spec.dtype)
@@ -140,11 +140,10 @@ class _Pair(NamedTuple):
     def is_predicted(self, rule: QuantRule) -> bool:
         """Return whether a rule predicts all samples."""
         last = (self.blocks.size - self.blocks.sample_size) // self.blocks.block_size
-        offsets = [
-            last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES
-        ]
+        offsets = [last * place // _PLACES[-1] * self.blocks.block_size for place in _PLACES]
         return all(
-            self.blocks.sample(self.read, at) == self._predict(rule, at) for at in dict.fromkeys(offsets)
+            self.blocks.sample(self.read, at) == self._predict(rule, at)
+            for at in dict.fromkeys(offsets)
         )
 
     def find_permutation(self, rule: QuantRule) -> QuantRule | None:

@@ -72,7 +72,9 @@ def test_a_second_reader_computes_the_same_blocks(name: str, head: int, dtype: D
     assert predicted(rule, bytes(data), 0, 0, size_of(rule)) == expected
 
 
-@pytest.mark.parametrize("rule", [QuantRule("Q4_0", DType.F16), QuantRule("MXFP4", DType.BF16, 64, 8)])
+@pytest.mark.parametrize(
+    "rule", [QuantRule("Q4_0", DType.F16), QuantRule("MXFP4", DType.BF16, 64, 8)]
+)
 def test_rules_come_back_from_their_records(rule: QuantRule) -> None:
     assert QuantRule.unpack(rule.pack()) == rule
 

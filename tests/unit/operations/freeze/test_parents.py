@@ -94,7 +94,9 @@ def test_rows_of_attention_heads_are_found_in_the_order_of_llama_cpp(store: Loca
 
 def test_one_of_several_tensors_of_a_blob_can_be_the_parent(store: LocalStore) -> None:
     matrices = [source(seed) for seed in (1, 2, 3)]
-    experts = blob(*((f"w{at}", "BF16", item.shape, item.tobytes()) for at, item in enumerate(matrices)))
+    experts = blob(
+        *((f"w{at}", "BF16", item.shape, item.tobytes()) for at, item in enumerate(matrices))
+    )
     parent = put(store, "weights", {"experts": experts})["experts"]
     blobs = {"up": block_blob("up", "Q4_1", matrices[1])}
     child = put(store, "q", blobs)["up"]
