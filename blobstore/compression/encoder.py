@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
     from blobstore.core.tensor import DType
+    from blobstore.gguf.types import GgufType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]
@@ -114,13 +115,13 @@ def encode(
     source = _Source(pieces, None if digest is not None else digester)
     chunks: list[Chunk] = []
     alone = 0.0
-    has_rules = any(part.rule is not None for part in parts)
-    write(PREFIXES[has_rules])
+    has_blocks = any(span.blocks is not None or span.rule is not None for span in spans)
+    write(PREFIXES[has_blocks])
     for number, (span, part) in enumerate(zip(spans, parts, strict=True)):
         prediction = _prediction(span, part, base)
         if span.factors is not None and part.same_as is None:
             write(span.factors)
-        encoder = _ChunkEncoder(span.dtype, level)
+        encoder = _ChunkEncoder(span.dtype, level, span.blocks)
         first = len(chunks)
         for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
@@ -145,7 +146,7 @@ def encode(
         base.identity if base is not None and needs_base else None,
         parts,
         chunks,
-        has_rules,
+        has_blocks,
     )
     stored = encode_table(table)
     write(stored)
@@ -155,8 +156,9 @@ def encode(
 class _ChunkEncoder:
     """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 
-    def __init__(self, dtype: DType | None, level: Level) -> None:
+    def __init__(self, dtype: DType | None, level: Level, blocks: GgufType | None = None) -> None:
         self._dtype = dtype
+        self._blocks = blocks
         self._level: Level = level
         self._pipelines: Sequence[Pipeline] = ()
         self._ratio = 0.0
@@ -175,7 +177,7 @@ class _ChunkEncoder:
             if abs(entry.stored_size / len(chunk) - self._ratio) <= _MAX_DEVIATION:
                 self.size_alone += self._ratio_alone * len(chunk)
                 return entry, planes
-        choice = choose_pipelines(chunk, predicted, self._dtype, self._level)
+        choice = choose_pipelines(chunk, predicted, self._dtype, self._level, self._blocks)
         self._pipelines, self._ratio_alone = choice.pipelines, choice.ratio_alone
         self.size_alone += self._ratio_alone * len(chunk)
         self._remaining = _CHUNKS_PER_CHOICE - 1
@@ -201,7 +203,9 @@ def _part(span: Span) -> Part:
     wanted = _CHUNK_SIZES[width] if span.base_begin is None else MAX_CHUNK
     count = max((span.size + wanted // 2) // wanted, -(-span.size // MAX_CHUNK))
     grain = _GRAIN if count > 1 else width
-    chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK)
+    if span.blocks is not None:
+        grain = max(grain // span.blocks.size, 1) * span.blocks.size
+    chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK // grain * grain)
     factors = StoredFactors(crc32(span.factors), len(span.factors)) if span.factors else None
     return Part(span.size, width, chunk_size, None, span.base_begin, factors)
 

@@ -206,7 +206,7 @@ class _Sample(NamedTuple):
     def encoded_size(self, level: Level) -> float:
         """Estimate the encoded size of the span, with the factors that suit the sample."""
         begin = None if self.base is None else 0
-        span = Span(len(self.data), self.span.dtype, None, begin)
+        span = Span(len(self.data), self.span.dtype, None, begin, blocks=self.span.blocks)
         base = None
         if self.base is not None:
             base = BaseBlob.hot(self.base.data, _ANY_DIGEST)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
 from blobstore.compression.quant_rule import RULE_SIZE, QuantRule
-from blobstore.compression.transforms import WIDTHS, transform_of
+from blobstore.compression.transforms import FIRST_BLOCKS, WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.core.trailer import TrailerFormat
@@ -45,7 +45,7 @@ _FORMATS: Final = [
     for version in (1, 2)
 ]
 PREFIXES: Final = [item.prefix for item in _FORMATS]
-"""The bytes that start a file: the first without parts that are quantized from a base, and with them."""
+"""The bytes that start a file: without what is for blocks of GGUF only, and with it."""
 PREFIX: Final = PREFIXES[0]
 _PLAIN, _SAME, _DELTA, _PREDICTED, _QUANTIZED = range(5)
 _UNREAD: Final = QuantRule("", DType.F32)
@@ -112,8 +112,8 @@ class Table(NamedTuple):
     base: BlobId | None
     parts: Sequence[Part]
     chunks: Sequence[Chunk]
-    has_rules: bool = False
-    """Whether the format is the one in which parts may have rules."""
+    has_blocks: bool = False
+    """Whether it may have what is for blocks of GGUF only: rules of parts, and transforms to fields."""
 
 
 def encode_table(table: Table) -> bytes:
@@ -138,7 +138,7 @@ def encode_table(table: Table) -> bytes:
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
-    return _FORMATS[table.has_rules].trailer(b"".join(pieces))
+    return _FORMATS[table.has_blocks].trailer(b"".join(pieces))
 
 
 def decode_table(data: FileBytes) -> Table:
@@ -147,8 +147,8 @@ def decode_table(data: FileBytes) -> Table:
     Raises:
         ColdDamaged: the file is truncated or altered, or violates the format.
     """
-    has_rules = bytes(data[: len(PREFIX)]) != PREFIX
-    content, begin = _FORMATS[has_rules].find_table(data)
+    has_blocks = bytes(data[: len(PREFIX)]) != PREFIX
+    content, begin = _FORMATS[has_blocks].find_table(data)
     reader = _Reader(content)
     size, digest, has_base, count = reader.take(_HEAD)
     if has_base > 1:
@@ -161,7 +161,7 @@ def decode_table(data: FileBytes) -> Table:
         raise ColdDamaged(f"{count} parts do not fit in a table of {len(content)} bytes")
     parts: list[Part] = []
     for _ in range(count):
-        parts.append(_decode_part(reader.take(_PART), parts, base, has_rules))
+        parts.append(_decode_part(reader.take(_PART), parts, base, has_blocks))
     parts = [_with_factors(part, reader) for part in parts]
     parts = [_with_rule(part, reader, base) for part in parts]
     if sum(part.size for part in parts) != size:
@@ -170,7 +170,7 @@ def decode_table(data: FileBytes) -> Table:
     if least > len(content):
         raise ColdDamaged(f"the chunks of {size} bytes do not fit in the table")
     chunks = [
-        _decode_chunk(reader, part, number) for part in parts for number in range(part.chunks)
+        _decode_chunk(reader, part, number, has_blocks) for part in parts for number in range(part.chunks)
     ]
     if reader.rest:
         raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")
@@ -180,14 +180,14 @@ def decode_table(data: FileBytes) -> Table:
         raise ColdDamaged(
             f"the table lists {stored} bytes of planes, the file has {begin - len(PREFIX)}"
         )
-    return Table(Digest(digest.hex()), size, base, parts, chunks, has_rules)
+    return Table(Digest(digest.hex()), size, base, parts, chunks, has_blocks)
 
 
 def _decode_part(
     fields: tuple[int, int, int, int, int, int],
     before: Sequence[Part],
     base: BlobId | None,
-    has_rules: bool,
+    has_blocks: bool,
 ) -> Part:
     size, chunk_size, width, kind, reserved, argument = fields
     where = f"part {len(before)}"
@@ -206,7 +206,7 @@ def _decode_part(
         # The sizes of the factors follow after all parts.
         factors = StoredFactors(0, 0) if kind == _PREDICTED else None
         return part._replace(base_begin=argument, factors=factors)
-    elif kind == _QUANTIZED and has_rules and base is not None and width == 1:
+    elif kind == _QUANTIZED and has_blocks and base is not None and width == 1:
         return part._replace(base_begin=argument, rule=_UNREAD)
     elif kind == _PLAIN and not argument:
         return part
@@ -236,10 +236,10 @@ def _with_rule(part: Part, reader: _Reader, base: BlobId | None) -> Part:
     return part._replace(rule=rule)
 
 
-def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:
+def _decode_chunk(reader: _Reader, part: Part, number: int, has_blocks: bool) -> Chunk:
     checksum, code, count = reader.take(_CHUNK)
     transform = transform_of(code, part.width)
-    if transform is None:
+    if transform is None or (code >= FIRST_BLOCKS and not has_blocks):
         raise ColdDamaged(f"transform {code} of elements of {part.width} bytes is unknown")
     if transform.needs_base and part.base_begin is None:
         raise ColdDamaged(f"transform {code} needs a base, but its part has none")

@@ -52,14 +52,14 @@ QUANTIZED = Table(
         Chunk(7, 0, (StoredPlane(ZSTD, 30),)),
         *(Chunk(8, 32, (StoredPlane(RAW, 9),)) for _ in range(3)),
     ),
-    has_rules=True,
+    has_blocks=True,
 )
 STORED = sum(chunk.stored_size for chunk in TABLE.chunks)
 
 
 def file(table: Table, stored: int | None = None) -> memoryview:
     planes = sum(chunk.stored_size for chunk in table.chunks)
-    prefix = PREFIXES[table.has_rules]
+    prefix = PREFIXES[table.has_blocks]
     return memoryview(prefix + bytes(planes if stored is None else stored) + encode_table(table))
 
 
@@ -99,7 +99,7 @@ def test_only_files_with_rules_have_version_2() -> None:
         b"\x8fBSCOLD\x01",
         b"\x8fBSCOLD\x02",
     ]
-    reject(QUANTIZED._replace(has_rules=False), "part 1: kind 4 with 4680 is not possible")
+    reject(QUANTIZED._replace(has_blocks=False), "part 1: kind 4 with 4680 is not possible")
 
 
 @pytest.mark.parametrize(
