@@ -11,6 +11,7 @@ import zlib
 
 import zstandard
 
+from tests.readers.block_fields import field_sizes, read_fields
 from tests.readers.deltas import read_differences
 from tests.readers.quantized import read_blocks
 
@@ -55,7 +56,7 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
                 plane, planes = planes[: value >> 2], planes[value >> 2 :]
                 size = _size(layout, width, count, number)
                 contents.append(_plane(value & 3, plane, size))
-                if value & 3 or (layout in {5, 7, 10} and number == 0) or layout >= 32:
+                if value & 3 or (layout in {5, 7, 10} and number == 0) or 32 <= layout <= 40:
                     stored.append(plane)
             chunk = _merge(layout, width, count, contents, start)
             assert zlib.crc32(chunk + b"".join(stored)) == check
@@ -71,6 +72,8 @@ def read_cold(data: bytes, base: bytes = b"") -> bytes:
 
 def _size(layout: int, width: int, count: int, number: int) -> int:
     """Return the size of a plane that has a fixed size."""
+    if layout >= 64:
+        return field_sizes(layout, count)[number]
     whole, half, double = count * width, count // 2, count * 2
     sizes = {
         0: (whole,),
@@ -93,6 +96,8 @@ def _plane(method: int, stored: bytes, size: int) -> bytes:
 def _merge(layout: int, width: int, count: int, planes: list[bytes], start: bytes) -> bytes:
     if layout == 0:
         return planes[0]
+    if layout >= 64:
+        return read_fields(layout, planes)
     if layout >= 32:
         return read_differences(planes[0], start, layout)
     if layout in {1, 2, 3}:
