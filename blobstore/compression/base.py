@@ -1,4 +1,4 @@
-"""The base of a delta: another blob, hot or cold, or a prediction made from it."""
+"""The base of a delta: another blob, hot or cold, or a prediction made from it by factors or quantization."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.compression.delta.low_rank import Factors
+    from blobstore.compression.quant_rule import QuantRule
     from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -62,15 +63,21 @@ class BaseBlob(NamedTuple):
 
 
 class Prediction:
-    """The bytes that a part is encoded against: those of the base, corrected by factors if any."""
+    """The bytes that a part is encoded against: those of the base, corrected by factors or quantized if asked to."""
 
     def __init__(
-        self, base: BaseBlob, begin: int, factors: Factors | None, dtype: DType | None
+        self,
+        base: BaseBlob,
+        begin: int,
+        factors: Factors | None,
+        dtype: DType | None,
+        rule: QuantRule | None = None,
     ) -> None:
-        """Start at offset ``begin`` of the base; ``dtype`` is the type of the elements."""
+        """Start at offset ``begin`` of the base; ``dtype`` is the type of the part's elements."""
         self._base = base
         self._begin = begin
         self._dtype = dtype
+        self._rule = rule
         self._predictor = LowRankPredictor(factors, dtype) if factors and dtype else None
 
     def read(self, offset: int, size: int) -> Bytes:
@@ -78,8 +85,13 @@ class Prediction:
 
         The result is aligned, and valid until this thread's next call.
         """
-        base = self._base.read(self._begin + offset, size)
+        if self._rule is not None:
+            return self._rule.predict(self._read, offset, size)
+        base = self._read(offset, size)
         if self._predictor is None or self._dtype is None:
             return base
         elements = as_elements(base, self._dtype)
         return self._predictor.predict(elements, offset // elements.itemsize).view(np.uint8)
+
+    def _read(self, offset: int, size: int) -> Bytes:
+        return self._base.read(self._begin + offset, size)

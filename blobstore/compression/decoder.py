@@ -253,7 +253,7 @@ class ColdBlobDecoder:
                 raise ColdDamaged(
                     f"factors cannot predict elements of transform {transform.number}"
                 )
-        prediction = Prediction(self._base, part.base_begin, factors, dtype)
+        prediction = Prediction(self._base, part.base_begin, factors, dtype, part.rule)
         # Keep only a few, because a kilobyte of factors can expand to a quarter of a gigabyte.
         # Parts are usually read in order.
         kept = list(self._predictions.items())[1 - _MAX_PREDICTIONS :]

@@ -17,10 +17,12 @@ from blobstore.compression.base import Prediction
 from blobstore.compression.chunks import encode_chunk
 from blobstore.compression.delta.low_rank import can_predict, unpack
 from blobstore.compression.scratch import scratch
+from blobstore.compression.spans import Span
 from blobstore.compression.table import (
     MAX_CHUNK,
     MAX_FACTORS,
     PREFIX,
+    PREFIXES,
     Part,
     StoredFactors,
     Table,
@@ -41,10 +43,11 @@ if TYPE_CHECKING:
     from blobstore.compression.chunks import Pipeline
     from blobstore.compression.entropy import Plane
     from blobstore.compression.level import Level
-    from blobstore.compression.spans import Span
+    from blobstore.compression.quant_rule import QuantRule
     from blobstore.compression.table import Chunk
     from blobstore.core.digest import Digest
     from blobstore.core.tensor import DType
+    from blobstore.gguf.types import GgufType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Write = Callable[[Buffer], object]
@@ -57,6 +60,8 @@ distributions would share one Huffman code.
 """
 _GRAIN: Final = 1 << 12
 """All chunks but the last are multiples of this many bytes."""
+_QUANTIZED_AT_ONCE: Final = 1 << 20
+"""Elements of a base that a chunk is quantized from, at most."""
 _CHUNKS_PER_CHOICE: Final = 32
 """Consecutive chunks that share one choice of pipelines at most."""
 _MAX_DEVIATION: Final = 1 / 8
@@ -101,7 +106,7 @@ def encode(
         if span.same_as is not None:
             # It shares the chunks of that part, which are larger if that one has a base.
             chunk_size = parts[span.same_as].chunk_size
-            part = part._replace(chunk_size=chunk_size, same_as=span.same_as, factors=None)
+            part = Part(part.size, part.width, chunk_size, span.same_as)
         parts.append(part)
     has_base = any(part.base_begin is not None for part in parts)
     if has_base and base is None:
@@ -110,12 +115,13 @@ def encode(
     source = _Source(pieces, None if digest is not None else digester)
     chunks: list[Chunk] = []
     alone = 0.0
-    write(PREFIX)
+    has_blocks = any(span.blocks is not None or span.rule is not None for span in spans)
+    write(PREFIXES[has_blocks])
     for number, (span, part) in enumerate(zip(spans, parts, strict=True)):
         prediction = _prediction(span, part, base)
         if span.factors is not None and part.same_as is None:
             write(span.factors)
-        encoder = _ChunkEncoder(span.dtype, level)
+        encoder = _ChunkEncoder(span.dtype, level, span.blocks)
         first = len(chunks)
         for begin in range(0, part.size, part.chunk_size):
             piece = source.take(min(part.chunk_size, part.size - begin))
@@ -131,7 +137,7 @@ def encode(
         if part.factors is None and all(
             predicted_type(chunk.transform) is None for chunk in chunks[first:]
         ):
-            parts[number] = part._replace(base_begin=None)
+            parts[number] = part._replace(base_begin=None, rule=None)
     source.expect_end()
     needs_base = any(part.base_begin is not None for part in parts)
     table = Table(
@@ -140,6 +146,7 @@ def encode(
         base.identity if base is not None and needs_base else None,
         parts,
         chunks,
+        has_blocks,
     )
     stored = encode_table(table)
     write(stored)
@@ -149,8 +156,9 @@ def encode(
 class _ChunkEncoder:
     """Encodes the chunks of one part, with pipelines that follow the data as it changes."""
 
-    def __init__(self, dtype: DType | None, level: Level) -> None:
+    def __init__(self, dtype: DType | None, level: Level, blocks: GgufType | None = None) -> None:
         self._dtype = dtype
+        self._blocks = blocks
         self._level: Level = level
         self._pipelines: Sequence[Pipeline] = ()
         self._ratio = 0.0
@@ -169,7 +177,7 @@ class _ChunkEncoder:
             if abs(entry.stored_size / len(chunk) - self._ratio) <= _MAX_DEVIATION:
                 self.size_alone += self._ratio_alone * len(chunk)
                 return entry, planes
-        choice = choose_pipelines(chunk, predicted, self._dtype, self._level)
+        choice = choose_pipelines(chunk, predicted, self._dtype, self._level, self._blocks)
         self._pipelines, self._ratio_alone = choice.pipelines, choice.ratio_alone
         self.size_alone += self._ratio_alone * len(chunk)
         self._remaining = _CHUNKS_PER_CHOICE - 1
@@ -183,12 +191,33 @@ def _part(span: Span) -> Part:
     width = width_of(span.dtype)
     if not span.size or span.size % width:
         raise UsageError(f"a span of {span.size} bytes does not hold elements of {width} bytes")
+    if span.rule is not None:
+        return Part(
+            span.size,
+            width,
+            _quantized_chunk(span.size, span.rule),
+            None,
+            span.base_begin,
+            rule=span.rule,
+        )
     wanted = _CHUNK_SIZES[width] if span.base_begin is None else MAX_CHUNK
     count = max((span.size + wanted // 2) // wanted, -(-span.size // MAX_CHUNK))
     grain = _GRAIN if count > 1 else width
-    chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK)
+    if span.blocks is not None:
+        grain = max(grain // span.blocks.size, 1) * span.blocks.size
+    chunk_size = min(-(-span.size // (count * grain)) * grain, MAX_CHUNK // grain * grain)
     factors = StoredFactors(crc32(span.factors), len(span.factors)) if span.factors else None
     return Part(span.size, width, chunk_size, None, span.base_begin, factors)
+
+
+def _quantized_chunk(size: int, rule: QuantRule) -> int:
+    """Return a size for chunks that are quantized from whole chunks of the base, as this encoder makes them."""
+    if not rule.is_possible(size):
+        raise UsageError(f"a span of {size} bytes cannot be quantized by {rule}")
+    source = _part(Span(rule.source_size(size), rule.dtype)).chunk_size // rule.source_width
+    most = min(_QUANTIZED_AT_ONCE, MAX_CHUNK // rule.kind.size * rule.kind.weights)
+    elements = max(most // source, 1) * source
+    return min(size, elements // rule.kind.weights * rule.kind.size)
 
 
 def _prediction(span: Span, part: Part, base: BaseBlob | None) -> Prediction | None:
@@ -199,7 +228,7 @@ def _prediction(span: Span, part: Part, base: BaseBlob | None) -> Prediction | N
         if span.dtype is None or not can_predict(span.dtype) or len(span.factors) >= MAX_FACTORS:
             raise UsageError("these factors cannot predict the elements of this span")
         factors = unpack(memoryview(span.factors), span.size // part.width)
-    return Prediction(base, part.base_begin, factors, span.dtype)
+    return Prediction(base, part.base_begin, factors, span.dtype, part.rule)
 
 
 def _aligned(chunk: memoryview, width: int) -> Bytes:

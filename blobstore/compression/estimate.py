@@ -69,6 +69,8 @@ def estimate_size(
     begins = accumulate((span.size for span in spans), initial=0)
     kinds: dict[object, list[tuple[int, Span]]] = defaultdict(list)
     for begin, span in zip(begins, spans, strict=False):
+        if span.rule is not None:
+            continue  # samples of it were predicted
         kinds[span.size, span.dtype, span.shape, span.base_begin is None].append((begin, span))
     total = 0.0
     for same_kind in kinds.values():
@@ -93,7 +95,7 @@ def fit_low_rank(
     """
     begins = accumulate((span.size for span in spans), initial=0)
     for span, begin in zip(spans, begins, strict=False):
-        if span.base_begin is None or span.dtype is None:
+        if span.base_begin is None or span.dtype is None or span.rule is not None:
             yield span
         elif not _is_stack(span):
             yield _with_factors(data[begin : begin + span.size], span, base, level, look)
@@ -204,7 +206,7 @@ class _Sample(NamedTuple):
     def encoded_size(self, level: Level) -> float:
         """Estimate the encoded size of the span, with the factors that suit the sample."""
         begin = None if self.base is None else 0
-        span = Span(len(self.data), self.span.dtype, None, begin)
+        span = Span(len(self.data), self.span.dtype, None, begin, blocks=self.span.blocks)
         base = None
         if self.base is not None:
             base = BaseBlob.hot(self.base.data, _ANY_DIGEST)

@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
+from blobstore.compression.block_fields import FIELDS
+from blobstore.core.tensor import DType
 from blobstore.errors import InvalidHeader
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Final
 
     from typing_extensions import Buffer
 
-    from blobstore.core.tensor import DType
+    from blobstore.compression.quant_rule import QuantRule
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.gguf.types import GgufType
 
 
+_BLOCKS: Final = {
+    # MLX has types with the names of two types of GGUF, which docs/format.md therefore calls otherwise.
+    f"{'gguf_' if fields.kind.name in {'MXFP4', 'NVFP4'} else ''}{fields.kind.name.lower()}": fields.kind
+    for fields in FIELDS.values()
+}
+"""Types of blocks by their names in the metadata of blobs."""
 _MAX_MERGED: Final = 1 << 16
 """Bytes of spans that are merged, at most: reading one of them decodes all."""
 
@@ -37,6 +47,10 @@ class Span(NamedTuple):
     """Offset in the base of the bytes that the span is encoded against."""
     factors: bytes | None = None
     """Packed low-rank factors that improve the prediction from those bytes."""
+    rule: QuantRule | None = None
+    """How the span is predicted by quantizing elements of the base that begin at ``base_begin``."""
+    blocks: GgufType | None = None
+    """The type of its blocks, if it is blocks of GGUF; it is not stored."""
     shape: tuple[int, ...] = ()
     """Shape of the tensor; it is not stored."""
 
@@ -57,11 +71,22 @@ def spans_of(start: Buffer, size: int) -> list[Span]:
     return [
         Span(end),
         *(
-            Span(entry.end - entry.begin, entry.spec.dtype, shape=entry.spec.shape)
+            Span(
+                entry.end - entry.begin,
+                entry.spec.dtype,
+                blocks=_blocks_of(entry.spec, header.metadata),
+                shape=entry.spec.shape,
+            )
             for entry in header.tensors.values()
             if entry.end > entry.begin
         ),
     ]
+
+
+def _blocks_of(spec: TensorSpec, metadata: Mapping[str, str]) -> GgufType | None:
+    """Return the type of blocks that the metadata of a blob gives for a tensor; if it is wrong, nothing is saved."""
+    name = metadata.get(f"{spec.name}.quant_type") or metadata.get("quant_type", "")
+    return _BLOCKS.get(name) if spec.dtype is DType.U8 and spec.shape else None
 
 
 def split_rows(span: Span) -> list[Span]:
@@ -126,7 +151,11 @@ def _merged(one: Span, two: Span) -> Span | None:
         or two.base_begin != one.base_begin + one.size
         or one.size + two.size > _MAX_MERGED
         or two.dtype not in {None, dtype}
-        or any(item is not None for item in (one.factors, two.factors, one.same_as, two.same_as))
+        or any(
+            item is not None
+            for span in (one, two)
+            for item in (span.factors, span.rule, span.same_as)
+        )
         or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
     ):
         return None

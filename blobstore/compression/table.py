@@ -10,8 +10,10 @@ import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.compression.entropy import Method
-from blobstore.compression.transforms import WIDTHS, transform_of
+from blobstore.compression.quant_rule import RULE_SIZE, QuantRule
+from blobstore.compression.transforms import FIRST_BLOCKS, WIDTHS, transform_of
 from blobstore.core.digest import BlobId, Digest
+from blobstore.core.tensor import DType
 from blobstore.core.trailer import TrailerFormat
 from blobstore.errors import ColdDamaged
 
@@ -30,16 +32,24 @@ _CHUNK: Final = struct.Struct("<IBB")
 _SIZE: Final = struct.Struct("<I")
 _METHOD_BITS: Final = 2
 _FACTORS: Final = struct.Struct("<II")
-_FORMAT: Final = TrailerFormat(
-    magic=b"\x8fBSCOLD",
-    version=1,
-    end=b"BSCOLDE\x8f",
-    min_table=_HEAD.size,
-    what="a cold blob",
-    error=ColdDamaged,
-)
-PREFIX: Final = _FORMAT.prefix
-_PLAIN, _SAME, _DELTA, _PREDICTED = range(4)
+_RULE: Final = struct.Struct(f"{RULE_SIZE}s")
+_FORMATS: Final = [
+    TrailerFormat(
+        magic=b"\x8fBSCOLD",
+        version=version,
+        end=b"BSCOLDE\x8f",
+        min_table=_HEAD.size,
+        what="a cold blob",
+        error=ColdDamaged,
+    )
+    for version in (1, 2)
+]
+PREFIXES: Final = [item.prefix for item in _FORMATS]
+"""The bytes that start a file: without what is for blocks of GGUF only, and with it."""
+PREFIX: Final = PREFIXES[0]
+_PLAIN, _SAME, _DELTA, _PREDICTED, _QUANTIZED = range(5)
+_UNREAD: Final = QuantRule("", DType.F32)
+"""Stands for a rule until those of all parts are read."""
 MAX_FACTORS: Final = 1 << 27
 """Limit for the stored size of a part's factors in bytes."""
 
@@ -64,6 +74,8 @@ class Part(NamedTuple):
     """Offset in the base of the bytes that its delta chunks are encoded against."""
     factors: StoredFactors | None = None
     """Factors that correct the prediction; they are stored before its planes."""
+    rule: QuantRule | None = None
+    """How the prediction is quantized from the elements of the base that begin at ``base_begin``."""
 
     @property
     def chunks(self) -> int:
@@ -100,6 +112,8 @@ class Table(NamedTuple):
     base: BlobId | None
     parts: Sequence[Part]
     chunks: Sequence[Chunk]
+    has_blocks: bool = False
+    """Whether it may have what is for blocks of GGUF only: rules of parts, and transforms to fields."""
 
 
 def encode_table(table: Table) -> bytes:
@@ -116,13 +130,15 @@ def encode_table(table: Table) -> bytes:
             kind, argument = _SAME, part.same_as
         elif part.base_begin is not None:
             kind = _DELTA if part.factors is None else _PREDICTED
+            kind = kind if part.rule is None else _QUANTIZED
             argument = part.base_begin
         pieces.append(_PART.pack(part.size, part.chunk_size, part.width, kind, 0, argument))
     pieces += (_FACTORS.pack(*part.factors) for part in table.parts if part.factors is not None)
+    pieces += (part.rule.pack() for part in table.parts if part.rule is not None)
     for chunk in table.chunks:
         pieces.append(_CHUNK.pack(chunk.checksum, chunk.transform, len(chunk.planes)))
         pieces += (_SIZE.pack(size << _METHOD_BITS | method) for method, size in chunk.planes)
-    return _FORMAT.trailer(b"".join(pieces))
+    return _FORMATS[table.has_blocks].trailer(b"".join(pieces))
 
 
 def decode_table(data: FileBytes) -> Table:
@@ -131,7 +147,8 @@ def decode_table(data: FileBytes) -> Table:
     Raises:
         ColdDamaged: the file is truncated or altered, or violates the format.
     """
-    content, begin = _FORMAT.find_table(data)
+    has_blocks = bytes(data[: len(PREFIX)]) != PREFIX
+    content, begin = _FORMATS[has_blocks].find_table(data)
     reader = _Reader(content)
     size, digest, has_base, count = reader.take(_HEAD)
     if has_base > 1:
@@ -144,15 +161,16 @@ def decode_table(data: FileBytes) -> Table:
         raise ColdDamaged(f"{count} parts do not fit in a table of {len(content)} bytes")
     parts: list[Part] = []
     for _ in range(count):
-        parts.append(_decode_part(reader.take(_PART), parts, base))
+        parts.append(_decode_part(reader.take(_PART), parts, base, has_blocks))
     parts = [_with_factors(part, reader) for part in parts]
+    parts = [_with_rule(part, reader, base) for part in parts]
     if sum(part.size for part in parts) != size:
         raise ColdDamaged(f"the sizes of the parts do not add up to the {size} bytes of the blob")
     least = sum(part.chunks for part in parts) * (_CHUNK.size + _SIZE.size)
     if least > len(content):
         raise ColdDamaged(f"the chunks of {size} bytes do not fit in the table")
     chunks = [
-        _decode_chunk(reader, part, number) for part in parts for number in range(part.chunks)
+        _decode_chunk(reader, part, number, has_blocks) for part in parts for number in range(part.chunks)
     ]
     if reader.rest:
         raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")
@@ -162,11 +180,14 @@ def decode_table(data: FileBytes) -> Table:
         raise ColdDamaged(
             f"the table lists {stored} bytes of planes, the file has {begin - len(PREFIX)}"
         )
-    return Table(Digest(digest.hex()), size, base, parts, chunks)
+    return Table(Digest(digest.hex()), size, base, parts, chunks, has_blocks)
 
 
 def _decode_part(
-    fields: tuple[int, int, int, int, int, int], before: Sequence[Part], base: BlobId | None
+    fields: tuple[int, int, int, int, int, int],
+    before: Sequence[Part],
+    base: BlobId | None,
+    has_blocks: bool,
 ) -> Part:
     size, chunk_size, width, kind, reserved, argument = fields
     where = f"part {len(before)}"
@@ -185,6 +206,8 @@ def _decode_part(
         # The sizes of the factors follow after all parts.
         factors = StoredFactors(0, 0) if kind == _PREDICTED else None
         return part._replace(base_begin=argument, factors=factors)
+    elif kind == _QUANTIZED and has_blocks and base is not None and width == 1:
+        return part._replace(base_begin=argument, rule=_UNREAD)
     elif kind == _PLAIN and not argument:
         return part
     raise ColdDamaged(f"{where}: kind {kind} with {argument} is not possible")
@@ -199,10 +222,24 @@ def _with_factors(part: Part, reader: _Reader) -> Part:
     return part._replace(factors=factors)
 
 
-def _decode_chunk(reader: _Reader, part: Part, number: int) -> Chunk:
+def _with_rule(part: Part, reader: _Reader, base: BlobId | None) -> Part:
+    if part.rule is None or part.base_begin is None or base is None:
+        return part
+    (record,) = reader.take(_RULE)
+    rule = QuantRule.unpack(record)
+    is_possible = rule.is_possible(part.size) and part.chunk_size % rule.kind.size == 0
+    if not is_possible or part.base_begin + rule.source_size(part.size) > base.size:
+        raise ColdDamaged(
+            f"{part.size} bytes in chunks of {part.chunk_size} cannot be quantized from byte "
+            f"{part.base_begin} of a base of {base.size} by {rule}"
+        )
+    return part._replace(rule=rule)
+
+
+def _decode_chunk(reader: _Reader, part: Part, number: int, has_blocks: bool) -> Chunk:
     checksum, code, count = reader.take(_CHUNK)
     transform = transform_of(code, part.width)
-    if transform is None:
+    if transform is None or (code >= FIRST_BLOCKS and not has_blocks):
         raise ColdDamaged(f"transform {code} of elements of {part.width} bytes is unknown")
     if transform.needs_base and part.base_begin is None:
         raise ColdDamaged(f"transform {code} needs a base, but its part has none")

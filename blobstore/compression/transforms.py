@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from blobstore.compression.block_fields import FIELDS
 from blobstore.compression.delta import codec as delta
 from blobstore.compression.float_planes import (
     FloatTransform,
@@ -19,6 +20,8 @@ from blobstore.core.tensor import DType
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Final
+
+    from blobstore.compression.block_fields import BlockFields
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
     Sizes = Callable[[int], tuple[int, ...]]
@@ -84,6 +87,11 @@ def _bytewise(number: int, width: int) -> Transform:
     return Transform(number, width, lambda elements: (elements,) * width, encode, decode)
 
 
+def _fields(number: int, fields: BlockFields) -> Transform:
+    """Return the transform with the fields of blocks of GGUF as planes."""
+    return Transform(FIRST_BLOCKS + number, 1, fields.sizes, fields.encode, fields.decode)
+
+
 def _float(number: int, width: int, *, paired: bool, split_low: bool = False) -> Transform:
     planes = FloatTransform(width, paired, split_low)
     return Transform(number, width, planes.sizes, planes.encode, planes.decode)
@@ -121,6 +129,9 @@ _BY_TYPE: Final = {
     DType.U64: ((IDENTITY[8],), (BYTES_8,)),
 }
 _UNTYPED: Final = ((IDENTITY[1],),)
+FIRST_BLOCKS: Final = 64
+"""The numbers from here on are those of types of GGUF, plus this one."""
+_BLOCKS: Final = {fields.kind.name: _fields(number, fields) for number, fields in FIELDS.items()}
 _DELTA_NUMBERS: Final = {
     DType.U8: 32,
     DType.F8_E4M3: 33,
@@ -150,11 +161,17 @@ def width_of(dtype: DType | None) -> int:
     return _delta_type(dtype).bits // 8
 
 
-def transforms_for(dtype: DType | None) -> tuple[tuple[Transform, ...], ...]:
+def transforms_for(dtype: DType | None, blocks: str = "") -> tuple[tuple[Transform, ...], ...]:
     """Return groups of transforms that may compress a type, the preferred ones first.
 
     Only the first applicable transform of each group is worth trying.
+
+    Args:
+        dtype: the type of elements.
+        blocks: the type of GGUF whose blocks these bytes are, if they are.
     """
+    if blocks in _BLOCKS:
+        return (_BLOCKS[blocks],), *_UNTYPED
     return _BY_TYPE.get(dtype, _UNTYPED) if dtype is not None else _UNTYPED
 
 
@@ -217,6 +234,7 @@ _BY_NUMBER: Final = {
         F32_BYTES,
         E4M3,
         F32_BYTE_PAIRS,
+        *_BLOCKS.values(),
         *(_delta(dtype, delta.FAST) for dtype in _DELTA_NUMBERS),
     )
 }

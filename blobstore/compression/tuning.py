@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from blobstore.compression.level import Level
     from blobstore.compression.transforms import Transform
     from blobstore.core.tensor import DType
+    from blobstore.gguf.types import GgufType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -61,10 +62,14 @@ _FEW_VALUES: Final = 1 << 2
 _TINY: Final = 1 << 4
 """A delta is tiny if it takes less than one byte in so many."""
 _SLICES: Final = 4
+_BLOCKS: Final = 4
+"""How many times the bytes of other samples those of blocks have, whose planes are smaller."""
 
 
-def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level) -> Choice:
-    """Return pipelines for the chunks that resemble ``chunk``."""
+def choose_pipelines(
+    chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level, blocks: GgufType | None = None
+) -> Choice:
+    """Return pipelines for the chunks that resemble ``chunk``, which may be ``blocks`` of a type."""
     settings = _SETTINGS[level]
     size, width = settings.sample_size, width_of(dtype)
     is_typed = dtype is not None
@@ -78,8 +83,11 @@ def choose_pipelines(chunk: Bytes, base: Bytes | None, dtype: DType | None, leve
             # Nothing comes near it, and no coder finds more in it.
             transforms = delta_of_type, IDENTITY[width]
             return Choice([Pipeline(item, [()]) for item in transforms], 1.0, differences)
+    name = "" if blocks is None else blocks.name
+    if blocks is not None:
+        size, width = _BLOCKS * size, blocks.size
     sample = _sample(chunk, size, width)
-    for group in transforms_for(dtype):
+    for group in transforms_for(dtype, name):
         for transform in group:
             planes = transform.encode(sample, None)
             if planes is not None:
@@ -135,7 +143,7 @@ def _sample(chunk: Bytes, size: int, width: int) -> Bytes:
     """Return slices of a chunk with ``size`` bytes in total, or the chunk if it has no more."""
     if len(chunk) <= size:
         return chunk
-    length = size // _SLICES
+    length = size // _SLICES // width * width
     step = (len(chunk) - length) // (_SLICES - 1) // width * width
     return np.concatenate(
         [chunk[start : start + length] for start in range(0, _SLICES * step, step)]

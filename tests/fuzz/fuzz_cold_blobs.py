@@ -29,11 +29,13 @@ with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.compression import chunks
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.decoder import ColdBlobDecoder
-    from blobstore.compression.table import PREFIX
+    from blobstore.compression.table import PREFIXES
     from blobstore.core.trailer import FOOTER_SIZE
     from blobstore.errors import ColdDamaged
 
 from tests.fuzz.harness import run
+
+PREFIX = PREFIXES[-1]
 
 ROOT = Path(__file__).parents[2]
 

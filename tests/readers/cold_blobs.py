@@ -1,6 +1,6 @@
 """A second, simple reader of cold blobs, written from docs/cold-format.md alone.
 
-It cannot read deltas (section 6), and expects intact cold blobs.
+It cannot read parts with factors (section 6.4), and expects intact cold blobs.
 """
 
 from __future__ import annotations
@@ -11,22 +11,36 @@ import zlib
 
 import zstandard
 
+from tests.readers.block_fields import field_sizes, read_fields
+from tests.readers.deltas import read_differences
+from tests.readers.quantized import read_blocks
 
-def read_cold(data: bytes) -> bytes:
-    """Return the blob that a cold blob decodes to."""
-    assert data[:8] == b"\x8fBSCOLD\x01"
+
+def read_cold(data: bytes, base: bytes = b"") -> bytes:
+    """Return the blob that a cold blob decodes to, with its base if it has one."""
+    assert data[:8] in {b"\x8fBSCOLD\x01", b"\x8fBSCOLD\x02"}
     size, table_digest, end = struct.unpack("<Q32s8s", data[-48:])
     assert end == b"BSCOLDE\x8f"
     table = data[-48 - size : -48]
     assert hashlib.sha256(data[:8] + table).digest() == table_digest
     planes = data[8 : -48 - size]
     blob_size, digest, has_base, part_count = struct.unpack_from("<Q32sBI", table)
-    assert not has_base
     at = 45
+    if has_base:
+        assert table[at : at + 40] == struct.pack("<Q", len(base)) + hashlib.sha256(base).digest()
+        at += 40
     parts = [struct.unpack_from("<QIBBHQ", table, at + 24 * number) for number in range(part_count)]
     at += 24 * part_count
+    starts = []
+    for part_size, _, _, kind, _, argument in parts:
+        assert kind in {0, 1, 2, 4} if data[7] == 2 else kind < 3
+        start = base[argument : argument + part_size]
+        if kind == 4:
+            start = read_blocks(table[at : at + 12], base[argument:], part_size)
+            at += 12
+        starts.append(start)
     decoded: list[bytes] = []
-    for part_size, chunk_size, width, kind, _, argument in parts:
+    for index, (part_size, chunk_size, width, kind, _, argument) in enumerate(parts):
         part = b""
         if kind == 1:
             part = decoded[argument]
@@ -34,17 +48,17 @@ def read_cold(data: bytes) -> bytes:
             count = min(chunk_size, part_size - len(part)) // width
             check, layout, plane_count = struct.unpack_from("<IBB", table, at)
             at += 6
+            start = starts[index][len(part) : len(part) + count * width]
             stored, contents = [], []
             for number in range(plane_count):
                 (value,) = struct.unpack_from("<I", table, at)
                 at += 4
                 plane, planes = planes[: value >> 2], planes[value >> 2 :]
-                is_raw = value & 3 == 0
                 size = _size(layout, width, count, number)
                 contents.append(_plane(value & 3, plane, size))
-                if not is_raw or (layout in {5, 7, 10} and number == 0):
+                if value & 3 or (layout in {5, 7, 10} and number == 0) or 32 <= layout <= 40:
                     stored.append(plane)
-            chunk = _merge(layout, width, count, contents)
+            chunk = _merge(layout, width, count, contents, start)
             assert zlib.crc32(chunk + b"".join(stored)) == check
             part += chunk
         decoded.append(part)
@@ -58,6 +72,8 @@ def read_cold(data: bytes) -> bytes:
 
 def _size(layout: int, width: int, count: int, number: int) -> int:
     """Return the size of a plane that has a fixed size."""
+    if layout >= 64:
+        return field_sizes(layout, count)[number]
     whole, half, double = count * width, count // 2, count * 2
     sizes = {
         0: (whole,),
@@ -77,9 +93,13 @@ def _plane(method: int, stored: bytes, size: int) -> bytes:
     return zstandard.decompress(stored) if method else stored
 
 
-def _merge(layout: int, width: int, count: int, planes: list[bytes]) -> bytes:
+def _merge(layout: int, width: int, count: int, planes: list[bytes], start: bytes) -> bytes:
     if layout == 0:
         return planes[0]
+    if layout >= 64:
+        return read_fields(layout, planes)
+    if layout >= 32:
+        return read_differences(planes[0], start, layout)
     if layout in {1, 2, 3}:
         return bytes(planes[place][number] for number in range(count) for place in range(width))
     if layout == 9:

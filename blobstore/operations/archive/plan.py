@@ -16,6 +16,7 @@ from blobstore.manifests import media_types
 from blobstore.operations.archive.format import ArchivedModel
 from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
 from blobstore.operations.freeze.duplicates import DuplicateFinder
+from blobstore.operations.freeze.parents import ParentFinder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -167,7 +168,10 @@ def _plan_deltas(
     }
     finder = DuplicateFinder(store, estimator, tensors, deltas)
     finder.read(())
-    chosen = finder.choose_bases(_bases_by_name(store, models, members, report))
+    layers = [tensor_layers(model.manifest) for model in models]
+    chosen = ParentFinder(store, estimator, tensors, deltas).choose_bases(
+        layers, finder.choose_bases(_bases_by_name(store, models, members, report))
+    )
     bases = set(deltas.values())
     for digest, base in chosen.items():
         member = members[digest]

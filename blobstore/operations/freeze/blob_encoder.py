@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
+from blobstore.operations.freeze.quantized import Blocks, find_rule
 from blobstore.operations.freeze.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
@@ -195,7 +196,9 @@ class BlobEncoder:
             look = partial(report, 0)  # which raises if the jobs must end
             spans = list(fit_low_rank(self._data, spans, self._base, self._level, look))
         spans = [
-            span if span.same_as is None else span._replace(base_begin=None, factors=None)
+            span
+            if span.same_as is None
+            else span._replace(base_begin=None, factors=None, rule=None)
             for span in mark_duplicates(spans, self._data)
         ]
         chunks, digest = chunks_of(self._data, report), self._blob.digest
@@ -214,8 +217,8 @@ def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memor
 class _BaseAligner:
     """Finds the bytes of a base that each tensor of a blob is compared with.
 
-    Equal data comes first, whatever the tensor that has it is called, and for a stacked tensor also slice
-    by slice. Otherwise it is the tensor of the same name, type and shape; if both blobs have a single
+    Blocks of GGUF are compared with what quantizing makes of the base's tensors. Equal data comes first,
+    whatever the tensor that has it is called, and for a stacked tensor also slice by slice. Otherwise it is the tensor of the same name, type and shape; if both blobs have a single
     tensor, the names need not match.
     """
 
@@ -256,6 +259,11 @@ class _BaseAligner:
         )
         tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
         for span, (name, entry) in zip(spans, tensors, strict=True):
+            blocks = Blocks.of(entry, self._header)
+            found = blocks and find_rule(blocks, self._read_into, self._base, self._base_header)
+            if found is not None:
+                yield span._replace(base_begin=found[0], rule=found[1])
+                continue
             other, named = single or theirs.get(name), None
             if other is not None and other.spec[1:] == entry.spec[1:]:
                 named = self._base_header.data_start + other.begin

@@ -13,6 +13,7 @@ from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
 from blobstore.operations.freeze.duplicates import DuplicateFinder
+from blobstore.operations.freeze.parents import ParentFinder
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
@@ -174,7 +175,8 @@ def _choose_bases(
     others = [layers[name] for name in sorted(layers) if name not in plan.references]
     finder = DuplicateFinder(store, estimator, plan.blobs, deltas)
     finder.read(others)
-    chosen = finder.choose_bases(likely)
+    parents = ParentFinder(store, estimator, plan.blobs, deltas)
+    chosen = parents.choose_bases(layers.values(), finder.choose_bases(likely))
     bases = {blob.digest for blob in chosen.values()} | {*deltas.values()}
     plan.base_blobs = {
         digest: blob

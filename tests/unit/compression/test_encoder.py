@@ -14,11 +14,13 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.level import Level
+from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span, spans_of
 from blobstore.compression.table import MAX_CHUNK
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
+from blobstore.gguf.quantize import QUANTIZED, quantize
 from tests.support.cold import (
     TYPES,
     cold,
@@ -245,3 +247,68 @@ def test_whatever_is_encoded_with_a_base_decodes(
     if decoder.table.base is not None:
         decoder.give_base(base)
     assert decoded(decoder) == data
+
+
+def quantized(name: str, source: bytes) -> bytes:
+    return quantize(name, np.frombuffer(source, "<u2")).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_blocks_that_a_base_is_quantized_to_take_next_to_nothing(name: str) -> None:
+    source = weights(DType.BF16, 3 << 20)
+    data = b"start" + quantized(name, source)
+    rule = QuantRule(name, DType.BF16)
+    spans = [Span(5), Span(len(data) - 5, DType.U8, base_begin=7, rule=rule)]
+    base = BaseBlob.hot(bytes(7) + source)
+    stored = cold(data, spans=spans, base=base)
+    assert len(stored) < 500
+    decoder = ColdBlobDecoder(stored)
+    decoder.give_base(base)
+    assert decoded(decoder) == data
+    part = bytearray(999)
+    decoder.read_into(part, len(data) // 2)
+    assert part == data[len(data) // 2 :][:999]
+
+
+def test_a_few_blocks_that_were_quantized_otherwise_take_little() -> None:
+    source = weights(DType.BF16, 1 << 16)
+    data = bytearray(quantized("Q4_0", source))
+    data[5000::3000] = bytes(byte ^ 1 for byte in data[5000::3000])
+    rule = QuantRule("Q4_0", DType.BF16)
+    base = BaseBlob.hot(source)
+    stored = cold(
+        bytes(data), spans=[Span(len(data), DType.U8, base_begin=0, rule=rule)], base=base
+    )
+    assert len(stored) < 400
+    decoder = ColdBlobDecoder(stored)
+    decoder.give_base(base)
+    assert decoded(decoder) == data
+
+
+def test_blocks_of_other_weights_are_compressed_alone() -> None:
+    data = quantized("Q4_0", weights(DType.BF16, 1 << 16, seed=1))
+    rule = QuantRule("Q4_0", DType.BF16)
+    base = BaseBlob.hot(weights(DType.BF16, 1 << 16))
+    span = Span(len(data), DType.U8, base_begin=0, rule=rule)
+    stored = cold(data, spans=[span], base=base)
+    assert ColdBlobDecoder(stored).table.base is None
+    assert back(stored) == data
+
+
+def test_a_repetition_of_quantized_blocks_shares_their_chunks() -> None:
+    source = weights(DType.BF16, 1 << 16)
+    data = quantized("Q8_0", source)
+    span = Span(len(data), DType.U8, base_begin=0, rule=QuantRule("Q8_0", DType.BF16))
+    base = BaseBlob.hot(source)
+    stored = cold(2 * data, spans=[span, Span(len(data), DType.U8, same_as=0)], base=base)
+    decoder = ColdBlobDecoder(stored)
+    decoder.give_base(base)
+    assert [part.same_as for part in decoder.table.parts] == [None, 0]
+    assert decoded(decoder) == 2 * data
+
+
+def test_rejects_a_span_that_is_not_whole_blocks() -> None:
+    span = Span(35, DType.U8, base_begin=0, rule=QuantRule("Q4_0", DType.BF16))
+    with pytest.raises(UsageError, match="a span of 35 bytes cannot be quantized"):
+        cold(bytes(35), spans=[span], base=BaseBlob.hot(bytes(4096)))

@@ -5,9 +5,11 @@ import hashlib
 import pytest
 
 from blobstore.compression.entropy import Method
+from blobstore.compression.quant_rule import RULE_SIZE, QuantRule
 from blobstore.compression.table import (
     MAX_CHUNK,
     PREFIX,
+    PREFIXES,
     Chunk,
     Part,
     StoredPlane,
@@ -16,6 +18,7 @@ from blobstore.compression.table import (
     encode_table,
 )
 from blobstore.core.digest import BlobId, Digest
+from blobstore.core.tensor import DType
 from blobstore.core.trailer import FOOTER_SIZE
 from blobstore.errors import ColdDamaged
 
@@ -39,12 +42,25 @@ TABLE = Table(
         Chunk(11, 37, (StoredPlane(RAW, 90),)),
     ),
 )
+RULE = QuantRule("Q4_0", DType.BF16)
+QUANTIZED = Table(
+    DIGEST,
+    180,
+    BASE,
+    (Part(90, 1, 90), Part(90, 1, 36, base_begin=5000 - 5 * 64, rule=RULE)),
+    (
+        Chunk(7, 0, (StoredPlane(ZSTD, 30),)),
+        *(Chunk(8, 32, (StoredPlane(RAW, 9),)) for _ in range(3)),
+    ),
+    has_blocks=True,
+)
 STORED = sum(chunk.stored_size for chunk in TABLE.chunks)
 
 
 def file(table: Table, stored: int | None = None) -> memoryview:
     planes = sum(chunk.stored_size for chunk in table.chunks)
-    return memoryview(PREFIX + bytes(planes if stored is None else stored) + encode_table(table))
+    prefix = PREFIXES[table.has_blocks]
+    return memoryview(prefix + bytes(planes if stored is None else stored) + encode_table(table))
 
 
 def with_part(**fields: int | None) -> Table:
@@ -72,9 +88,55 @@ def reject(data: memoryview | Table, match: str) -> None:
         decode_table(file(data) if isinstance(data, Table) else data)
 
 
-def test_a_table_survives_a_round_trip() -> None:
-    read = decode_table(file(TABLE))
-    assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == TABLE
+@pytest.mark.parametrize("table", [TABLE, QUANTIZED], ids=["version 1", "version 2"])
+def test_a_table_survives_a_round_trip(table: Table) -> None:
+    read = decode_table(file(table))
+    assert read._replace(parts=tuple(read.parts), chunks=tuple(read.chunks)) == table
+
+
+def test_only_files_with_rules_have_version_2() -> None:
+    assert [bytes(file(table)[:8]) for table in (TABLE, QUANTIZED)] == [
+        b"\x8fBSCOLD\x01",
+        b"\x8fBSCOLD\x02",
+    ]
+    reject(QUANTIZED._replace(has_blocks=False), "part 1: kind 4 with 4680 is not possible")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"size": 89},
+        {"chunk_size": 35},
+        {"base_begin": 4681},
+        {"base_begin": 1 << 63},
+        {"rule": QuantRule("Q4_0", DType.F32)},
+        {"rule": QuantRule("Q8_0", DType.BF16)},
+        {"rule": QuantRule("Q4_0", DType.BF16, columns=32)},
+        {"rule": QuantRule("Q4_0", DType.BF16, columns=32, head=2)},
+    ],
+    ids=str,
+)
+def test_rejects_a_part_that_cannot_be_quantized_from_the_base(fields: dict[str, object]) -> None:
+    part = QUANTIZED.parts[1]._replace(**fields)  # type: ignore[arg-type]
+    table = QUANTIZED._replace(parts=(QUANTIZED.parts[0], part), size=90 + part.size)
+    reject(table, f"{part.size} bytes in chunks of {part.chunk_size} cannot be quantized from byte")
+
+
+def test_rejects_quantized_parts_without_a_base_or_of_wide_elements() -> None:
+    reject(QUANTIZED._replace(base=None), "part 1: kind 4 with 4680 is not possible")
+    wide = QUANTIZED.parts[1]._replace(width=2)
+    reject(QUANTIZED._replace(parts=(QUANTIZED.parts[0], wide)), "part 1: kind 4 with 4680")
+
+
+def test_rejects_an_unknown_rule() -> None:
+    content = bytearray(encode_table(QUANTIZED)[:-FOOTER_SIZE])
+    place = len(content) - 4 * 10 - RULE_SIZE
+    assert content[place] == 2
+    content[place] = 12
+    digest = hashlib.sha256(PREFIXES[1] + content).digest()
+    footer = len(content).to_bytes(8, "little") + digest + encode_table(TABLE)[-8:]
+    planes = bytes(sum(chunk.stored_size for chunk in QUANTIZED.chunks))
+    reject(memoryview(PREFIXES[1] + planes + content + footer), "blocks of type 12 .* are unknown")
 
 
 def test_an_empty_blob_has_the_minimum_size() -> None:

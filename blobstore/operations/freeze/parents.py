@@ -1,0 +1,199 @@
+"""Finds blobs with the weights that blocks of GGUF were quantized from: the parents of a ladder of quantizations.
+
+What a parent is called does not matter: a sample of its first row is quantized to each type, and looked up. So
+the tensors of safetensors files are found as well as those of GGUF files. The rows of queries and keys, which
+llama.cpp permutes, have the same first row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.errors import BlobstoreError
+from blobstore.operations.freeze.quantized import SAMPLE, Blocks, find_rule, sources_of
+from blobstore.safetensors.header import Header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Final
+
+    from blobstore.core.digest import BlobId, Digest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.freeze.blob_encoder import SizeEstimator
+    from blobstore.safetensors.header import TensorEntry
+    from blobstore.store.local import LocalStore
+
+    Layers = Mapping[str, Descriptor]
+
+_MAX_HEADER: Final = 1 << 16
+"""Bytes of the header of a blob with one tensor, at most."""
+_EXPERTS: Final = "experts"
+"""Part of the names of blobs that may have several tensors of one size."""
+_WIDTHS: Final = (2, 4)
+"""Bytes of a weight."""
+_MAX_COMPARED: Final = 8
+"""Blobs with the sample of another that are compared with it."""
+
+
+class _Child(NamedTuple):
+    """A blob whose only tensor is blocks."""
+
+    blob: Descriptor
+    blocks: Blocks
+    sample: bytes
+
+
+class _Candidate(NamedTuple):
+    """A blob that has weights."""
+
+    blob: Descriptor
+    header: Header
+
+
+class ParentFinder:
+    """Finds parents among the blobs of some models."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        estimator: SizeEstimator,
+        frozen: Mapping[Digest, Descriptor],
+        deltas: Mapping[Digest, Digest],
+    ) -> None:
+        """Take the blobs to be frozen, and the existing deltas with their bases."""
+        self._store = store
+        self._estimator = estimator
+        self._frozen = frozen
+        self._deltas = deltas
+
+    def choose_bases(
+        self, models: Iterable[Layers], others: Mapping[Digest, BlobId]
+    ) -> dict[Digest, BlobId]:
+        """Return the bases of blobs, with parents as the bases of blocks.
+
+        Args:
+            models: the tensor layers of each model whose blobs can be bases.
+            others: the bases that blobs would have without parents.
+        """
+        children = list(self._children())
+        chosen = dict(others)
+        if not children:
+            return chosen
+        parents: dict[BlobId, list[BlobId]] = defaultdict(list)
+        for child, parent in self._find(children, models, others):
+            parents[parent].append(child.blob.id)
+        for parent, ladder in parents.items():
+            if parent.digest in chosen:  # a base has no base itself
+                saved = self._size(parent) - self._size(parent, chosen[parent.digest])
+                if saved >= sum(self._size(blob) for blob in ladder):
+                    continue
+                del chosen[parent.digest]
+            chosen.update((blob.digest, parent) for blob in ladder)
+        return {blob: base for blob, base in chosen.items() if base.digest not in chosen}
+
+    def _children(self) -> Iterator[_Child]:
+        """Yield the blobs to be frozen whose only tensor is blocks of a type that is quantized without a search."""
+        bases = set(self._deltas.values())
+        wanted = [
+            blob
+            for digest, blob in self._frozen.items()
+            if digest not in self._deltas and digest not in bases and self._store.has_hot(digest)
+        ]
+        for blob, header in self._with_headers(wanted):
+            blocks = None
+            if len(header.tensors) == 1:
+                blocks = Blocks.of(next(iter(header.tensors.values())), header)
+            if blocks is not None:
+                with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
+                    read = self._store.base(*blob.id).read_into
+                    yield _Child(blob, blocks, blocks.sample(read))
+
+    def _find(
+        self, children: list[_Child], models: Iterable[Layers], others: Mapping[Digest, BlobId]
+    ) -> Iterator[tuple[_Child, BlobId]]:
+        """Yield children with their parents."""
+        types: dict[int, set[str]] = defaultdict(set)
+        for child in children:
+            types[child.blocks.elements].add(child.blocks.type_name)
+        by_sample: dict[tuple[int, bytes], list[_Candidate]] = defaultdict(list)
+        for candidate in self._candidates(models, set(types)):
+            for entry in sources_of(candidate.header, set(types)):
+                count = math.prod(entry.spec.shape)
+                for sample in self._quantized_samples(candidate, entry, types[count]):
+                    by_sample[count, sample].append(candidate)
+        for child in children:
+            found = by_sample.get((child.blocks.elements, child.sample), [])
+            parent = self._first_parent(child, found, others)
+            if parent is not None:
+                yield child, parent
+
+    def _first_parent(
+        self, child: _Child, candidates: list[_Candidate], others: Mapping[Digest, BlobId]
+    ) -> BlobId | None:
+        """Return the first candidate whose samples are predicted: preferably of the same name, and not a delta."""
+
+        def rank(item: _Candidate) -> tuple[bool, bool, str]:
+            digest = item.blob.digest
+            return digest in others, item.blob.name != child.blob.name, digest.hex
+
+        for item in sorted(candidates, key=rank)[:_MAX_COMPARED]:
+            with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
+                read, base = (
+                    self._store.base(*child.blob.id).read_into,
+                    self._store.base(*item.blob.id),
+                )
+                if find_rule(child.blocks, read, base, item.header) is not None:
+                    return item.blob.id
+        return None
+
+    def _candidates(self, models: Iterable[Layers], counts: set[int]) -> Iterator[_Candidate]:
+        """Yield the blobs that may have a tensor of so many weights, by their sizes."""
+        least = min(_WIDTHS) * min(counts)
+
+        def is_candidate(blob: Descriptor) -> bool:
+            if blob.digest in self._deltas or blob.size < least:
+                return False
+            if _EXPERTS in blob.name:
+                return True
+            sizes = (count * width for count in counts for width in _WIDTHS)
+            return any(size < blob.size <= size + _MAX_HEADER for size in sizes)
+
+        blobs = {
+            blob.digest: blob for layers in models for blob in layers.values() if is_candidate(blob)
+        }
+        for blob, header in self._with_headers(blobs.values()):
+            yield _Candidate(blob, header)
+
+    def _with_headers(self, blobs: Iterable[Descriptor]) -> Iterator[tuple[Descriptor, Header]]:
+        """Yield the blobs that can be read, with their headers."""
+        known = list(blobs)
+        headers = self._store.read_headers(blob.id for blob in known)
+        for blob, header in zip(known, headers, strict=True):
+            if isinstance(header, Header):
+                yield blob, header
+
+    def _quantized_samples(
+        self, candidate: _Candidate, entry: TensorEntry, types: set[str]
+    ) -> Iterator[bytes]:
+        """Yield the first weights of a tensor, quantized to each type."""
+        from blobstore.compression.quant_rule import QuantRule
+
+        blob, header = candidate
+        columns = entry.spec.shape[-1]
+        with contextlib.suppress(BlobstoreError):
+            base = self._store.base(*blob.id)
+            begin = header.data_start + entry.begin
+            for type_name in sorted(types):
+                rule = QuantRule(type_name, entry.spec.dtype)
+                count = min(SAMPLE, columns) // rule.kind.weights
+                size = count * rule.kind.size
+                yield rule.predict(lambda at, many: base.read(begin + at, many), 0, size).tobytes()
+
+    def _size(self, blob: BlobId, base: BlobId | None = None) -> int:
+        try:
+            return self._estimator.estimate(blob, base)
+        except BlobstoreError:  # reported when the blob is compressed
+            return blob.size

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.compression.base import BaseBlob, Prediction
+from blobstore.compression.quant_rule import MAX_HEAD, QuantRule
+from blobstore.core.tensor import DType
+from blobstore.errors import ColdDamaged
+from blobstore.gguf.quantize import QUANTIZED, quantize
+from tests.readers.quantized import read_blocks
+from tests.support.cold import weights
+
+Array = np.ndarray[Any, Any]
+SOURCES = {DType.F32: "<f4", DType.F16: "<f2", DType.BF16: "<u2"}
+NAMES = sorted(QUANTIZED)
+HEADS, HEAD, COLUMNS = 3, 6, 512
+COUNT = HEADS * HEAD * COLUMNS
+
+
+def predicted(rule: QuantRule, data: bytes, begin: int, offset: int, size: int) -> bytes:
+    prediction = Prediction(BaseBlob.hot(bytes(begin) + data), begin, None, DType.U8, rule)
+    return prediction.read(offset, size).tobytes()
+
+
+def size_of(rule: QuantRule) -> int:
+    return COUNT // rule.kind.weights * rule.kind.size
+
+
+@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_blocks_of_a_part_are_predicted(name: str, dtype: DType) -> None:
+    rule, data = QuantRule(name, dtype), weights(dtype, COUNT)
+    whole = quantize(name, np.frombuffer(data, SOURCES[dtype])).tobytes()
+    assert predicted(rule, data, 24, 0, size_of(rule)) == whole
+    block = rule.kind.size
+    for first, last in ((0, 1), (5, 17), (11, 36)):
+        part = predicted(rule, data, 24, first * block, (last - first) * block)
+        assert part == whole[first * block : last * block]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "TQ1_0"])
+def test_rows_of_heads_are_interleaved(name: str) -> None:
+    rule, data = QuantRule(name, DType.F32, COLUMNS, HEAD), weights(DType.F32, COUNT)
+    rows = np.frombuffer(data, "<f4").reshape(HEADS, 2, HEAD // 2, COLUMNS)
+    whole = quantize(name, np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)).tobytes()
+    assert predicted(rule, data, 8, 0, len(whole)) == whole
+    block = rule.kind.size
+    for first in range(0, len(whole) // block, 7):
+        part = whole[first * block : (first + 9) * block]
+        assert predicted(rule, data, 8, first * block, len(part)) == part
+
+
+@pytest.mark.parametrize("dtype", SOURCES, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("head", [0, HEAD])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_reader_computes_the_same_blocks(name: str, head: int, dtype: DType) -> None:
+    rule = QuantRule(name, dtype, COLUMNS if head else 0, head)
+    data = bytearray(weights(dtype, COUNT))
+    width = dtype.bits // 8
+    ones = (1 << dtype.bits) - 1
+    # In one block each: the least number, the largest ones, infinities and NaN; in half of them, zeros.
+    for place, bits in enumerate((0, 1, *(ones >> shift & ~15 for shift in range(10)), ones)):
+        data[1024 * place : 1024 * place + width] = bits.to_bytes(width, "little")
+    data[len(data) // 2 :] = bytes(len(data) // 2)
+    negative = slice(len(data) * 3 // 4 + width - 1, None, 3 * width)
+    data[negative] = b"\x80" * len(data[negative])
+    expected = read_blocks(rule.pack(), bytes(data), size_of(rule))
+    assert predicted(rule, bytes(data), 0, 0, size_of(rule)) == expected
+
+
+@pytest.mark.parametrize(
+    "rule", [QuantRule("Q4_0", DType.F16), QuantRule("MXFP4", DType.BF16, 64, 8)]
+)
+def test_rules_come_back_from_their_records(rule: QuantRule) -> None:
+    assert QuantRule.unpack(rule.pack()) == rule
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ((12, 1, 0, 0), "type 12 quantized by version 1 of its rule are unknown; a newer program"),
+        ((250, 1, 0, 0), "type 250 quantized"),
+        ((2, 2, 0, 0), "version 2"),
+        ((2, 0, 0, 0), "version 0"),
+        ((2, 1, 2, 0), "from type 2, 0"),
+        ((2, 1, 30, 1), "from type 30, 1"),
+    ],
+)
+def test_unknown_rules_are_refused(fields: tuple[int, ...], match: str) -> None:
+    with pytest.raises(ColdDamaged, match=match):
+        QuantRule.unpack(struct.pack("<BBBBII", *fields, 0, 0))
+
+
+def test_only_whole_blocks_and_heads_are_possible() -> None:
+    rule = QuantRule("Q4_0", DType.BF16)
+    assert rule.is_possible(36)
+    assert not rule.is_possible(35)
+    assert not rule._replace(columns=32).is_possible(36)
+    heads = rule._replace(columns=32, head=4)
+    assert heads.is_possible(4 * 18)
+    for size, columns, head in (
+        (6 * 18, 32, 4),
+        (3 * 18, 32, 3),
+        (4 * 18, 0, 4),
+        (18 * (MAX_HEAD // 16), MAX_HEAD // 2, 4),
+    ):
+        assert not rule._replace(columns=columns, head=head).is_possible(size)

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
+from blobstore.operations.archive.pack import pack_models
+from blobstore.operations.archive.unpack import unpack_archive
+from blobstore.operations.freeze.freeze import Frozen, freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.store.local import LocalStore
+from tests.support.frozen import flip_in_place, forms_of, layers
+from tests.support.ladders import (
+    LADDER,
+    block_blob,
+    interleaved,
+    source,
+    weight_blob,
+)
+from tests.support.models import add_blobs, blob
+
+LITTLE = 4096
+NAME = "blk.0.ffn_up.weight"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store", lock_timeout=0.05)
+
+
+def put(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> dict[str, Digest]:
+    """Add a model; return the digests of its layers."""
+    add_blobs(store, name, blobs)
+    return {key: item.digest for key, item in layers(store, name).items()}
+
+
+def bases_of(frozen: Frozen) -> dict[Digest, Digest | None]:
+    return {item.digest: item.base for item in frozen.blobs}
+
+
+def assert_whole(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
+    """Check that the store verifies and that the blobs of a model read the same."""
+    assert verify_models(store=store).faults == ()
+    for key, item in layers(store, name).items():
+        assert store.read_blob(item.digest, item.size) == blobs[key]
+
+
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32], ids=lambda item: item.value)
+def test_a_ladder_is_kept_as_rules_of_its_weights(store: LocalStore, dtype: DType) -> None:
+    matrix = source(1, dtype)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {name: {NAME: block_blob(NAME, name, matrix)} for name in LADDER}
+    for name, model in blobs.items():
+        put(store, name.lower(), model)
+    ladder = [name.lower() for name in LADDER]
+    frozen = freeze_models(["weights", *ladder], store=store)
+    assert {item.outcome for item in frozen.blobs} == {"frozen"}
+    assert bases_of(frozen).pop(parent) is None
+    assert {item.base for item in frozen.blobs if item.digest != parent} == {parent}
+    assert all(item.stored < LITTLE for item in frozen.blobs if item.digest != parent)
+    for name, model in blobs.items():
+        assert_whole(store, name.lower(), model)
+    thaw_models(ladder, store=store)
+    for name, model in blobs.items():
+        assert set(forms_of(store, name.lower()).values()) == {"hot"}
+        assert_whole(store, name.lower(), model)
+
+
+def test_parents_may_have_other_names_and_other_shapes(store: LocalStore) -> None:
+    matrix = source(1)
+    other = blob(("up_proj", "BF16", (2, 48, 512), matrix.tobytes()))
+    parents = put(store, "weights", {"x": weight_blob("x", source(2)), "up_proj": other})
+    child = put(store, "q", {NAME: block_blob(NAME, "Q4_0", matrix)})[NAME]
+    assert bases_of(freeze_models(["q"], store=store)) == {child: parents["up_proj"]}
+
+
+def test_rows_of_attention_heads_are_found_in_the_order_of_llama_cpp(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {"q_proj": weight_blob("q_proj", matrix)})["q_proj"]
+    blobs = {"attn_q": block_blob("attn_q", "Q8_0", interleaved(matrix))}
+    child = put(store, "q", blobs)["attn_q"]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < LITTLE
+    assert_whole(store, "q", blobs)
+
+
+def test_one_of_several_tensors_of_a_blob_can_be_the_parent(store: LocalStore) -> None:
+    matrices = [source(seed) for seed in (1, 2, 3)]
+    experts = blob(
+        *((f"w{at}", "BF16", item.shape, item.tobytes()) for at, item in enumerate(matrices))
+    )
+    parent = put(store, "weights", {"experts": experts})["experts"]
+    blobs = {"up": block_blob("up", "Q4_1", matrices[1])}
+    child = put(store, "q", blobs)["up"]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert store.read_blob(child, len(blobs["up"])) == blobs["up"]
+
+
+def test_weights_of_a_fine_tune_are_told_from_those_of_its_base(store: LocalStore) -> None:
+    matrix = source(1)
+    tuned = matrix.copy()
+    tuned[1:] ^= 1
+    put(store, "base", {NAME: weight_blob(NAME, matrix)})
+    parent = put(store, "tuned", {NAME: weight_blob(NAME, tuned)})[NAME]
+    child = put(store, "q", {NAME: block_blob(NAME, "Q8_0", tuned)})[NAME]
+    assert bases_of(freeze_models(["q"], store=store)) == {child: parent}
+
+
+def test_blocks_of_other_weights_are_compressed_alone(store: LocalStore) -> None:
+    put(store, "weights", {NAME: weight_blob(NAME, source(1))})
+    blobs = {NAME: block_blob(NAME, "Q4_0", source(2))}
+    child = put(store, "q", blobs)[NAME]
+    assert bases_of(freeze_models(["q"], store=store)) == {child: None}
+    assert_whole(store, "q", blobs)
+
+
+def test_a_few_blocks_that_were_quantized_otherwise_are_kept_as_differences(
+    store: LocalStore,
+) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    data = bytearray(block_blob(NAME, "Q4_0", matrix))
+    data[len(data) // 3] ^= 1
+    child = put(store, "q", {NAME: bytes(data)})[NAME]
+    frozen = freeze_models(["q"], store=store)
+    assert bases_of(frozen) == {child: parent}
+    assert frozen.stored < LITTLE
+    assert_whole(store, "q", {NAME: bytes(data)})
+
+
+def test_no_parents_are_searched_without_bases(store: LocalStore) -> None:
+    matrix = source(1)
+    put(store, "weights", {NAME: weight_blob(NAME, matrix)})
+    child = put(store, "q", {NAME: block_blob(NAME, "Q4_0", matrix)})[NAME]
+    assert bases_of(freeze_models(["q"], store=store, find_base=False)) == {child: None}
+
+
+def test_a_dry_run_finds_the_parents(store: LocalStore) -> None:
+    matrix = source(1)
+    put(store, "weights", {NAME: weight_blob(NAME, matrix)})
+    put(store, "q", {NAME: block_blob(NAME, "Q4_0", matrix)})
+    assert freeze_models(["q"], store=store, dry_run=True).stored < LITTLE
+
+
+def test_weights_with_a_ladder_are_no_delta_themselves(store: LocalStore) -> None:
+    """They could be one against the base that the user names, but that would save less."""
+    matrix = source(1)
+    tuned = matrix ^ np.random.default_rng(0).integers(0, 2, matrix.shape, np.uint16)
+    base = put(store, "base", {NAME: weight_blob(NAME, matrix)})[NAME]
+    parent = put(store, "tuned", {NAME: weight_blob(NAME, tuned)})[NAME]
+    children = [
+        put(store, name.lower(), {NAME: block_blob(NAME, name, tuned)})[NAME] for name in LADDER
+    ]
+    names = ["base", "tuned", *(name.lower() for name in LADDER)]
+    found = bases_of(freeze_models(names, store=store, base="base"))
+    assert found == {base: None, parent: None, **dict.fromkeys(children, parent)}
+
+
+def test_weights_that_nearly_equal_a_base_are_deltas_and_their_quantization_is_not(
+    store: LocalStore,
+) -> None:
+    matrix = source(1, rows=512)
+    tuned = matrix.copy()
+    tuned[:, ::100] ^= 1
+    base = put(store, "base", {NAME: weight_blob(NAME, matrix)})[NAME]
+    parent = put(store, "tuned", {NAME: weight_blob(NAME, tuned)})[NAME]
+    child = put(store, "q", {NAME: block_blob(NAME, "TQ1_0", tuned)})[NAME]
+    found = bases_of(freeze_models(["base", "tuned", "q"], store=store, base="base"))
+    assert found == {base: None, parent: base, child: None}
+
+
+def test_the_weights_stay_as_long_as_blocks_need_them(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {NAME: block_blob(NAME, "Q5_0", matrix)}
+    put(store, "q", blobs)
+    freeze_models(["q"], store=store)
+    remove_models(["weights"], store=store)
+    collect_garbage(store=store, older_than=0)
+    assert_whole(store, "q", blobs)
+    remove_models(["q"], store=store)
+    collect_garbage(store=store, older_than=0, force=True)
+    assert not store.has_hot(parent)
+    assert not store.cold_files()
+
+
+def test_damaged_weights_are_reported_and_blocks_come_back_with_them(store: LocalStore) -> None:
+    matrix = source(1)
+    parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
+    blobs = {NAME: block_blob(NAME, "Q5_0", matrix)}
+    put(store, "q", blobs)
+    freeze_models(["q"], store=store)
+    flip_in_place(store.blob_path(parent), -99)
+    faults = verify_models(store=store).faults
+    assert {str(fault.reference) for fault in faults} == {"weights:latest", "q:latest"}
+    assert all(parent.hex in str(fault) for fault in faults)
+    flip_in_place(store.blob_path(parent), -99)
+    assert_whole(store, "q", blobs)
+
+
+def test_an_archive_has_a_ladder_as_rules(store: LocalStore, tmp_path: Path) -> None:
+    matrix = source(1)
+    models = {"weights": {NAME: weight_blob(NAME, matrix)}}
+    models |= {name.lower(): {NAME: block_blob(NAME, name, matrix)} for name in LADDER}
+    for name, blobs in models.items():
+        put(store, name, blobs)
+    packed = pack_models(list(models), tmp_path / "all.tar", store=store)
+    alone = pack_models(["weights"], tmp_path / "one.tar", store=store)
+    assert packed.deltas == len(LADDER)
+    assert packed.stored < alone.stored + len(LADDER) * LITTLE
+    other = LocalStore(tmp_path / "other")
+    unpack_archive(tmp_path / "all.tar", store=other)
+    for name, blobs in models.items():
+        assert_whole(other, name, blobs)
