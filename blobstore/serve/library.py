@@ -1,0 +1,253 @@
+"""The models of a store, as a server looks at them again and again.
+
+A look costs one status of a manifest's file. All else is done once for each model, takes from milliseconds to
+minutes, and happens in :class:`NotPrepared`: whoever catches it runs the work on a thread, and asks again. A
+model that nobody has prepared is one way of not being there yet; a model that has to be fetched first is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, InvalidReference
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import (
+    DEFAULT_HOST,
+    DEFAULT_NAMESPACE,
+    DEFAULT_TAG,
+    Reference,
+    name_matches,
+)
+from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.store.scan import list_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from blobstore.core.files import FileVersion
+    from blobstore.serve.messages import Content
+    from blobstore.store.local import LocalStore
+
+MAX_MODELS = 64
+"""Models whose files are kept in memory."""
+LEASE_SECONDS = 600.0
+"""How long the blobs of a model are kept from gc after it was last asked for."""
+
+
+class NotPrepared(Exception):  # noqa: N818 - no error: the answer is not known yet
+    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again."""
+
+    def __init__(self, prepare: Callable[[], object]) -> None:
+        super().__init__("call prepare, and ask again")
+        self.prepare = prepare
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """A version of a model."""
+
+    key: Digest
+    """The digest of its manifest."""
+    data: bytes = field(repr=False)
+    """The bytes of its manifest."""
+    manifest: Manifest
+    files: Mapping[str, Content] = field(repr=False)
+    digests: Mapping[str, Digest] | None = field(default=None, repr=False)
+    """The sha256 of each file; None until somebody needed them."""
+    used: float = 0.0
+    lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+
+    @property
+    def commit(self) -> str:
+        """The commit that it is served as."""
+        return commit_of(self.key)
+
+
+class Library:
+    """The models of a store that may be served. Threads may share it."""
+
+    def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
+        """Serve the models that match at least one of the patterns, or all if there are none.
+
+        Raises:
+            UsageError: a pattern is too long.
+        """
+        self.store = store
+        self._allow = tuple(allow)
+        self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
+        self._commits: dict[tuple[Reference, str], Digest] = {}
+        self._models: OrderedDict[Digest, ServedModel] = OrderedDict()
+        self._lock = threading.Lock()
+        self._preparing: dict[object, threading.Lock] = {}
+        self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
+
+    def is_allowed(self, reference: Reference) -> bool:
+        """Return whether a model may be served."""
+        return not self._allow or any(name_matches(reference, one) for one in self._allow)
+
+    def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
+        """Return what a name is now, or None if there is no such model.
+
+        Raises:
+            NotPrepared: it was not asked for since it changed.
+        """
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        known = self._names.get(reference)
+        found = self._models.get(known[1]) if known and known[0] == version else None
+        if found is None:
+            raise NotPrepared(partial(self._read, reference, version))
+        return self._used(found, with_digests=with_digests)
+
+    def at_commit(
+        self, repository: Reference, commit: str, *, with_digests: bool = False
+    ) -> ServedModel | None:
+        """Return a version of a repository, also one that no tag names any more, until gc removes it.
+
+        Raises as :meth:`model`.
+        """
+        repository = _any_tag(repository)
+        key = self._commits.get((repository, commit))
+        if key is None:
+            raise NotPrepared(partial(self._find_commit, repository, commit))
+        if key == _NO_MODEL:
+            del self._commits[repository, commit]  # look again next time
+            return None
+        found = self._models.get(key)
+        if found is None:
+            del self._commits[repository, commit]
+            raise NotPrepared(partial(self._find_commit, repository, commit))
+        return self._used(found, with_digests=with_digests)
+
+    def tags(self, repository: Reference) -> list[Reference]:
+        """Return the tags of a repository that may be served, sorted."""
+        folder = self.store.manifest_path(repository).parent
+        found = []
+        with contextlib.suppress(BlobstoreError):
+            for name in list_names(folder):
+                with contextlib.suppress(InvalidReference):
+                    reference = Reference(*repository.parts[:3], name)
+                    if self.is_allowed(reference):
+                        found.append(reference)
+        return sorted(found)
+
+    def models(self) -> Iterator[Reference]:
+        """Yield the names of all models that may be served. Raises StoreError."""
+        return filter(self.is_allowed, self.store.references())
+
+    def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
+        """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            idle = [key for key, model in self._models.items() if model.used <= before]
+            dropped = [self._models.pop(key) for key in idle]
+        for model in dropped:
+            model.lease.close()
+
+    # What takes its time
+
+    def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
+        if with_digests and model.digests is None:
+            raise NotPrepared(partial(self._hash, model))
+        model.used = time.monotonic()
+        return model
+
+    def _read(self, reference: Reference, version: FileVersion) -> None:
+        with self._one_at_a_time(reference):
+            known = self._names.get(reference)
+            if known and known[0] == version and known[1] in self._models:
+                return
+            data, manifest = self.store.parse(reference)
+            self.store.check_manifest(data, manifest)
+            key = self._add(data, manifest)
+            # If it was replaced meanwhile, its version is another one, and it will be read again.
+            self._names[reference] = version, key
+
+    def _add(self, data: bytes, manifest: Manifest) -> Digest:
+        """Prepare a model, and return its key. Raises as :func:`model_files`."""
+        key = Digest.of(data)
+        if key in self._models:
+            return key
+        lease = contextlib.ExitStack()
+        try:
+            lease.enter_context(
+                self.store.lease_if_writable(blob.digest for blob in manifest.blobs)
+            )
+            files = model_files(self.store, manifest)
+        except BaseException:
+            lease.close()
+            raise
+        model = ServedModel(key, data, manifest, files, used=time.monotonic(), lease=lease)
+        with self._lock:
+            self._models[key] = model
+            dropped = []
+            while len(self._models) > MAX_MODELS:
+                dropped.append(self._models.popitem(last=False)[1])
+        for old in dropped:
+            old.lease.close()
+        return key
+
+    def _hash(self, model: ServedModel) -> None:
+        with self._one_at_a_time(model.key):
+            if model.digests is None:
+                model.digests = file_digests(self.store, model.manifest, model.key)
+
+    def _find_commit(self, repository: Reference, commit: str) -> None:
+        for reference in self.tags(repository):
+            for data in self._versions(reference):
+                if commit_of(Digest.of(data)) == commit:
+                    key = self._add(data, Manifest.from_bytes(data))
+                    self._commits[repository, commit] = key
+                    return
+        if len(self._commits) >= _MAX_COMMITS:
+            self._commits.clear()
+        self._commits[repository, commit] = _NO_MODEL
+
+    def _versions(self, reference: Reference) -> Iterator[bytes]:
+        """Yield the manifest of a name, and those that it had before."""
+        with contextlib.suppress(BlobstoreError):
+            yield self.store.read_manifest(reference)
+        with contextlib.suppress(BlobstoreError):
+            for former in self.store.former(reference):
+                if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
+                    yield former.data
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, what: object) -> Iterator[None]:
+        """Let one thread prepare, and the others wait for it."""
+        with self._lock:
+            lock = self._preparing.setdefault(what, threading.Lock())
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                if not lock.locked():
+                    self._preparing.pop(what, None)
+
+
+_NO_MODEL = Digest("0" * 64)
+_MAX_COMMITS = 10_000
+
+
+def repository_of(*parts: str) -> Reference | None:
+    """Return the repository that the parts of a path name, with any tag; None if it names none."""
+    if not 1 <= len(parts) <= 2:  # noqa: PLR2004 - a namespace and a model
+        return None
+    namespace = parts[0] if len(parts) > 1 else DEFAULT_NAMESPACE
+    try:
+        return Reference(DEFAULT_HOST, namespace, parts[-1], DEFAULT_TAG)
+    except InvalidReference:
+        return None
+
+
+def _any_tag(reference: Reference) -> Reference:
+    return Reference(*reference.parts[:3], DEFAULT_TAG)
