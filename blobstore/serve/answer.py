@@ -9,6 +9,8 @@ from blobstore.serve.messages import bytes_response, json_response
 from blobstore.serve.targets import InvalidTarget, parse_target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from blobstore.serve.access import Access
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request, Response
@@ -18,8 +20,13 @@ _POSTS = "paths-info"
 """The only segment of a path that clients send a form to."""
 
 
-def answer(request: Request, library: Library, access: Access) -> Response:
-    """Return the response to a request.
+def answer(
+    request: Request,
+    library: Library,
+    access: Access,
+    metrics: Callable[[], str] = lambda: "",
+) -> Response:
+    """Return the response to a request; ``metrics`` returns the text of ``/metrics``.
 
     No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
 
@@ -35,6 +42,8 @@ def answer(request: Request, library: Library, access: Access) -> Response:
         return bytes_response(request, b"ok\n")
     if (refused := access.refusal(request, target)) is not None:
         return refused
+    if target.segments == ("metrics",):
+        return bytes_response(request, metrics().encode())
     is_form = request.method == "POST" and _POSTS in target.segments
     if request.method not in _READS and not is_form:
         return json_response(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digest
@@ -42,11 +42,15 @@ LEASE_SECONDS = 600.0
 
 
 class NotPrepared(Exception):  # noqa: N818 - no error: the answer is not known yet
-    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again."""
+    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
 
-    def __init__(self, prepare: Callable[[], object]) -> None:
+    Work with the same ``key`` is the same work, which nobody needs to do twice at once.
+    """
+
+    def __init__(self, prepare: Callable[..., object], *key: object) -> None:
         super().__init__("call prepare, and ask again")
-        self.prepare = prepare
+        self.prepare: Callable[[], object] = partial(prepare, *key)
+        self.key = (prepare, *key)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,9 +87,8 @@ class Library:
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
-        self._models: OrderedDict[Digest, ServedModel] = OrderedDict()
+        self._models: dict[Digest, ServedModel] = {}
         self._lock = threading.Lock()
-        self._preparing: dict[object, threading.Lock] = {}
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -104,7 +107,7 @@ class Library:
         known = self._names.get(reference)
         found = self._models.get(known[1]) if known and known[0] == version else None
         if found is None:
-            raise NotPrepared(partial(self._read, reference, version))
+            raise NotPrepared(self._read, reference, version)
         return self._used(found, with_digests=with_digests)
 
     def at_commit(
@@ -117,14 +120,14 @@ class Library:
         repository = _any_tag(repository)
         key = self._commits.get((repository, commit))
         if key is None:
-            raise NotPrepared(partial(self._find_commit, repository, commit))
+            raise NotPrepared(self._find_commit, repository, commit)
         if key == _NO_MODEL:
             del self._commits[repository, commit]  # look again next time
             return None
         found = self._models.get(key)
         if found is None:
             del self._commits[repository, commit]
-            raise NotPrepared(partial(self._find_commit, repository, commit))
+            raise NotPrepared(self._find_commit, repository, commit)
         return self._used(found, with_digests=with_digests)
 
     def tags(self, repository: Reference) -> list[Reference]:
@@ -156,20 +159,15 @@ class Library:
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
-            raise NotPrepared(partial(self._hash, model))
+            raise NotPrepared(self._hash, model)
         model.used = time.monotonic()
         return model
 
     def _read(self, reference: Reference, version: FileVersion) -> None:
-        with self._one_at_a_time(reference):
-            known = self._names.get(reference)
-            if known and known[0] == version and known[1] in self._models:
-                return
-            data, manifest = self.store.parse(reference)
-            self.store.check_manifest(data, manifest)
-            key = self._add(data, manifest)
-            # If it was replaced meanwhile, its version is another one, and it will be read again.
-            self._names[reference] = version, key
+        data, manifest = self.store.parse(reference)
+        self.store.check_manifest(data, manifest)
+        # If it was replaced meanwhile, its version is another one, and it will be read again.
+        self._names[reference] = version, self._add(data, manifest)
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
@@ -187,18 +185,17 @@ class Library:
             raise
         model = ServedModel(key, data, manifest, files, used=time.monotonic(), lease=lease)
         with self._lock:
-            self._models[key] = model
-            dropped = []
+            dropped = [model] if key in self._models else []  # another thread was faster
+            self._models.setdefault(key, model)
             while len(self._models) > MAX_MODELS:
-                dropped.append(self._models.popitem(last=False)[1])
+                oldest = min(self._models.values(), key=attrgetter("used"))
+                dropped.append(self._models.pop(oldest.key))
         for old in dropped:
             old.lease.close()
         return key
 
     def _hash(self, model: ServedModel) -> None:
-        with self._one_at_a_time(model.key):
-            if model.digests is None:
-                model.digests = file_digests(self.store, model.manifest, model.key)
+        model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
         for reference in self.tags(repository):
@@ -219,19 +216,6 @@ class Library:
             for former in self.store.former(reference):
                 if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield former.data
-
-    @contextlib.contextmanager
-    def _one_at_a_time(self, what: object) -> Iterator[None]:
-        """Let one thread prepare, and the others wait for it."""
-        with self._lock:
-            lock = self._preparing.setdefault(what, threading.Lock())
-        try:
-            with lock:
-                yield
-        finally:
-            with self._lock:
-                if not lock.locked():
-                    self._preparing.pop(what, None)
 
 
 _NO_MODEL = Digest("0" * 64)
