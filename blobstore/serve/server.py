@@ -390,6 +390,7 @@ def run_server(
             answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
         )
 
-    with listening(host, port) as listener:
+    # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.
+    with listening(host, port) as listener, interrupts.deferred():
         asyncio.run(run(listener))
     interrupts.check()

@@ -17,7 +17,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
-from blobstore.operations.freeze.freeze import freeze
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.serve.library import Library
@@ -101,7 +101,7 @@ def test_curl_gets_no_body_of_what_it_has(server: Serving) -> None:
 
 def test_a_frozen_model_is_served(store: LocalStore, tmp_path: Path) -> None:
     data = large_model(store, tmp_path)
-    freeze(["org/large"], store=store)
+    freeze_models(["org/large"], store=store)
     with serving(store, tmp_path) as server:
         target = "/org/large/resolve/main/model.safetensors"
         assert server.request(target)[2] == data
@@ -193,7 +193,7 @@ def test_a_model_that_is_removed_meanwhile_is_sent_to_its_end(
         )
         received = client.recv(1000)
         remove_models(["org/large"], store=store)
-        collect_garbage(store=store, force=True)
+        collect_garbage(store=store, older_than=0, force=True)
         assert server.request("/api/models/org/large")[0] == 404
         while piece := client.recv(1 << 20):
             received += piece
