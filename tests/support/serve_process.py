@@ -78,7 +78,7 @@ class Serving:
 def serving(store: LocalStore, folder: Path, *options: str) -> Iterator[Serving]:
     """Run the command; its log is in ``folder``."""
     log_file = folder / "serve.log"
-    command = (sys.executable, "-m", "blobstore.cli", "serve", "--port=0", *options)
+    command = (sys.executable, "-m", "blobstore", "serve", "--port=0", *options)
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--store", str(store.root)], stdout=subprocess.PIPE, stderr=log, text=True
