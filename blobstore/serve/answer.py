@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import hub_response
-from blobstore.serve.messages import bytes_response, json_response
+from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.registry import error_response, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from blobstore.serve.access import Access
     from blobstore.serve.library import Library
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Request
 
 _READS = ("GET", "HEAD")
 _POSTS = "paths-info"
@@ -46,10 +47,13 @@ def answer(
         return bytes_response(request, metrics().encode())
     is_form = request.method == "POST" and _POSTS in target.segments
     if request.method not in _READS and not is_form:
+        if target.segments[0] == "v2":
+            refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
+            return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
         return json_response(
             request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"}
         )
-    found = hub_response(request, target, library)
+    found = registry_response(request, target, library) or hub_response(request, target, library)
     if found is not None:
         return found
     message = "there is nothing at this address"

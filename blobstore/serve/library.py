@@ -12,8 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidReference
@@ -25,6 +24,7 @@ from blobstore.manifests.reference import (
     Reference,
     name_matches,
 )
+from blobstore.serve.artifacts import Artifact, make_artifact
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.store.scan import list_names
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Content
     from blobstore.store.local import LocalStore
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
@@ -65,8 +67,6 @@ class ServedModel:
     files: Mapping[str, Content] = field(repr=False)
     digests: Mapping[str, Digest] | None = field(default=None, repr=False)
     """The sha256 of each file; None until somebody needed them."""
-    used: float = 0.0
-    lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     @property
     def commit(self) -> str:
@@ -87,8 +87,8 @@ class Library:
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
-        self._models: dict[Digest, ServedModel] = {}
-        self._lock = threading.Lock()
+        self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
+        self._artifacts: _Kept[tuple[Reference, FileVersion, int], Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -130,6 +130,54 @@ class Library:
             raise NotPrepared(self._find_commit, repository, commit)
         return self._used(found, with_digests=with_digests)
 
+    def artifact(self, reference: Reference) -> Artifact | None:
+        """Return what a registry has of a name, or None if there is no such model.
+
+        Raises as :meth:`model`.
+        """
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        known = self._names.get(reference)
+        found = None
+        if known and known[0] == version:
+            found = self._artifacts.get((reference, version, self._signed_at(known[1])))
+        if found is None:
+            raise NotPrepared(self._make_artifact, reference, version)
+        return found
+
+    def artifacts(self, repository: Reference) -> Iterator[Artifact]:
+        """Yield what a registry has of a repository, also of versions that no tag names any more.
+
+        Raises as :meth:`model`, when the first that is not prepared is asked for.
+        """
+        seen = []
+        for (reference, *_), artifact in self._artifacts.items():
+            if reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference):
+                seen.append(artifact)
+                yield artifact
+        for reference in self.tags(repository):
+            artifact = self.artifact(reference)
+            if artifact is not None and artifact not in seen:
+                yield artifact
+
+    def spelled(self, repository: Reference) -> Reference:
+        """Return the repository whose name differs from this one in case only: registries have small letters."""
+        if self.tags(repository):
+            return repository
+        folder = self.store.manifest_path(repository).parents[2]
+        parts = list(repository.parts)
+        for number in (1, 2):
+            with contextlib.suppress(BlobstoreError):
+                for name in list_names(folder):
+                    if name.casefold() == parts[number].casefold():
+                        parts[number] = name
+            folder /= parts[number]
+        try:
+            return Reference(*parts)
+        except InvalidReference:
+            return repository
+
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository that may be served, sorted."""
         folder = self.store.manifest_path(repository).parent
@@ -148,19 +196,14 @@ class Library:
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
-        before = time.monotonic() - seconds
-        with self._lock:
-            idle = [key for key, model in self._models.items() if model.used <= before]
-            dropped = [self._models.pop(key) for key in idle]
-        for model in dropped:
-            model.lease.close()
+        self._models.release_idle(seconds)
+        self._artifacts.release_idle(seconds)
 
     # What takes its time
 
     def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
         if with_digests and model.digests is None:
             raise NotPrepared(self._hash, model)
-        model.used = time.monotonic()
         return model
 
     def _read(self, reference: Reference, version: FileVersion) -> None:
@@ -174,25 +217,37 @@ class Library:
         key = Digest.of(data)
         if key in self._models:
             return key
-        lease = contextlib.ExitStack()
-        try:
-            lease.enter_context(
-                self.store.lease_if_writable(blob.digest for blob in manifest.blobs)
-            )
+        with self._leased(manifest) as lease:
             files = model_files(self.store, manifest)
-        except BaseException:
-            lease.close()
-            raise
-        model = ServedModel(key, data, manifest, files, used=time.monotonic(), lease=lease)
-        with self._lock:
-            dropped = [model] if key in self._models else []  # another thread was faster
-            self._models.setdefault(key, model)
-            while len(self._models) > MAX_MODELS:
-                oldest = min(self._models.values(), key=attrgetter("used"))
-                dropped.append(self._models.pop(oldest.key))
-        for old in dropped:
-            old.lease.close()
+            self._models.add(key, ServedModel(key, data, manifest, files), lease)
         return key
+
+    @contextlib.contextmanager
+    def _leased(self, manifest: Manifest) -> Iterator[contextlib.ExitStack]:
+        """Keep the blobs of a model from gc, until the caller closes the lease or the block fails."""
+        with contextlib.ExitStack() as stack:
+            blobs = [blob.digest for blob in manifest.blobs]
+            stack.enter_context(self.store.lease_if_writable(blobs))
+            lease = contextlib.ExitStack()
+            yield lease
+            lease.push(stack.pop_all())
+
+    def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
+        data, manifest = self.store.parse(reference)
+        self.store.check_manifest(data, manifest)
+        key = Digest.of(data)
+        signed = self._signed_at(key)
+        with self._leased(manifest) as lease:
+            made = make_artifact(self.store, reference, data, manifest)
+            self._artifacts.add((reference, version, signed), made, lease)
+        self._names[reference] = version, key
+
+    def _signed_at(self, manifest: Digest) -> int:
+        """Return when a model got its last signature; 0 if it has none."""
+        try:
+            return self.store.signature_folder(manifest).stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def _hash(self, model: ServedModel) -> None:
         model.digests = file_digests(self.store, model.manifest, model.key)
@@ -216,6 +271,58 @@ class Library:
             for former in self.store.former(reference):
                 if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield former.data
+
+
+class _Kept(Generic[_Key, _Value]):
+    """Values with leases, of which those are forgotten that nobody has asked for."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._values: dict[_Key, _Value] = {}
+        self._leases: dict[_Key, contextlib.ExitStack] = {}
+        self._used: dict[_Key, float] = {}
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._values
+
+    def get(self, key: _Key) -> _Value | None:
+        found = self._values.get(key)
+        if found is not None:
+            self._used[key] = time.monotonic()
+        return found
+
+    def items(self) -> list[tuple[_Key, _Value]]:
+        with self._lock:
+            return list(self._values.items())
+
+    def add(self, key: _Key, value: _Value, lease: contextlib.ExitStack) -> None:
+        """Keep a value, and the lease until it is forgotten."""
+        with self._lock:
+            dropped = [lease] if key in self._values else []  # another thread was faster
+            if not dropped:
+                self._values[key], self._leases[key] = value, lease
+            self._used[key] = time.monotonic()
+            while len(self._values) > self._limit:
+                dropped.append(self._drop(min(self._values, key=self._last_use)))
+        for old in dropped:
+            old.close()
+
+    def release_idle(self, seconds: float) -> None:
+        before = time.monotonic() - seconds
+        with self._lock:
+            idle = [key for key in self._values if self._last_use(key) <= before]
+            dropped = [self._drop(key) for key in idle]
+        for old in dropped:
+            old.close()
+
+    def _last_use(self, key: _Key) -> float:
+        return self._used.get(key, 0.0)
+
+    def _drop(self, key: _Key) -> contextlib.ExitStack:
+        del self._values[key]
+        self._used.pop(key, None)
+        return self._leases.pop(key)
 
 
 _NO_MODEL = Digest("0" * 64)
