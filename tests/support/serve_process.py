@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,10 +76,16 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(store: LocalStore, folder: Path, *options: str) -> Iterator[Serving]:
-    """Run the command; its log is in ``folder``."""
+def serving(
+    store: LocalStore, folder: Path, *options: str, limits: Mapping[str, float] = MappingProxyType({})
+) -> Iterator[Serving]:
+    """Run the command; its log is in ``folder``. ``limits`` has other values of constants, by module and name."""
     log_file = folder / "serve.log"
-    command = (sys.executable, "-m", "blobstore", "serve", "--port=0", *options)
+    lines = ["import blobstore.serve.body, blobstore.serve.server"]
+    lines += [f"blobstore.serve.{name} = {value}" for name, value in limits.items()]
+    lines += ["import blobstore.__main__", "blobstore.__main__.main()"]
+    start = ("-c", "\n".join(lines)) if limits else ("-m", "blobstore")
+    command = (sys.executable, *start, "serve", "--port=0", *options)
     with log_file.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--store", str(store.root)], stdout=subprocess.PIPE, stderr=log, text=True
