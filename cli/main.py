@@ -35,7 +35,8 @@ _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "completion"),
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "serve"),
+    "completion",
 )
 _ALIASES = {"ls": "list"}
 # What other programs call our commands.
@@ -57,6 +58,7 @@ _SYNONYMS = {
     **dict.fromkeys(("html", "ui", "picture"), "page"),
     "scan": "inspect",
     "mount": "link",
+    **dict.fromkeys(("server", "mirror", "proxy"), "serve"),
 }
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 _MAX_DESCRIPTORS = 10240

@@ -18,6 +18,7 @@ _PACKAGES = {
     "transformers": "'tensor-blobstore[torch]' transformers",
     "mlx_lm": "'tensor-blobstore[mlx]' mlx-lm",
     "vllm": "vllm",
+    "aiohttp": "'tensor-blobstore[serve]'",
     "starlette": "'tensor-blobstore[page]'",
     "uvicorn": "'tensor-blobstore[page]'",
     "cryptography": "'tensor-blobstore[sign]'",

@@ -23,7 +23,7 @@ SERVERS = {
         f"tests.support.{name}"
         for name in (
             *("cold_registry", "hostile_s3", "hub_server", "objects", "raw_server", "registry"),
-            *("stub_registry", "token_server"),
+            *("serve_process", "stub_registry", "token_server"),
         )
     ),
 }

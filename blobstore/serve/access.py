@@ -1,0 +1,105 @@
+"""Who may ask: tokens, and the hosts that a server without tokens answers for."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from blobstore.errors import UsageError
+from blobstore.serve.messages import json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.targets import Target
+
+MAX_TOKENS: Final = 10_000
+_TOKEN = re.compile(r"[\x21-\x7e]{8,4096}", re.ASCII)
+_SAME_SITE = ("same-origin", "none")
+"""What browsers say of addresses that a person types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The rules of a server. Without tokens, everyone who reaches it may read."""
+
+    tokens: Sequence[bytes] = ()
+    hosts: Sequence[str] | None = None
+    """The host names that a request may be for, besides addresses of this machine; None means any."""
+
+    def refusal(self, request: Request, target: Target) -> Response | None:
+        """Return the response to a request that must not be answered, or None."""
+        if self.tokens and not self._has_token(request.headers.get("authorization", "")):
+            is_registry = target.segments[:1] == ("v2",)
+            # Registry clients send a password only if they are asked for one.
+            scheme = "Basic" if is_registry else "Bearer"
+            headers = {"WWW-Authenticate": f'{scheme} realm="blobstore"'}
+            value: dict[str, object] = {"error": "this server needs a token"}
+            if is_registry:
+                error = {"code": "UNAUTHORIZED", "message": "this server needs a token"}
+                value = {"errors": [error]}
+                headers["Docker-Distribution-API-Version"] = "registry/2.0"
+            return json_response(request, value, 401, headers)
+        if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
+            return json_response(request, {"error": "another site has caused this request"}, 403)
+        if self.hosts is not None and not self._is_known(request.headers.get("host", "")):
+            # As DNS rebinding makes them: a page of another site that reads what this machine serves.
+            return json_response(
+                request, {"error": "this server does not answer for this host name"}, 421
+            )
+        return None
+
+    def _has_token(self, header: str) -> bool:
+        """Return whether a header has a token: as a bearer, or as a password with any user name."""
+        scheme, _, given = header.partition(" ")
+        token = given.strip().encode()
+        if scheme.lower() == "basic":
+            try:
+                token = base64.b64decode(token, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
+        elif scheme.lower() != "bearer":
+            return False
+        # All are compared, so that the time says nothing about which one is near.
+        return any([hmac.compare_digest(token, known) for known in self.tokens])
+
+    def _is_known(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        name = name.strip("[]").lower()
+        if name == "localhost" or name in (self.hosts or ()):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def parse_tokens(data: bytes) -> tuple[bytes, ...]:
+    """Return the tokens of a file: one on each line; empty lines and those that begin with # are skipped.
+
+    Raises:
+        UsageError: there is no token, there are too many, or one is too short or has a character that no
+            token has.
+    """
+    tokens = []
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if _TOKEN.fullmatch(text) is None:
+            raise UsageError(
+                f"line {number} of the token file is no token: expected 8 to 4096 printable characters without spaces"
+            )
+        tokens.append(text.encode())
+    if not 0 < len(tokens) <= MAX_TOKENS:
+        raise UsageError(
+            f"the token file has {len(tokens)} tokens; expected 1 to {MAX_TOKENS}, one on each line"
+        )
+    return tuple(tokens)

@@ -1,0 +1,60 @@
+"""The response to a request, without a socket: which rules apply to it, and which protocol it speaks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blobstore.serve.hub import hub_response
+from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.registry import error_response, registry_response
+from blobstore.serve.targets import InvalidTarget, parse_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.serve.access import Access
+    from blobstore.serve.library import Library
+    from blobstore.serve.messages import Request
+
+_READS = ("GET", "HEAD")
+_POSTS = "paths-info"
+"""The only segment of a path that clients send a form to."""
+
+
+def answer(
+    request: Request,
+    library: Library,
+    access: Access,
+    metrics: Callable[[], str] = lambda: "",
+) -> Response:
+    """Return the response to a request; ``metrics`` returns the text of ``/metrics``.
+
+    No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
+
+    Raises:
+        NotPrepared: the model was not asked for before; call its ``prepare`` and ask again.
+        BlobstoreError: the model is damaged, or the store cannot be read.
+    """
+    try:
+        target = parse_target(request.target)
+    except InvalidTarget as error:
+        return json_response(request, {"error": str(error)}, 400)
+    if target.segments == ("healthz",):
+        return bytes_response(request, b"ok\n")
+    if (refused := access.refusal(request, target)) is not None:
+        return refused
+    if target.segments == ("metrics",):
+        return bytes_response(request, metrics().encode())
+    is_form = request.method == "POST" and _POSTS in target.segments
+    if request.method not in _READS and not is_form:
+        if target.segments[0] == "v2":
+            refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
+            return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
+        return json_response(
+            request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"}
+        )
+    found = registry_response(request, target, library) or hub_response(request, target, library)
+    if found is not None:
+        return found
+    message = "there is nothing at this address"
+    return json_response(request, {"error": message}, 404)

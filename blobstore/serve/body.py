@@ -1,0 +1,186 @@
+"""Sends the parts of a response: ranges of files by sendfile, others as bytes.
+
+Nothing that may wait for a disk or a processor runs on the thread of the event loop. Every window has a time in
+which the client has to take it, so that a slow reader does not keep a connection for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from blobstore.serve.blob_reader import is_in_memory, read_ahead
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Executor
+    from typing import Protocol
+
+    from blobstore.serve.blob_reader import BlobReader, HotBlob
+    from blobstore.serve.messages import BlobPart, Part
+
+    class Writer(Protocol):
+        """What sends bytes."""
+
+        async def write(self, data: bytes) -> None:
+            """Send bytes, and wait while too many are waiting."""
+            ...
+
+
+WINDOW = 4 << 20
+"""Bytes that the client has :data:`STALL_SECONDS` for."""
+STALL_SECONDS = 120.0
+_SMALL = 64 << 10
+"""Ranges of files below this are read: sendfile would cost more than the copy."""
+_DECODED = 32
+"""Pieces of cold blobs that are in memory at once, in all responses together."""
+
+
+class BodySender:
+    """Sends bodies. One for each server."""
+
+    def __init__(self, blobs: BlobReader, executor: Executor) -> None:
+        self._blobs = blobs
+        self._executor = executor
+        self._decoding = asyncio.Semaphore(_DECODED)
+        self._verifying: dict[object, asyncio.Future[None]] = {}
+
+    async def first(self, parts: Sequence[Part]) -> None:
+        """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
+        for part in parts[:2]:  # a header may come before it
+            if not isinstance(part, bytes):
+                hot = await self._open(part)
+                if hot is not None:
+                    os.close(hot.descriptor)
+                return
+
+    async def send(
+        self,
+        parts: Sequence[Part],
+        writer: Writer,
+        transport: asyncio.Transport,
+        on_sent: Callable[[int], object],
+    ) -> None:
+        """Send the parts of a body; ``on_sent`` gets the bytes of each piece that is on its way.
+
+        Raises:
+            BlobMissing, BlobDamaged, StoreError: a blob is missing or damaged. No wrong byte was sent.
+            ConnectionError: the client has left.
+            TimeoutError: it takes too long.
+        """
+        for number, part in enumerate(parts):
+            if isinstance(part, bytes):
+                async with asyncio.timeout(STALL_SECONDS):
+                    await writer.write(part)
+                on_sent(len(part))
+                continue
+            hot = await self._open(part)
+            if hot is None:
+                await self._send_cold(part, writer, on_sent)
+                continue
+            try:
+                self._verify_ahead(parts, number + 1)
+                await self._send_hot(hot.descriptor, part, writer, transport, on_sent)
+            finally:
+                os.close(hot.descriptor)
+
+    async def _open(self, part: BlobPart) -> HotBlob | None:
+        """Open a blob whose bytes are right; None if it is cold."""
+        hot = self._blobs.open_hot(part)
+        if hot is None or hot.is_verified:
+            return hot
+        try:
+            await asyncio.shield(self._verification(part))
+        except BaseException:
+            os.close(hot.descriptor)
+            raise
+        return hot
+
+    def _verification(self, part: BlobPart) -> asyncio.Future[None]:
+        """Return the check of a blob, of which all responses share one."""
+        key = (part.digest, part.size)
+        running = self._verifying.get(key)
+        if running is None:
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._executor, self._blobs.verify, *key)
+            self._verifying[key] = running
+
+            def forget(done: asyncio.Future[None]) -> None:
+                del self._verifying[key]
+                if not done.cancelled():
+                    done.exception()  # whoever waits for it gets it; nobody may
+
+            running.add_done_callback(forget)
+        return running
+
+    def _verify_ahead(self, parts: Sequence[Part], number: int) -> None:
+        """Begin to check the next blob, while this one is sent."""
+        part = parts[number] if number < len(parts) else b""
+        if isinstance(part, bytes):
+            return
+        try:
+            hot = self._blobs.open_hot(part)
+        except Exception:  # noqa: BLE001 - it is found again when it is its turn
+            return
+        if hot is not None:
+            os.close(hot.descriptor)
+            if not hot.is_verified:
+                self._verification(part)
+
+    async def _send_hot(
+        self,
+        descriptor: int,
+        part: BlobPart,
+        writer: Writer,
+        transport: asyncio.Transport,
+        on_sent: Callable[[int], object],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        end = part.begin + part.length
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:  # noqa: PTH123 - it has no name
+            for begin in range(part.begin, end, WINDOW):
+                count = min(WINDOW, end - begin)
+                if not is_in_memory(descriptor, begin, count):
+                    await loop.run_in_executor(
+                        self._executor, read_ahead, descriptor, begin, count
+                    )
+                async with asyncio.timeout(STALL_SECONDS):
+                    if count < _SMALL:
+                        data = os.pread(descriptor, count, begin)
+                        await writer.write(data)
+                        sent = len(data)
+                    else:
+                        sent = await loop.sendfile(transport, file, begin, count)
+                if sent != count:  # the file has become shorter
+                    raise ConnectionAbortedError("a blob ended early")
+                on_sent(sent)
+
+    async def _send_cold(
+        self, part: BlobPart, writer: Writer, on_sent: Callable[[int], object]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        pieces = self._blobs.cold_pieces(part)
+        waiting: asyncio.Future[Any] | None = None
+
+        async def decode() -> asyncio.Future[Any]:
+            await self._decoding.acquire()
+            future = loop.run_in_executor(self._executor, next, pieces, None)
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return future
+
+        held = 0
+        try:
+            waiting, held = await decode(), 1
+            while (piece := await waiting) is not None:
+                waiting, held = await decode(), held + 1
+                async with asyncio.timeout(STALL_SECONDS):
+                    await writer.write(piece)
+                on_sent(len(piece))
+                self._decoding.release()
+                held -= 1
+        finally:
+            if waiting is not None and not waiting.done():
+                await asyncio.wait([waiting])  # a generator cannot be left while it runs
+            for _ in range(held):
+                self._decoding.release()

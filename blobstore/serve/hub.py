@@ -1,0 +1,342 @@
+"""The part of the Hub's HTTP interface that its clients load models with.
+
+A repository is a model of the store, with or without a namespace. Its tags are revisions, ``main`` is
+``latest``, and 40 hexadecimal digits are a commit. Every file is listed as a large one, with the sha256 of
+its bytes, which is its ETag too: the clients compare both. Nothing here leads a client to another host, and
+nothing says that the Xet protocol is spoken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote as percent_encoded
+
+from blobstore.errors import InvalidReference
+from blobstore.manifests.reference import (
+    DEFAULT_NAMESPACE,
+    DEFAULT_TAG,
+    Reference,
+)
+from blobstore.serve.library import repository_of
+from blobstore.serve.messages import content_response, json_response
+from blobstore.serve.targets import InvalidTarget, parse_form
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.targets import Target
+
+MAIN: Final = "main"
+PAGE: Final = 1000
+"""Entries of a listing in one response."""
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_ACTIONS = ("revision", "tree", "paths-info", "refs", "resolve")
+_BRANCH: Final = "refs/heads/"
+_TAG: Final = "refs/tags/"
+
+
+class _Absent(Exception):
+    """What the request is about does not exist."""
+
+    def __init__(self, code: str, message: str, commit: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.commit = commit
+
+
+def hub_response(request: Request, target: Target, library: Library) -> Response | None:
+    """Return the response to a request of a client of the Hub; None if the target is none of these.
+
+    Raises:
+        NotPrepared: see there.
+        BlobstoreError: the model is damaged.
+    """
+    segments = target.segments
+    try:
+        if segments[:2] == ("api", "models"):
+            return _api(request, target, segments[2:], library)
+        found = _split(segments)
+        if found is not None and found[1] == "resolve":
+            return _resolve(request, *found, library)
+    except _Absent as absent:
+        headers = {"X-Error-Code": absent.code, "X-Error-Message": absent.message}
+        if absent.commit:
+            headers["X-Repo-Commit"] = absent.commit
+        return json_response(request, {"error": absent.message}, 404, headers)
+    except InvalidTarget as error:
+        return json_response(request, {"error": str(error)}, 400)
+    return None
+
+
+def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | None:
+    """Return the repository, what is asked of it, and the rest of the path."""
+    for count in (2, 1):  # a repository with a namespace, or without
+        if len(segments) > count and segments[count] in _ACTIONS:
+            repository = repository_of(*segments[:count])
+            if repository is None:
+                raise _Absent("RepoNotFound", "there is no such model")
+            return repository, segments[count], segments[count + 1 :]
+    return None
+
+
+def _api(
+    request: Request, target: Target, segments: Sequence[str], library: Library
+) -> Response | None:
+    if segments in ((), ("",)):
+        return _models(request, target, library)
+    found = _split(segments)
+    if found is None:
+        repository = repository_of(*segments)
+        if repository is None:
+            raise _Absent("RepoNotFound", "there is no such model")
+        return _info(request, target, repository, MAIN, library)
+    repository, action, rest = found
+    if action == "refs" and not rest:
+        return _refs(request, repository, library)
+    if action == "revision" and len(rest) == 1:
+        return _info(request, target, repository, rest[0], library)
+    if action == "tree" and rest:
+        return _tree(request, target, repository, rest, library)
+    if action == "paths-info" and len(rest) == 1:
+        return _paths_info(request, repository, rest[0], library)
+    return None
+
+
+def _model(
+    repository: Reference, revision: str, library: Library, *, with_digests: bool = False
+) -> ServedModel:
+    """Return the version of a repository that a revision names. Raises _Absent."""
+    found = None
+    if _COMMIT.fullmatch(revision):
+        found = library.at_commit(repository, revision, with_digests=with_digests)
+    else:
+        name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
+        try:
+            tag = Reference(*repository.parts[:3], DEFAULT_TAG if name == MAIN else name)
+        except InvalidReference:
+            pass
+        else:
+            found = library.model(tag, with_digests=with_digests)
+    if found is not None:
+        return found
+    if library.tags(repository):
+        raise _Absent("RevisionNotFound", "the model has no such revision")
+    raise _Absent("RepoNotFound", "there is no such model")
+
+
+def name_of(repository: Reference) -> str:
+    """Return the name that clients know a repository by."""
+    if repository.namespace == DEFAULT_NAMESPACE:
+        return repository.model
+    return f"{repository.namespace}/{repository.model}"
+
+
+def _info(
+    request: Request, target: Target, repository: Reference, revision: str, library: Library
+) -> Response:
+    model = _model(repository, revision, library)
+    with_sizes = target.first("blobs").lower() in ("true", "1")
+    if with_sizes:
+        model = _model(repository, model.commit, library, with_digests=True)
+    siblings: list[dict[str, Any]] = []
+    for path in model.files:
+        sibling: dict[str, Any] = {"rfilename": path}
+        if with_sizes:
+            entry = _file_entry(model, path)
+            lfs = entry["lfs"]
+            sibling |= {"size": entry["size"], "blobId": entry["oid"]}
+            sibling["lfs"] = {"sha256": lfs["oid"], **{k: lfs[k] for k in ("size", "pointerSize")}}
+        siblings.append(sibling)
+    name = name_of(repository)
+    value = {
+        "_id": model.commit[:24],
+        "id": name,
+        "modelId": name,
+        "author": repository.namespace,
+        "sha": model.commit,
+        "private": False,
+        "gated": False,
+        "disabled": False,
+        "downloads": 0,
+        "likes": 0,
+        "tags": [],
+        "siblings": siblings,
+    }
+    if (modified := _modified(repository, library)) is not None:
+        value["lastModified"] = value["createdAt"] = modified
+    return json_response(request, value, headers={"X-Repo-Commit": model.commit})
+
+
+def _modified(repository: Reference, library: Library) -> str | None:
+    version = library.store.manifest_version(repository)
+    if version is None:
+        return None
+    moment = datetime.fromtimestamp(version.modified // 10**9, UTC)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+def _models(request: Request, target: Target, library: Library) -> Response:
+    """Return the models of the store, of one author or with a text in their names."""
+    author, search = target.first("author"), target.first("search").casefold()
+    names: dict[str, Reference] = {}
+    for reference in library.models():
+        if repository_of(reference.namespace, reference.model) == Reference(
+            *reference.parts[:3], DEFAULT_TAG
+        ):
+            names.setdefault(name_of(reference), reference)
+    value = [
+        {"_id": name, "id": name, "modelId": name, "private": False, "tags": []}
+        for name, reference in names.items()
+        if author in ("", reference.namespace) and search in name.casefold()
+    ]
+    return json_response(request, list(islice(value, _limit(target))))
+
+
+def _refs(request: Request, repository: Reference, library: Library) -> Response:
+    branches, tags = [], []
+    for reference in library.tags(repository):
+        model = library.model(reference)
+        if model is None:  # removed since it was listed
+            continue
+        if reference.tag == DEFAULT_TAG:
+            branches.append({"name": MAIN, "ref": _BRANCH + MAIN, "targetCommit": model.commit})
+        else:
+            ref = _TAG + reference.tag
+            tags.append({"name": reference.tag, "ref": ref, "targetCommit": model.commit})
+    if not branches and not tags:
+        raise _Absent("RepoNotFound", "there is no such model")
+    return json_response(request, {"branches": branches, "converts": [], "tags": tags})
+
+
+# Listings
+
+
+def _file_entry(model: ServedModel, path: str) -> dict[str, Any]:
+    size, digest = model.files[path].size, (model.digests or {})[path].hex
+    pointer = (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n".encode()
+    )
+    return {
+        "type": "file",
+        "oid": _git_blob(pointer),
+        "size": size,
+        "path": path,
+        "lfs": {"oid": digest, "size": size, "pointerSize": len(pointer)},
+    }
+
+
+def _folder_entry(model: ServedModel, path: str) -> dict[str, Any]:
+    # Git would name the tree of the folder; this name is as good as another that changes with it.
+    oid = _git_blob(f"{model.commit} {path}".encode())
+    return {"type": "directory", "oid": oid, "size": 0, "path": path}
+
+
+def _git_blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _folders(paths: Mapping[str, Any]) -> list[str]:
+    found = {
+        "/".join(parts[:depth])
+        for parts in (path.split("/") for path in paths)
+        for depth in range(1, len(parts))
+    }
+    return sorted(found)
+
+
+def _tree(
+    request: Request, target: Target, repository: Reference, rest: Sequence[str], library: Library
+) -> Response:
+    model = _model(repository, rest[0], library, with_digests=True)
+    folder = "/".join(rest[1:]).strip("/")
+    folders = _folders(model.files)
+    if folder and folder not in folders:
+        if folder not in model.files:
+            raise _Absent("EntryNotFound", "the model has no such folder", model.commit)
+        paths = [folder]
+    else:
+        is_recursive = target.first("recursive").lower() in ("true", "1")
+        paths = list(_listed(sorted([*folders, *model.files]), folder, is_recursive=is_recursive))
+    limit, cursor = _limit(target), target.first("cursor")
+    page = list(islice((path for path in paths if path > cursor), limit + 1))
+    headers = {"X-Repo-Commit": model.commit}
+    if len(page) > limit:
+        del page[limit:]
+        headers["Link"] = f'<{_next_page(request, target, page[-1])}>; rel="next"'
+    known = set(folders)
+    entries = [
+        _folder_entry(model, path) if path in known else _file_entry(model, path) for path in page
+    ]
+    return json_response(request, entries, headers=headers)
+
+
+def _listed(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterator[str]:
+    prefix = f"{folder}/" if folder else ""
+    for path in paths:
+        if path.startswith(prefix) and (is_recursive or "/" not in path[len(prefix) :]):
+            yield path
+
+
+def _limit(target: Target) -> int:
+    text = target.first("limit")
+    return min(max(int(text), 1), PAGE) if text.isdecimal() and len(text) <= len(str(PAGE)) else PAGE  # fmt: skip
+
+
+def _next_page(request: Request, target: Target, last: str) -> str:
+    """Return the address of the next page: absolute, because clients do not resolve it."""
+    host = request.headers.get("host", "")
+    path = "/".join(percent_encoded(part, safe="") for part in target.segments)
+    fields = {name: values[0] for name, values in target.query.items()} | {"cursor": last}
+    query = "&".join(
+        f"{percent_encoded(name, safe='')}={percent_encoded(value, safe='')}"
+        for name, value in fields.items()
+    )
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
+    return f"{scheme}://{percent_encoded(host, safe='.:[]')}/{path}?{query}"
+
+
+def _paths_info(
+    request: Request, repository: Reference, revision: str, library: Library
+) -> Response | None:
+    if request.method != "POST":
+        return json_response(request, {"error": "use POST"}, 405, {"Allow": "POST"})
+    try:
+        form = parse_form(request.body.decode("ascii"))
+    except UnicodeDecodeError:
+        raise InvalidTarget("the form is not ASCII") from None
+    model = _model(repository, revision, library, with_digests=True)
+    folders = set(_folders(model.files))
+    entries = []
+    for path in dict.fromkeys(path.strip("/") for path in form.get("paths", [])):
+        if path in folders:
+            entries.append(_folder_entry(model, path))
+        elif path in model.files:
+            entries.append(_file_entry(model, path))
+    return json_response(request, entries, headers={"X-Repo-Commit": model.commit})
+
+
+# Files
+
+
+def _resolve(
+    request: Request, repository: Reference, _: str, rest: Sequence[str], library: Library
+) -> Response:
+    model = _model(repository, rest[0] if rest else "", library, with_digests=True)
+    content = model.files.get("/".join(rest[1:]))
+    if content is None:
+        raise _Absent("EntryNotFound", "the model has no such file", model.commit)
+    digest = (model.digests or {})["/".join(rest[1:])].hex
+    headers = {
+        "X-Repo-Commit": model.commit,
+        "X-Linked-Etag": f'"{digest}"',
+        "X-Linked-Size": str(content.size),
+        "X-Content-Type-Options": "nosniff",
+    }
+    return content_response(request, content, digest, headers)

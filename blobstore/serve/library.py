@@ -1,0 +1,344 @@
+"""The models of a store, as a server looks at them again and again.
+
+A look costs one status of a manifest's file. All else is done once for each model, takes from milliseconds to
+minutes, and happens in :class:`NotPrepared`: whoever catches it runs the work on a thread, and asks again. A
+model that nobody has prepared is one way of not being there yet; a model that has to be fetched first is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, InvalidReference
+from blobstore.manifests.model import Manifest
+from blobstore.manifests.reference import (
+    DEFAULT_HOST,
+    DEFAULT_NAMESPACE,
+    DEFAULT_TAG,
+    Reference,
+    name_matches,
+)
+from blobstore.serve.artifacts import Artifact, make_artifact
+from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.store.scan import list_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from blobstore.core.files import FileVersion
+    from blobstore.serve.messages import Content
+    from blobstore.store.local import LocalStore
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+MAX_MODELS = 64
+"""Models whose files are kept in memory."""
+LEASE_SECONDS = 600.0
+"""How long the blobs of a model are kept from gc after it was last asked for."""
+
+
+class NotPrepared(Exception):  # noqa: N818 - no error: the answer is not known yet
+    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
+
+    Work with the same ``key`` is the same work, which nobody needs to do twice at once.
+    """
+
+    def __init__(self, prepare: Callable[..., object], *key: object) -> None:
+        super().__init__("call prepare, and ask again")
+        self.prepare: Callable[[], object] = partial(prepare, *key)
+        self.key = (prepare, *key)
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """A version of a model."""
+
+    key: Digest
+    """The digest of its manifest."""
+    data: bytes = field(repr=False)
+    """The bytes of its manifest."""
+    manifest: Manifest
+    files: Mapping[str, Content] = field(repr=False)
+    digests: Mapping[str, Digest] | None = field(default=None, repr=False)
+    """The sha256 of each file; None until somebody needed them."""
+
+    @property
+    def commit(self) -> str:
+        """The commit that it is served as."""
+        return commit_of(self.key)
+
+
+class Library:
+    """The models of a store that may be served. Threads may share it."""
+
+    def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
+        """Serve the models that match at least one of the patterns, or all if there are none.
+
+        Raises:
+            UsageError: a pattern is too long.
+        """
+        self.store = store
+        self._allow = tuple(allow)
+        self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
+        self._commits: dict[tuple[Reference, str], Digest] = {}
+        self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
+        self._artifacts: _Kept[tuple[Reference, FileVersion, int], Artifact] = _Kept(MAX_MODELS)
+        self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
+
+    def is_allowed(self, reference: Reference) -> bool:
+        """Return whether a model may be served."""
+        return not self._allow or any(name_matches(reference, one) for one in self._allow)
+
+    def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
+        """Return what a name is now, or None if there is no such model.
+
+        Raises:
+            NotPrepared: it was not asked for since it changed.
+        """
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        known = self._names.get(reference)
+        found = self._models.get(known[1]) if known and known[0] == version else None
+        if found is None:
+            raise NotPrepared(self._read, reference, version)
+        return self._used(found, with_digests=with_digests)
+
+    def at_commit(
+        self, repository: Reference, commit: str, *, with_digests: bool = False
+    ) -> ServedModel | None:
+        """Return a version of a repository, also one that no tag names any more, until gc removes it.
+
+        Raises as :meth:`model`.
+        """
+        repository = _any_tag(repository)
+        key = self._commits.get((repository, commit))
+        if key is None:
+            raise NotPrepared(self._find_commit, repository, commit)
+        if key == _NO_MODEL:
+            del self._commits[repository, commit]  # look again next time
+            return None
+        found = self._models.get(key)
+        if found is None:
+            del self._commits[repository, commit]
+            raise NotPrepared(self._find_commit, repository, commit)
+        return self._used(found, with_digests=with_digests)
+
+    def artifact(self, reference: Reference) -> Artifact | None:
+        """Return what a registry has of a name, or None if there is no such model.
+
+        Raises as :meth:`model`.
+        """
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        known = self._names.get(reference)
+        found = None
+        if known and known[0] == version:
+            found = self._artifacts.get((reference, version, self._signed_at(known[1])))
+        if found is None:
+            raise NotPrepared(self._make_artifact, reference, version)
+        return found
+
+    def artifacts(self, repository: Reference) -> Iterator[Artifact]:
+        """Yield what a registry has of a repository, also of versions that no tag names any more.
+
+        Raises as :meth:`model`, when the first that is not prepared is asked for.
+        """
+        seen = []
+        for (reference, *_), artifact in self._artifacts.items():
+            if reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference):
+                seen.append(artifact)
+                yield artifact
+        for reference in self.tags(repository):
+            artifact = self.artifact(reference)
+            if artifact is not None and artifact not in seen:
+                yield artifact
+
+    def spelled(self, repository: Reference) -> Reference:
+        """Return the repository whose name differs from this one in case only: registries have small letters."""
+        if self.tags(repository):
+            return repository
+        folder = self.store.manifest_path(repository).parents[2]
+        parts = list(repository.parts)
+        for number in (1, 2):
+            with contextlib.suppress(BlobstoreError):
+                for name in list_names(folder):
+                    if name.casefold() == parts[number].casefold():
+                        parts[number] = name
+            folder /= parts[number]
+        try:
+            return Reference(*parts)
+        except InvalidReference:
+            return repository
+
+    def tags(self, repository: Reference) -> list[Reference]:
+        """Return the tags of a repository that may be served, sorted."""
+        folder = self.store.manifest_path(repository).parent
+        found = []
+        with contextlib.suppress(BlobstoreError):
+            for name in list_names(folder):
+                with contextlib.suppress(InvalidReference):
+                    reference = Reference(*repository.parts[:3], name)
+                    if self.is_allowed(reference):
+                        found.append(reference)
+        return sorted(found)
+
+    def models(self) -> Iterator[Reference]:
+        """Yield the names of all models that may be served. Raises StoreError."""
+        return filter(self.is_allowed, self.store.references())
+
+    def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
+        """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
+        self._models.release_idle(seconds)
+        self._artifacts.release_idle(seconds)
+
+    # What takes its time
+
+    def _used(self, model: ServedModel, *, with_digests: bool) -> ServedModel:
+        if with_digests and model.digests is None:
+            raise NotPrepared(self._hash, model)
+        return model
+
+    def _read(self, reference: Reference, version: FileVersion) -> None:
+        data, manifest = self.store.parse(reference)
+        self.store.check_manifest(data, manifest)
+        # If it was replaced meanwhile, its version is another one, and it will be read again.
+        self._names[reference] = version, self._add(data, manifest)
+
+    def _add(self, data: bytes, manifest: Manifest) -> Digest:
+        """Prepare a model, and return its key. Raises as :func:`model_files`."""
+        key = Digest.of(data)
+        if key in self._models:
+            return key
+        with self._leased(manifest) as lease:
+            files = model_files(self.store, manifest)
+            self._models.add(key, ServedModel(key, data, manifest, files), lease)
+        return key
+
+    @contextlib.contextmanager
+    def _leased(self, manifest: Manifest) -> Iterator[contextlib.ExitStack]:
+        """Keep the blobs of a model from gc, until the caller closes the lease or the block fails."""
+        with contextlib.ExitStack() as stack:
+            blobs = [blob.digest for blob in manifest.blobs]
+            stack.enter_context(self.store.lease_if_writable(blobs))
+            lease = contextlib.ExitStack()
+            yield lease
+            lease.push(stack.pop_all())
+
+    def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
+        data, manifest = self.store.parse(reference)
+        self.store.check_manifest(data, manifest)
+        key = Digest.of(data)
+        signed = self._signed_at(key)
+        with self._leased(manifest) as lease:
+            made = make_artifact(self.store, reference, data, manifest)
+            self._artifacts.add((reference, version, signed), made, lease)
+        self._names[reference] = version, key
+
+    def _signed_at(self, manifest: Digest) -> int:
+        """Return when a model got its last signature; 0 if it has none."""
+        try:
+            return self.store.signature_folder(manifest).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _hash(self, model: ServedModel) -> None:
+        model.digests = file_digests(self.store, model.manifest, model.key)
+
+    def _find_commit(self, repository: Reference, commit: str) -> None:
+        for reference in self.tags(repository):
+            for data in self._versions(reference):
+                if commit_of(Digest.of(data)) == commit:
+                    key = self._add(data, Manifest.from_bytes(data))
+                    self._commits[repository, commit] = key
+                    return
+        if len(self._commits) >= _MAX_COMMITS:
+            self._commits.clear()
+        self._commits[repository, commit] = _NO_MODEL
+
+    def _versions(self, reference: Reference) -> Iterator[bytes]:
+        """Yield the manifest of a name, and those that it had before."""
+        with contextlib.suppress(BlobstoreError):
+            yield self.store.read_manifest(reference)
+        with contextlib.suppress(BlobstoreError):
+            for former in self.store.former(reference):
+                if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
+                    yield former.data
+
+
+class _Kept(Generic[_Key, _Value]):
+    """Values with leases, of which those are forgotten that nobody has asked for."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._values: dict[_Key, _Value] = {}
+        self._leases: dict[_Key, contextlib.ExitStack] = {}
+        self._used: dict[_Key, float] = {}
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._values
+
+    def get(self, key: _Key) -> _Value | None:
+        found = self._values.get(key)
+        if found is not None:
+            self._used[key] = time.monotonic()
+        return found
+
+    def items(self) -> list[tuple[_Key, _Value]]:
+        with self._lock:
+            return list(self._values.items())
+
+    def add(self, key: _Key, value: _Value, lease: contextlib.ExitStack) -> None:
+        """Keep a value, and the lease until it is forgotten."""
+        with self._lock:
+            dropped = [lease] if key in self._values else []  # another thread was faster
+            if not dropped:
+                self._values[key], self._leases[key] = value, lease
+            self._used[key] = time.monotonic()
+            while len(self._values) > self._limit:
+                dropped.append(self._drop(min(self._values, key=self._last_use)))
+        for old in dropped:
+            old.close()
+
+    def release_idle(self, seconds: float) -> None:
+        before = time.monotonic() - seconds
+        with self._lock:
+            idle = [key for key in self._values if self._last_use(key) <= before]
+            dropped = [self._drop(key) for key in idle]
+        for old in dropped:
+            old.close()
+
+    def _last_use(self, key: _Key) -> float:
+        return self._used.get(key, 0.0)
+
+    def _drop(self, key: _Key) -> contextlib.ExitStack:
+        del self._values[key]
+        self._used.pop(key, None)
+        return self._leases.pop(key)
+
+
+_NO_MODEL = Digest("0" * 64)
+_MAX_COMMITS = 10_000
+
+
+def repository_of(*parts: str) -> Reference | None:
+    """Return the repository that the parts of a path name, with any tag; None if it names none."""
+    if not 1 <= len(parts) <= 2:  # noqa: PLR2004 - a namespace and a model
+        return None
+    namespace = parts[0] if len(parts) > 1 else DEFAULT_NAMESPACE
+    try:
+        return Reference(DEFAULT_HOST, namespace, parts[-1], DEFAULT_TAG)
+    except InvalidReference:
+        return None
+
+
+def _any_tag(reference: Reference) -> Reference:
+    return Reference(*reference.parts[:3], DEFAULT_TAG)

@@ -1,0 +1,179 @@
+"""Requests and responses as values. A body consists of bytes and of ranges of blobs, which nobody has read yet."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from blobstore.core import strict_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from blobstore.core.digest import Digest
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
+OCTETS = "application/octet-stream"
+JSON = "application/json"
+
+
+class BlobPart(NamedTuple):
+    """A range of a blob."""
+
+    digest: Digest
+    size: int
+    """Bytes of the blob."""
+    begin: int
+    length: int
+
+
+Part = bytes | BlobPart
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as it arrived; nothing in it is trusted."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """By lower-case names; of a header that occurs twice, the first."""
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A response. A response to HEAD has no parts, and the headers of the one to GET."""
+
+    status: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    parts: Sequence[Part] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse headers that a text from elsewhere would split. Raises ValueError."""
+        for name, value in self.headers.items():
+            if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
+                raise ValueError(f"not a header: {name!r}: {value!r}")
+
+
+class Content:
+    """A sequence of parts of which any range can be cut."""
+
+    __slots__ = ("_ends", "parts", "size")
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(map(length_of, parts)))
+        self.size = self._ends[-1] if parts else 0
+
+    def cut(self, begin: int, end: int) -> list[Part]:
+        """Return the parts of the bytes from ``begin`` to ``end``, which lie within the content."""
+        found: list[Part] = []
+        number = bisect_right(self._ends, begin)
+        while begin < end:
+            part, part_end = self.parts[number], self._ends[number]
+            first = begin - (part_end - length_of(part))
+            length = min(end, part_end) - begin
+            if isinstance(part, bytes):
+                found.append(part[first : first + length])
+            elif length:
+                found.append(part._replace(begin=part.begin + first, length=length))
+            begin += length
+            number += 1
+        return found
+
+
+def length_of(part: Part) -> int:
+    """Return the bytes of a part."""
+    return len(part) if isinstance(part, bytes) else part.length
+
+
+def json_response(
+    request: Request,
+    value: Any,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    media_type: str = JSON,
+) -> Response:
+    """Return a value as JSON."""
+    data = strict_json.dumps(value).encode()
+    return bytes_response(request, data, status, headers, media_type)
+
+
+def bytes_response(
+    request: Request,
+    data: bytes,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    media_type: str = "text/plain; charset=utf-8",
+) -> Response:
+    """Return bytes of a media type."""
+    described = {"Content-Type": media_type, "Content-Length": str(len(data)), **(headers or {})}
+    return Response(status, described, () if request.method == "HEAD" else (data,))
+
+
+def content_response(
+    request: Request, content: Content, etag: str, headers: Mapping[str, str]
+) -> Response:
+    """Return the content, or the range of it that the request is for.
+
+    ``etag`` is the strong validator without its quotes. Of a request for several ranges, which no client
+    needs and which could cost far more than the content, the ranges are ignored, as RFC 9110 allows.
+    """
+    quoted = f'"{etag}"'
+    described = {"ETag": quoted, "Accept-Ranges": "bytes", **headers}
+    if _has_tag(request.headers.get("if-none-match", ""), quoted):
+        return Response(304, described)
+    described.setdefault("Content-Type", OCTETS)
+    begin, end, status = 0, content.size, 200
+    condition = request.headers.get("if-range", quoted)
+    if "range" in request.headers and condition == quoted:
+        found = requested_range(request.headers["range"], content.size)
+        if found == UNSATISFIABLE:
+            described |= {"Content-Range": f"bytes */{content.size}", "Content-Length": "0"}
+            return Response(416, described)
+        if found is not None:
+            (begin, end), status = found, 206
+            described["Content-Range"] = f"bytes {begin}-{end - 1}/{content.size}"
+    described["Content-Length"] = str(end - begin)
+    if request.method == "HEAD":
+        return Response(status, described)
+    is_all = (begin, end) == (0, content.size)
+    return Response(status, described, content.parts if is_all else content.cut(begin, end))
+
+
+UNSATISFIABLE = (-1, -1)
+"""A range that begins behind the end."""
+_RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})", re.ASCII)
+
+
+def requested_range(text: str, size: int) -> tuple[int, int] | None:
+    """Return the begin and the end of the range that a header asks for, of a content of ``size`` bytes.
+
+    None means that the header is ignored: it is malformed, or has another unit or several ranges.
+    :data:`UNSATISFIABLE` means that no byte of the content is in it.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    if match is None:
+        return None
+    first, last = match.groups()
+    if not first:
+        if not last:
+            return None
+        return (max(size - int(last), 0), size) if int(last) and size else UNSATISFIABLE
+    begin, end = int(first), int(last) + 1 if last else size
+    if last and end <= begin:
+        return None
+    return (begin, min(end, size)) if begin < size else UNSATISFIABLE
+
+
+def _has_tag(listed: str, quoted: str) -> bool:
+    if not listed:
+        return False
+    return listed.strip() == "*" or quoted in (
+        tag.strip().removeprefix("W/") for tag in listed.split(",", 100)
+    )

@@ -1,0 +1,159 @@
+"""The part of the OCI distribution protocol that clients pull with: manifests, blobs, tags and referrers.
+
+A repository is a model of the store. Names of repositories have small letters there, so ``org/model-7b`` is
+``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
+the manifest of Ollama's layout if it accepts no other. Bytes are exact: digests are made of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core.digest import Digest
+from blobstore.errors import InvalidDigest, InvalidReference
+from blobstore.manifests.reference import Reference
+from blobstore.registry.manifest import OCI_INDEX
+from blobstore.serve.library import repository_of
+from blobstore.serve.messages import bytes_response, content_response, json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from blobstore.registry.manifest import RemoteManifest
+    from blobstore.serve.artifacts import Artifact
+    from blobstore.serve.library import Library
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.targets import Target
+
+API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
+_ACTIONS = ("manifests", "blobs", "tags", "referrers")
+_PAGE: Final = 1000
+
+
+def registry_response(request: Request, target: Target, library: Library) -> Response | None:
+    """Return the response to a request of a registry's client; None if the target is none of these.
+
+    Raises:
+        NotPrepared: see there.
+        BlobstoreError: the model is damaged.
+    """
+    segments = target.segments
+    if segments[:1] != ("v2",):
+        return None
+    if segments[1:] in ((), ("",)):
+        return json_response(request, {}, headers=API_VERSION)
+    if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
+        return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
+    *name, action, what = segments[1:]
+    repository = repository_of(*name)
+    if repository is not None:
+        repository = library.spelled(repository)
+    if repository is None or not library.tags(repository):
+        return error_response(request, 404, "NAME_UNKNOWN", "there is no such model")
+    if action == "manifests":
+        return _manifest(request, repository, what, library)
+    if action == "tags":
+        return _tags(request, target, repository, what, library)
+    try:
+        digest = Digest.parse(what)
+    except InvalidDigest:
+        return error_response(request, 404, "DIGEST_INVALID", "the digest is malformed")
+    if action == "blobs":
+        return _blob(request, repository, digest, library)
+    return _referrers(request, target, repository, digest, library)
+
+
+def error_response(request: Request, status: int, code: str, message: str) -> Response:
+    """Return an error in the form of registries."""
+    value = {"errors": [{"code": code, "message": message, "detail": None}]}
+    return json_response(request, value, status, API_VERSION)
+
+
+def _manifest(
+    request: Request, repository: Reference, what: str, library: Library
+) -> Response:
+    candidates = list(_named(repository, what, library))
+    accepted = [
+        part.partition(";")[0].strip()
+        for part in request.headers.get("accept", "").split(",", 100)
+    ]
+    is_any = not any(accepted) or "*/*" in accepted
+    for manifest in candidates:
+        if is_any or manifest.media_type in accepted:
+            headers = {
+                **API_VERSION,
+                "Docker-Content-Digest": str(manifest.digest),
+                "ETag": f'"{manifest.digest}"',
+            }
+            return bytes_response(
+                request, manifest.data, headers=headers, media_type=manifest.media_type
+            )
+    if candidates:
+        types = " or ".join(manifest.media_type for manifest in candidates)
+        message = f"the manifest is {types}, which the client does not accept"
+    else:
+        message = "the model has no such tag or manifest"
+    return error_response(request, 404, "MANIFEST_UNKNOWN", message)
+
+
+def _named(repository: Reference, what: str, library: Library) -> Sequence[RemoteManifest]:
+    """Return the manifests that a tag or a digest names."""
+    if ":" in what:
+        with contextlib.suppress(InvalidDigest):
+            digest = Digest.parse(what)
+            for artifact in library.artifacts(repository):
+                if digest in artifact.manifests:
+                    return [artifact.manifests[digest]]
+        return []
+    with contextlib.suppress(InvalidReference):
+        found = library.artifact(Reference(*repository.parts[:3], what))
+        if found is not None:
+            return found.roots
+    if what.startswith("sha256-"):
+        for artifact in library.artifacts(repository):
+            if what in artifact.tags:
+                return [artifact.manifests[artifact.tags[what]]]
+    return []
+
+
+def _blob(
+    request: Request, repository: Reference, digest: Digest, library: Library
+) -> Response:
+    for artifact in library.artifacts(repository):
+        content = artifact.blobs.get(digest)
+        if content is not None:
+            headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
+            return content_response(request, content, str(digest), headers)
+    return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
+
+
+def _tags(
+    request: Request, target: Target, repository: Reference, what: str, library: Library
+) -> Response:
+    if what != "list":
+        return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
+    last, text = target.first("last"), target.first("n")
+    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
+    tags = [one.tag for one in library.tags(repository) if one.tag > last]
+    headers = dict(API_VERSION)
+    page = tags[:limit]
+    if page and len(tags) > limit:
+        path = "/".join(target.segments)
+        headers["Link"] = f'</{path}?n={limit}&last={page[-1]}>; rel="next"'
+    name = "/".join(target.segments[1:-2])
+    return json_response(request, {"name": name, "tags": page}, headers=headers)
+
+
+def _referrers(
+    request: Request, target: Target, repository: Reference, digest: Digest, library: Library
+) -> Response:
+    listed: list[Any] = []
+    for artifact in library.artifacts(repository):
+        listed = listed or list(artifact.referrers.get(digest, ()))
+    headers = dict(API_VERSION)
+    if kind := target.first("artifactType"):
+        listed = [one for one in listed if one["artifactType"] == kind]
+        headers["OCI-Filters-Applied"] = "artifactType"
+    value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
+    return json_response(request, value, headers=headers, media_type=OCI_INDEX)

@@ -1,0 +1,396 @@
+"""The server: sockets, threads and time around :func:`~blobstore.serve.answer.answer`.
+
+This is the only module that imports aiohttp, whose low-level server parses requests and keeps connections. It
+finishes the responses that are being sent when it is asked to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+from blobstore.core import interrupts
+from blobstore.core.escape import escape
+from blobstore.core.libraries import optional_libraries
+from blobstore.errors import BlobstoreError
+from blobstore.serve.blob_reader import BlobReader
+from blobstore.serve.body import BodySender
+from blobstore.serve.library import NotPrepared
+from blobstore.serve.messages import Request, Response, json_response
+from blobstore.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from aiohttp import web
+
+    from blobstore.store.local import LocalStore
+
+    Answer = Callable[[Request, Callable[[], str]], Response]
+    """Returns the response to a request; raises NotPrepared or BlobstoreError.
+
+    The function that it gets returns the server's metrics.
+    """
+    Log = Callable[[str], object]
+    """Writes lines of a log. It is called on a thread of its own."""
+
+MAX_CONNECTIONS = 4096
+MAX_HEAD = 16 << 10
+"""Bytes of a line of a request's head."""
+MAX_BODY = 1 << 20
+"""Bytes of a form. Its paths are those of one model."""
+IDLE_SECONDS = 75.0
+"""How long a connection may say nothing, before its first request too."""
+BODY_SECONDS = 30.0
+PATIENCE_SECONDS = 8.0
+"""How long a client waits for a model that is not prepared. Those of the Hub give up after ten."""
+_RETRY_AFTER = "5"
+_STEPS = 16
+_LOG_SECONDS = 0.25
+_TIDY_SECONDS = 30.0
+_HEADERS = (
+    *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
+    *("sec-fetch-site", "x-forwarded-proto", "user-agent"),
+)
+"""The headers that anything here reads."""
+
+
+class Server:
+    """A server while it runs."""
+
+    def __init__(self, store: LocalStore, log: Log | None) -> None:
+        """Send blobs of ``store``. A line of JSON for each request goes to ``log``."""
+        threads = max(4, min(16, 2 * (os.cpu_count() or 1)))
+        self.metrics = Metrics()
+        self._executor = ThreadPoolExecutor(threads, "serve")
+        self._blobs = BlobReader(store, self._count_verified)
+        self._sender = BodySender(self._blobs, self._executor)
+        self._preparing: dict[object, asyncio.Future[Any]] = {}
+        self._log = log
+        self._lines: list[str] = []
+        self._connections: Callable[[], int] = lambda: 0
+
+    async def run(
+        self,
+        answer: Answer,
+        listener: socket.socket,
+        *,
+        on_ready: Callable[[], object],
+        tidy: Callable[[], object],
+    ) -> None:
+        """Serve until the process is asked to stop, and finish what was begun.
+
+        ``tidy`` is called from time to time on a thread.
+        """
+        from aiohttp import web
+
+        async def handle(raw: web.BaseRequest) -> web.StreamResponse:
+            return await self._handle(raw, answer)
+
+        manager = web.Server(
+            handle,
+            access_log=None,
+            keepalive_timeout=IDLE_SECONDS,
+            max_line_size=MAX_HEAD,
+            max_field_size=MAX_HEAD,
+            auto_decompress=False,
+        )
+        self._connections = lambda: len(manager.connections)
+
+        def connected() -> asyncio.Protocol:
+            if len(manager.connections) >= MAX_CONNECTIONS:
+                return _Refusal()
+            return manager()
+
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(connected, sock=listener, backlog=1024)
+        chores = [
+            asyncio.create_task(self._repeat(_LOG_SECONDS, self._flush)),
+            asyncio.create_task(self._repeat(_TIDY_SECONDS, tidy)),
+        ]
+        try:
+            on_ready()
+            while not interrupts.is_requested():
+                await asyncio.sleep(interrupts.POLL)
+        finally:
+            listening.close()
+            manager.pre_shutdown()  # closes what is idle, and the others after their response
+            while self.metrics.open_requests:
+                await asyncio.sleep(interrupts.POLL / 2)
+            await manager.shutdown(1)
+            for chore in chores:
+                chore.cancel()
+            await loop.run_in_executor(None, self._executor.shutdown)
+            self._blobs.save()
+            self._flush()
+
+    async def _handle(self, raw: web.BaseRequest, answer: Answer) -> web.StreamResponse:
+        from aiohttp import web
+
+        started = time.monotonic()
+        self.metrics.open_requests += 1
+        request = Request(raw.method, raw.raw_path, _headers_of(raw))
+        status, sent = 0, 0
+
+        def count(size: int) -> None:
+            nonlocal sent
+            sent += size
+
+        try:
+            if raw.method == "POST":
+                body = await self._body(raw)
+                if body is None:
+                    status = 413
+                    return web.Response(status=status)
+                request = Request(raw.method, raw.raw_path, request.headers, body)
+            response = await self._response(request, answer)
+            if len(response.parts) <= 1 and all(isinstance(one, bytes) for one in response.parts):
+                status = response.status
+                body = cast("bytes", response.parts[0]) if response.parts else None
+                sent = len(body or b"")
+                return web.Response(status=status, headers=_named(response), body=body)
+            response = await self._checked(request, response)
+            status = response.status
+            stream = web.StreamResponse(status=status, headers=_named(response))
+            await stream.prepare(raw)
+            transport = raw.transport
+            if transport is None:
+                raise ConnectionResetError("the client has left")
+            try:
+                await self._sender.send(response.parts, stream, transport, count)
+                await stream.write_eof()
+            except BlobstoreError as error:
+                # What was sent is right, so the client may go on there when the blob is repaired.
+                self._note_error(request, error)
+                transport.close()
+                raise ConnectionResetError("a blob is damaged") from error
+            except TimeoutError:
+                transport.abort()
+                raise ConnectionResetError("the client is too slow") from None
+        except (ConnectionError, asyncio.CancelledError):
+            self.metrics.broken += 1
+            status = status or 499
+            raise
+        else:
+            return stream
+        finally:
+            self.metrics.open_requests -= 1
+            self.metrics.bytes_sent += sent
+            self.metrics.requests[_known_method(raw.method), status] += 1
+            self._note_request(raw, request, status, sent, time.monotonic() - started)
+
+    async def _checked(self, request: Request, response: Response) -> Response:
+        """Return the response, or that of an error if its first blob is missing or damaged."""
+        try:
+            await self._sender.first(response.parts)
+        except BlobstoreError as error:
+            return self._failed(request, error)
+        return response
+
+    async def _response(self, request: Request, answer: Answer) -> Response:
+        """Return the response to a request, after preparing what it needs."""
+        for _ in range(_STEPS):
+            try:
+                return answer(request, self._metrics_text)
+            except NotPrepared as first:
+                future = self._prepared(first)
+                done, _ = await asyncio.wait([future], timeout=PATIENCE_SECONDS)
+                if not done:
+                    break
+                try:
+                    future.result()
+                except BlobstoreError as error:
+                    return self._failed(request, error)
+            except BlobstoreError as error:
+                return self._failed(request, error)
+        message = "the model is being prepared; ask again in a moment"
+        return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
+
+    def _prepared(self, first: NotPrepared) -> asyncio.Future[Any]:
+        """Return the work that has to be done, which all requests share."""
+        running = self._preparing.get(first.key)
+        if running is None:
+            self.metrics.prepared += 1
+            loop = asyncio.get_running_loop()
+            running = loop.run_in_executor(self._executor, first.prepare)
+            self._preparing[first.key] = running
+
+            def forget(done: asyncio.Future[Any]) -> None:
+                del self._preparing[first.key]
+                if not done.cancelled():
+                    done.exception()
+
+            running.add_done_callback(forget)
+        return running
+
+    def _failed(self, request: Request, error: BlobstoreError) -> Response:
+        """Return the response to a request that an error of the store has stopped."""
+        self._note_error(request, error)
+        message = "the model cannot be read; the log of the server says why"
+        headers = {"X-Error-Message": message}
+        return json_response(request, {"error": message}, 500, headers)
+
+    @staticmethod
+    async def _body(raw: web.BaseRequest) -> bytes | None:
+        """Return the body of a request; None if it is too large."""
+        data = bytearray()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BODY_SECONDS):
+                while piece := await raw.content.readany():
+                    data += piece
+                    if len(data) > MAX_BODY:
+                        return None
+                return bytes(data)
+        return None
+
+    # The log
+
+    def _note_request(
+        self, raw: web.BaseRequest, request: Request, status: int, sent: int, seconds: float
+    ) -> None:
+        if self._log is None:
+            return
+        # Without the query and the headers, which may have tokens.
+        self._note(
+            client=raw.remote or "",
+            method=request.method,
+            path=request.target.partition("?")[0],
+            status=status,
+            bytes=sent,
+            seconds=round(seconds, 4),
+            range=request.headers.get("range", ""),
+            agent=request.headers.get("user-agent", ""),
+        )
+
+    def _note_error(self, request: Request, error: BlobstoreError) -> None:
+        self.metrics.damaged += 1
+        self._note(error=str(error), path=request.target.partition("?")[0])
+
+    def _note(self, **fields: object) -> None:
+        import json
+
+        shown = {
+            name: escape(value, 500) if isinstance(value, str) else value
+            for name, value in fields.items()
+            if value != ""
+        }
+        self._lines.append(json.dumps({"time": round(time.time(), 3), **shown}))
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines and self._log is not None:
+            self._log("\n".join(lines))
+
+    @staticmethod
+    async def _repeat(seconds: float, act: Callable[[], object]) -> None:
+        """Call ``act`` again and again on a thread."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(seconds)
+            await loop.run_in_executor(None, act)
+
+    def _metrics_text(self) -> str:
+        return self.metrics.text(self._connections())
+
+    def _count_verified(self, size: int) -> None:
+        self.metrics.bytes_verified += size
+
+
+class _Refusal(asyncio.Protocol):
+    """Ends a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        stream = cast("asyncio.Transport", transport)
+        stream.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n"
+            b"Connection: close\r\n\r\n"
+        )
+        stream.close()
+
+
+def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
+    found = {name: value for name in _HEADERS if (value := raw.headers.get(name)) is not None}
+    if "accept" in found:  # some clients send a line for each type
+        found["accept"] = ", ".join(raw.headers.getall("accept"))
+    return found
+
+
+def _named(response: Response) -> dict[str, str]:
+    """Return the headers of a response, with our name instead of that of the library and its version."""
+    return {"Server": "blobstore", **response.headers}
+
+
+def _known_method(method: str) -> str:
+    """Return a method, of which there are few: others would make a metric of each."""
+    return method if method in ("GET", "HEAD", "POST") else "other"
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Open a port.
+
+    Raises:
+        BlobstoreError: it is taken, or this machine has no such address.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise BlobstoreError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    with listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise BlobstoreError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        yield listener
+
+
+def run_server(
+    answer: Answer,
+    store: LocalStore,
+    *,
+    host: str,
+    port: int,
+    on_ready: Callable[[str], object],
+    tidy: Callable[[], object] = lambda: None,
+    log: Log | None = None,
+) -> None:
+    """Serve until the process is asked to stop.
+
+    Args:
+        answer: returns the response to a request.
+        store: has the blobs of the responses.
+        host: the address to listen on.
+        port: 0 for any free one.
+        on_ready: called with the address, once the port is open.
+        tidy: called from time to time on a thread.
+        log: called with lines of JSON; None for no log.
+
+    Raises:
+        MissingLibrary: aiohttp is not installed.
+        BlobstoreError: the port is taken.
+    """
+    with optional_libraries():
+        import aiohttp
+
+        del aiohttp
+
+    async def run(listener: socket.socket) -> None:
+        name, number = listener.getsockname()[:2]
+        url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+        await Server(store, log).run(
+            answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
+        )
+
+    # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.
+    with listening(host, port) as listener, interrupts.deferred():
+        asyncio.run(run(listener))
+    interrupts.check()

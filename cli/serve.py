@@ -1,0 +1,70 @@
+"""``blobstore serve``: serves the store to clients of the Hub and of registries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from blobstore.cli import arguments, options, output
+
+if TYPE_CHECKING:
+    from blobstore.store.local import LocalStore
+
+
+@click.command("serve", short_help="Serve the models to clients of the Hub and of registries.")
+@options.shared("store")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address to listen on; one that other machines reach needs --token-file or --anonymous.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Port to listen on; 0 for any free one.",
+)
+@click.option(
+    "--allow",
+    multiple=True,
+    metavar="GLOB",
+    help="Serve only models with such names, for example 'org/*'; may be repeated.",
+)
+@click.option(
+    "--token-file",
+    type=arguments.FILE,
+    metavar="FILE",
+    help="File of tokens, one on each line; each request needs one. Read again when it changes.",
+)
+@click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
+def command(
+    store: LocalStore,
+    host: str,
+    port: int,
+    allow: tuple[str, ...],
+    token_file: str | None,
+    anonymous: bool,
+) -> None:
+    """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
+
+    Set HF_ENDPOINT to the printed address, and transformers, vLLM, diffusers, hf and others load
+    models from the store as from the Hub. Tags are revisions; main is latest.
+
+    The log has a line of JSON for each request and goes to standard error; --quiet prints none.
+    """
+    from blobstore.serve.serve import serve
+
+    serve(
+        store,
+        host=host,
+        port=port,
+        allow=allow,
+        token_file=token_file,
+        anonymous=anonymous,
+        on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
+        log=None if output.is_quiet() else output.show_line,
+    )

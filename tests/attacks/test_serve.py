@@ -1,0 +1,231 @@
+"""Hostile clients of ``blobstore serve``: what they send, and what they do not read."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
+from tests.support.models import write_folder
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+FILE = "/org/model/resolve/main/model.safetensors"
+
+
+@pytest.fixture
+def data(store: LocalStore, tmp_path: Path) -> bytes:
+    """The file of ``org/model``, which is larger than the system's buffers of a connection."""
+    random = np.random.default_rng(5)
+    tensors = {
+        f"layers.{number}.weight": random.standard_normal((1024, 2048), dtype=np.float32)
+        for number in range(4)
+    }
+    folder = write_folder(tmp_path / "source", tensors)
+    create(folder, "org/model", store=store)
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def server(data: bytes, store: LocalStore, tmp_path: Path) -> Iterator[Serving]:
+    with serving(store, tmp_path) as running:
+        yield running
+
+
+def connect(server: Serving) -> socket.socket:
+    host, _, port = server.host.partition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def exchange(server: Serving, sent: bytes) -> bytes:
+    """Return what the server says to some bytes until it ends the connection."""
+    with connect(server) as client:
+        client.sendall(sent)
+        return rest_of(client)
+
+
+def rest_of(client: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(1 << 20):
+            received += piece
+    return received
+
+
+def get(target: str, *headers: str) -> bytes:
+    lines = [f"GET {target} HTTP/1.1", "Host: localhost", *headers, "Connection: close"]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/../../../../etc/passwd",
+        "/org/model/resolve/main/../../../../../etc/passwd",
+        "/org/model/resolve/main/..%2f..%2f..%2fetc%2fpasswd",
+        "/org/model/resolve/main/%2e%2e/%2e%2e/etc/passwd",
+        "/org/model/resolve/..%2f..%2f..%2fetc/passwd",
+        "/org/..%2f..%2fblobs/resolve/main/config.json",
+        "/api/models/..%2f..%2f..%2fetc/passwd",
+        "/v2/org/model/blobs/sha256:..%2f..%2f..%2fetc%2fpasswd",
+        "/v2/org/model/manifests/..%2f..%2f..%2fetc%2fpasswd",
+        "/v2/../../etc/passwd/manifests/latest",
+        "//etc/passwd",
+        "/org/model/resolve/main/config.json%00.safetensors",
+    ],
+)
+def test_no_target_leads_out_of_the_models(server: Serving, target: str) -> None:
+    received = exchange(server, get(target))
+    assert received.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), received
+    assert b"root:" not in received
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/org/x%0d%0aSet-Cookie:%20a=b/resolve/main/f",
+        "/api/models/org/model/tree/main?limit=1&cursor=%0d%0aSet-Cookie:a",
+        "/api/models/org/model/tree/main?recursive=true&limit=1&x=%0d%0aSet-Cookie:%20a",
+        "/v2/org/model/tags/list?n=1&last=%0d%0aSet-Cookie:a",
+    ],
+)
+def test_no_text_of_a_request_becomes_a_header(server: Serving, target: str) -> None:
+    head = exchange(server, get(target)).partition(b"\r\n\r\n")[0]
+    assert b"set-cookie" not in head.lower().replace(b"%0d%0aset-cookie", b"")
+
+
+def test_a_host_of_the_client_becomes_no_other_header(server: Serving) -> None:
+    sent = get("/api/models/org/model/tree/main?limit=1").replace(
+        b"Host: localhost", b'Host: localhost"> ; x=<a'
+    )
+    head = exchange(server, sent).partition(b"\r\n\r\n")[0]
+    assert b"x=<a" not in head
+
+
+def test_ranges_by_the_thousand_cost_no_more_than_the_file(server: Serving, data: bytes) -> None:
+    ranges = "Range: bytes=" + ",".join(f"{number}-{number}" for number in range(1500))
+    received = exchange(server, get(FILE, ranges))
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert body == data
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00" * 100 + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"a" * 200 + b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5000 + b"\r\n",
+        b"GET /" + b"a" * (1 << 17) + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * (1 << 17) + b"\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef",
+    ],
+)
+def test_a_malformed_request_ends_the_connection(server: Serving, sent: bytes) -> None:
+    received = exchange(server, sent)
+    assert received == b"" or received.startswith(b"HTTP/1."), received
+    assert b" 200 " not in received[:20]
+    assert server.request("/healthz")[0] == 200
+
+
+def test_a_body_without_an_end_is_refused(server: Serving) -> None:
+    with connect(server) as client:
+        client.sendall(
+            b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                client.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
+        assert b" 413 " in rest_of(client)[:20] or server.metric("requests_total") >= 1
+    assert server.wait_for_log("status", "413")
+
+
+def test_a_request_for_another_host_is_refused(server: Serving) -> None:
+    sent = get(FILE).replace(b"localhost", b"evil.example")
+    assert exchange(server, sent).startswith(b"HTTP/1.1 421")
+
+
+def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: Path) -> None:
+    limits = {"body.STALL_SECONDS": 0.3}
+    with serving(store, tmp_path, limits=limits) as server, connect(server) as slow:
+        slow.sendall(get(FILE))
+        assert server.wait_for_log("status", "200")["bytes"] < len(data)
+        assert server.metric("broken_responses_total") == 1
+        assert server.metric("open_requests") == 1  # that of this question
+
+
+def test_who_says_nothing_is_let_go(store: LocalStore, tmp_path: Path) -> None:
+    with (
+        serving(store, tmp_path, limits={"server.IDLE_SECONDS": 0.3}) as server,
+        connect(server) as silent,
+        connect(server) as slow,
+    ):
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        assert rest_of(silent) == b""
+        assert rest_of(slow) == b""
+
+
+def test_connections_beyond_the_limit_are_refused(store: LocalStore, tmp_path: Path) -> None:
+    with (
+        serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
+        contextlib.ExitStack() as held,
+    ):
+        for _ in range(3):
+            client = held.enter_context(connect(server))
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        with connect(server) as other:
+            assert rest_of(other).startswith(b"HTTP/1.1 503")
+
+
+def test_a_thousand_idle_connections_cost_little(
+    server: Serving, data: bytes
+) -> None:
+    with contextlib.ExitStack() as held:
+        for _ in range(900):
+            client = held.enter_context(connect(server))
+            client.sendall(b"HEAD " + FILE.encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        assert server.request(FILE)[2] == data
+        status = Path(f"/proc/{server.process.pid}/smaps_rollup").read_text(encoding="ascii")
+        private = sum(
+            int(line.split()[1]) for line in status.splitlines() if line.startswith("Private_")
+        )
+        assert private < 100 << 10  # kB
+
+
+def test_requests_in_a_row_are_answered_in_order(server: Serving, data: bytes) -> None:
+    many = b"".join(
+        f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\nRange: bytes={number}-{number}\r\n\r\n".encode()
+        for number in range(300)
+    )
+    with connect(server) as client:
+        client.sendall(many + get("/healthz"))
+        received = rest_of(client)
+    bodies = [part.partition(b"\r\n\r\n")[2] for part in received.split(b"HTTP/1.1 ")[1:]]
+    assert b"".join(bodies[:300]) == data[:300]
+    assert bodies[300:] == [b"ok\n"]
+
+
+def test_who_leaves_in_the_middle_leaves_nothing_behind(server: Serving, data: bytes) -> None:
+    for _ in range(20):
+        with connect(server) as client:
+            client.sendall(get(FILE))
+            client.recv(10)
+    assert server.request(FILE)[2] == data
+    descriptors = list(Path(f"/proc/{server.process.pid}/fd").iterdir())
+    blobs = [path for path in descriptors if "sha256-" in str(path.resolve())]
+    assert len(blobs) <= 1

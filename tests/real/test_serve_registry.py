@@ -1,0 +1,112 @@
+"""``blobstore serve`` with clients of registries: skopeo, ``blobstore pull``, and cosign's place of signatures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import RemoteError
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.verify import verify_models
+from blobstore.operations.sign.sign import sign_model
+from blobstore.operations.transfer.pull import pull_model
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, moe_tensors, write_folder
+from tests.support.serve_process import Serving, serving
+from tests.support.signing import key_files, policy
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+TOKEN = "a-token-of-the-tests"
+needs_skopeo = pytest.mark.skipif(shutil.which("skopeo") is None, reason="skopeo is not installed")
+
+
+@pytest.fixture
+def models(store: LocalStore, tmp_path: Path) -> LocalStore:
+    create(write_folder(tmp_path / "dense", dense_tensors()), "org/dense", store=store)
+    create(write_folder(tmp_path / "moe", moe_tensors()), "org/moe", store=store)
+    return store
+
+
+@pytest.fixture
+def server(models: LocalStore, tmp_path: Path) -> Iterator[Serving]:
+    with serving(models, tmp_path) as running:
+        yield running
+
+
+def skopeo(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["skopeo", *arguments], check=check, capture_output=True)
+
+
+def test_pull_gets_the_same_model(server: Serving, models: LocalStore, tmp_path: Path) -> None:
+    other = LocalStore(tmp_path / "other")
+    for name in ("org/dense", "org/moe"):
+        pull_model(f"oci://{server.host}/{name}", name, store=other)
+        assert other.read_manifest(name) == models.read_manifest(name)
+        assert not verify_models(name, store=other).faults
+
+
+def test_pull_of_a_frozen_model_gets_its_blobs(
+    models: LocalStore, tmp_path: Path
+) -> None:
+    freeze_models(["org/moe"], store=models)
+    other = LocalStore(tmp_path / "other")
+    with serving(models, tmp_path) as server:
+        pull_model(f"oci://{server.host}/org/moe", "org/moe", store=other)
+    assert not verify_models("org/moe", store=other).faults
+
+
+def test_pull_brings_the_signatures_that_a_policy_needs(
+    models: LocalStore, tmp_path: Path
+) -> None:
+    files = key_files(tmp_path)
+    sign_model("org/dense", files.private, store=models)
+    other = LocalStore(tmp_path / "other")
+    policy(other, files)
+    with serving(models, tmp_path) as server:
+        pull_model(f"oci://{server.host}/org/dense", "org/dense", store=other)
+        with pytest.raises(Exception, match="sign"):
+            pull_model(f"oci://{server.host}/org/moe", "org/moe", store=other)
+    assert list(other.signatures(Digest.of(other.read_manifest("org/dense"))))
+
+
+@needs_skopeo
+def test_skopeo_copies_every_byte(server: Serving, models: LocalStore, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    source = f"docker://{server.host}/org/moe:latest"
+    skopeo("copy", "--all", "--src-tls-verify=false", source, f"dir:{target}")
+    manifest = json.loads((target / "manifest.json").read_bytes())
+    for layer in (manifest["config"], *manifest["layers"]):
+        data = (target / layer["digest"].removeprefix("sha256:")).read_bytes()
+        assert str(Digest.of(data)) == layer["digest"]
+    listed = {layer["digest"] for layer in manifest["layers"]}
+    assert {str(blob.digest) for blob in models.resolve("org/moe").blobs} <= listed
+
+
+@needs_skopeo
+def test_skopeo_lists_tags_and_inspects(server: Serving) -> None:
+    plain = ("--tls-verify=false", f"docker://{server.host}/org/dense")
+    assert json.loads(skopeo("list-tags", *plain).stdout)["Tags"] == ["latest"]
+    raw = skopeo("inspect", "--raw", *plain).stdout
+    assert raw == server.request("/v2/org/dense/manifests/latest", accept="*/*")[2]
+
+
+@needs_skopeo
+def test_a_password_is_a_token(models: LocalStore, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    with serving(models, tmp_path, f"--token-file={tokens}") as server:
+        source = f"docker://{server.host}/org/dense"
+        plain = ("inspect", "--raw", "--tls-verify=false")
+        assert skopeo(*plain, source, check=False).returncode != 0
+        assert skopeo(*plain, "--creds", f"anyone:{TOKEN}", source).stdout.startswith(b"{")
+        assert TOKEN not in server.log_file.read_text()
+        with pytest.raises(RemoteError):
+            pull_model(f"oci://{server.host}/org/dense", "x", store=tmp_path / "other")

@@ -1,0 +1,87 @@
+"""Tokens, host names, and pages of other sites."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from blobstore.errors import UsageError
+from blobstore.serve.access import Access, parse_tokens
+from blobstore.serve.library import Library
+from tests.support.serve import ask, json_of
+
+TOKEN = b"hf_first-token"
+ACCESS = Access(tokens=(TOKEN, b"the-second-token"))
+
+
+def basic(text: str) -> str:
+    return "Basic " + base64.b64encode(text.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["Bearer hf_first-token", "bearer the-second-token", basic("anyone:hf_first-token")],
+)
+def test_a_token_is_a_bearer_or_a_password(library: Library, header: str) -> None:
+    response = ask(library, "/api/models/org/model", headers={"authorization": header}, access=ACCESS)
+    assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer hf_first", "Token hf_first-token", "Basic ???", basic("hf_first-token"), basic("a:b")],
+)
+def test_nothing_is_told_without_a_token(library: Library, header: str) -> None:
+    for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/none", "/v2/"):
+        response = ask(library, target, headers={"authorization": header}, access=ACCESS)
+        assert response.status == 401
+        expected = "Basic" if target == "/v2/" else "Bearer"
+        assert response.headers["WWW-Authenticate"].startswith(expected)
+        assert "model" not in str(json_of(response))
+
+
+def test_health_needs_no_token(library: Library) -> None:
+    assert ask(library, "/healthz", access=ACCESS).status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8080", 200),
+        ("localhost:8080", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8080", 200),
+        ("[::1]", 200),
+        ("cache:8080", 200),
+        ("evil.example:8080", 421),
+        ("localhost.evil.example", 421),
+        ("", 421),
+    ],
+)
+def test_a_page_that_rebinds_a_host_name_gets_nothing(
+    library: Library, host: str, status: int
+) -> None:
+    response = ask(
+        library, "/api/models/org/model", headers={"host": host}, access=Access(hosts=("cache",))
+    )
+    assert response.status == status
+
+
+def test_a_page_of_another_site_gets_nothing(library: Library) -> None:
+    for site, status in {"cross-site": 403, "same-site": 403, "none": 200}.items():
+        response = ask(library, "/api/models/org/model", headers={"sec-fetch-site": site})
+        assert response.status == status
+
+
+def test_a_token_file_has_one_token_on_each_line() -> None:
+    assert parse_tokens(b"# site\n\n first-token \nsecond-token\r\n") == (
+        b"first-token",
+        b"second-token",
+    )
+
+
+@pytest.mark.parametrize("data", [b"", b"# none\n", b"short\n", b"two words-in-it\n", b"\xff" * 20])
+def test_a_token_file_without_tokens_is_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="token"):
+        parse_tokens(data)

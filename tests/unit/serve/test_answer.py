@@ -1,0 +1,66 @@
+"""The rules for all requests."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blobstore.errors import BlobstoreError
+from blobstore.serve.access import Access
+from blobstore.serve.answer import answer
+from blobstore.serve.library import Library, NotPrepared
+from blobstore.serve.messages import Request
+from blobstore.store.local import LocalStore
+from tests.support.serve import ask
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+def test_the_server_only_reads(library: Library, method: str) -> None:
+    for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/v2/x/blobs/uploads/"):
+        response = ask(library, target, method)
+        assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize("target", ["/a%0d%0aX: y", "/../../etc/passwd\0", "//[", "*", "/" + "a" * 10**5])
+def test_a_malformed_target_is_a_bad_request(library: Library, target: str) -> None:
+    assert ask(library, target).status in (400, 404)
+
+
+def test_an_unknown_address_is_absent(library: Library) -> None:
+    for target in ("/", "/none", "/api", "/api/whoami-v2", "/favicon.ico", "/../x", "//", "/%2e%2e/%2e%2e"):
+        assert ask(library, target).status == 404
+
+
+def test_a_damaged_model_is_an_error_of_the_server(library: Library) -> None:
+    library.store.manifest_path("org/model").write_bytes(b"{")
+    with pytest.raises(BlobstoreError):
+        ask(library, "/api/models/org/model")
+
+
+@given(
+    st.sampled_from(["GET", "HEAD", "POST"]),
+    st.lists(
+        st.sampled_from(
+            ["api", "models", "v2", "org", "model", "resolve", "main", "tree", "refs", "blobs"]
+        )
+        | st.text(max_size=20),
+        max_size=8,
+    ),
+    st.dictionaries(
+        st.sampled_from(["range", "if-range", "host", "authorization", "accept", "if-none-match"]),
+        st.text(max_size=30),
+        max_size=3,
+    ),
+    st.binary(max_size=50),
+)
+def test_any_request_has_a_response(
+    method: str, segments: list[str], headers: dict[str, str], body: bytes
+) -> None:
+    library = Library(LocalStore("/nonexistent/store"))
+    request = Request(method, "/" + "/".join(segments), headers, body)
+    for _ in range(3):
+        try:
+            assert answer(request, library, Access(hosts=())).status in range(200, 500)
+        except NotPrepared as first:
+            first.prepare()

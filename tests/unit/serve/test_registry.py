@@ -1,0 +1,161 @@
+"""The routes of a registry, asked without a socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.registry.manifest import ACCEPTED, DOCKER_MANIFEST, OCI_INDEX, OCI_MANIFEST
+from blobstore.serve.library import Library
+from blobstore.store.local import LocalStore
+from tests.support.models import moe_tensors, write_folder
+from tests.support.serve import ask, body_of, json_of
+
+ALL = {"accept": ", ".join(ACCEPTED)}
+
+
+def code_of(library: Library, target: str, **headers: str) -> tuple[int, str]:
+    response = ask(library, target, headers=headers)
+    (error,) = json_of(response)["errors"]
+    return response.status, error["code"]
+
+
+def test_a_registry_says_what_it_speaks(library: Library) -> None:
+    for target in ("/v2/", "/v2"):
+        response = ask(library, target)
+        assert response.status == 200
+        assert response.headers["Docker-Distribution-API-Version"] == "registry/2.0"
+        assert json_of(response) == {}
+
+
+def test_a_manifest_has_exact_bytes_by_its_tag_and_its_digest(library: Library) -> None:
+    response = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    data = body_of(library.store, response)
+    digest = response.headers["Docker-Content-Digest"]
+    assert response.status == 200
+    assert response.headers["Content-Type"] == OCI_MANIFEST == json_of(response)["mediaType"]
+    assert digest == str(Digest.of(data))
+    again = ask(library, f"/v2/org/model/manifests/{digest}")
+    assert body_of(library.store, again) == data
+    head = ask(library, "/v2/org/model/manifests/latest", "HEAD", headers=ALL)
+    assert (head.headers, head.parts) == (response.headers, ())
+
+
+def test_every_blob_of_a_manifest_is_there(library: Library) -> None:
+    manifest = json_of(ask(library, "/v2/org/model/manifests/latest", headers=ALL))
+    for layer in (manifest["config"], *manifest["layers"]):
+        target = f"/v2/org/model/blobs/{layer['digest']}"
+        response = ask(library, target)
+        data = body_of(library.store, response)
+        assert (str(Digest.of(data)), len(data)) == (layer["digest"], layer["size"])
+        assert response.headers["Docker-Content-Digest"] == layer["digest"]
+        if len(data) > 5:
+            part = ask(library, target, headers={"range": "bytes=1-4"})
+            assert (part.status, body_of(library.store, part)) == (206, data[1:5])
+
+
+def test_a_client_gets_the_type_that_it_accepts(library: Library) -> None:
+    local = library.store.read_manifest("org/model")
+    docker = ask(library, "/v2/org/model/manifests/latest", headers={"accept": DOCKER_MANIFEST})
+    assert docker.headers["Content-Type"] == DOCKER_MANIFEST == media_types.MANIFEST
+    assert body_of(library.store, docker) == local
+    by_digest = ask(library, f"/v2/org/model/manifests/{Digest.of(local)}", headers=ALL)
+    assert body_of(library.store, by_digest) == local
+    any_type = ask(library, "/v2/org/model/manifests/latest", headers={"accept": "*/*"})
+    assert any_type.headers["Content-Type"] == OCI_MANIFEST
+    other = ask(library, "/v2/org/model/manifests/latest", headers={"accept": OCI_INDEX})
+    assert other.status == 404
+    assert OCI_MANIFEST in json_of(other)["errors"][0]["message"]
+
+
+def test_names_may_have_small_letters_alone(store: LocalStore, tmp_path: Path) -> None:
+    create(write_folder(tmp_path / "m", moe_tensors()), "Org/Model-7B", store=store)
+    library = Library(store)
+    assert ask(library, "/v2/org/model-7b/manifests/latest", headers=ALL).status == 200
+    assert json_of(ask(library, "/v2/org/model-7b/tags/list"))["tags"] == ["latest"]
+
+
+def test_tags_are_listed_in_pages(library: Library) -> None:
+    for tag in ("a", "b", "v1"):
+        copy_model("org/model", f"org/model:{tag}", store=library.store)
+    value = json_of(ask(library, "/v2/org/model/tags/list"))
+    assert value == {"name": "org/model", "tags": ["a", "b", "latest", "v1"]}
+    first = ask(library, "/v2/org/model/tags/list?n=3")
+    assert json_of(first)["tags"] == ["a", "b", "latest"]
+    assert first.headers["Link"] == '</v2/org/model/tags/list?n=3&last=latest>; rel="next"'
+    assert json_of(ask(library, "/v2/org/model/tags/list?n=3&last=latest"))["tags"] == ["v1"]
+    assert json_of(ask(library, "/v2/org/model/tags/list?n=0"))["tags"] == []
+
+
+def test_nothing_refers_to_a_model_without_signatures(library: Library) -> None:
+    response = ask(library, f"/v2/org/model/referrers/sha256:{'0' * 64}")
+    assert (response.status, response.headers["Content-Type"]) == (200, OCI_INDEX)
+    assert json_of(response)["manifests"] == []
+
+
+def test_a_signature_refers_to_its_model(library: Library, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from blobstore.operations.sign.sign import sign_model
+    from tests.support.signing import key_files
+
+    before = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    digest = before.headers["Docker-Content-Digest"]
+    target = f"/v2/org/model/referrers/{digest}"
+    assert json_of(ask(library, target))["manifests"] == []
+    sign_model("org/model", key_files(tmp_path).private, store=library.store)
+    (item,) = json_of(ask(library, target))["manifests"]
+    manifest = json_of(ask(library, f"/v2/org/model/manifests/{item['digest']}", headers=ALL))
+    assert manifest["subject"]["digest"] == digest
+    (layer,) = manifest["layers"]
+    bundle = ask(library, f"/v2/org/model/blobs/{layer['digest']}")
+    stored = library.store.signatures(Digest.of(library.store.read_manifest("org/model")))
+    assert body_of(library.store, bundle) in list(stored)
+    none = ask(library, f"{target}?artifactType=none")
+    assert json_of(none)["manifests"] == []
+    assert none.headers["OCI-Filters-Applied"] == "artifactType"
+
+
+def test_errors_are_those_of_registries(library: Library) -> None:
+    zeros = f"sha256:{'0' * 64}"
+    for target, expected in {
+        "/v2/org/none/manifests/latest": (404, "NAME_UNKNOWN"),
+        "/v2/a/b/c/manifests/latest": (404, "NAME_UNKNOWN"),
+        "/v2/..%2F../x/manifests/latest": (404, "NAME_UNKNOWN"),
+        "/v2/_catalog": (404, "NAME_UNKNOWN"),
+        "/v2/org/model/manifests/none": (404, "MANIFEST_UNKNOWN"),
+        "/v2/org/model/manifests/..%2F..": (404, "MANIFEST_UNKNOWN"),
+        f"/v2/org/model/manifests/{zeros}": (404, "MANIFEST_UNKNOWN"),
+        "/v2/org/model/manifests/sha512:00": (404, "MANIFEST_UNKNOWN"),
+        f"/v2/org/model/manifests/sha256-{'0' * 64}.sig": (404, "MANIFEST_UNKNOWN"),
+        f"/v2/org/model/blobs/{zeros}": (404, "BLOB_UNKNOWN"),
+        "/v2/org/model/blobs/..%2F..%2Fmanifests": (404, "DIGEST_INVALID"),
+        "/v2/org/model/tags/other": (404, "NAME_UNKNOWN"),
+    }.items():
+        assert code_of(library, target) == expected, target
+
+
+def test_blobs_of_other_models_are_not_those_of_a_repository(
+    library: Library, tmp_path: Path
+) -> None:
+    create(write_folder(tmp_path / "m", moe_tensors()), "org/secret", store=library.store)
+    secret = library.store.resolve("org/secret").layers[0].digest
+    assert ask(library, f"/v2/org/secret/blobs/{secret}").status == 200
+    assert ask(library, f"/v2/org/model/blobs/{secret}").status == 404
+    some = Library(library.store, allow=["org/model"])
+    assert ask(some, f"/v2/org/secret/blobs/{secret}").status == 404
+    assert ask(some, f"/v2/org/model/blobs/{secret}").status == 404
+
+
+def test_a_manifest_stays_while_it_is_pulled(library: Library, tmp_path: Path) -> None:
+    response = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    digest = response.headers["Docker-Content-Digest"]
+    create(write_folder(tmp_path / "m", moe_tensors()), "org/model", store=library.store)
+    assert ask(library, "/v2/org/model/manifests/latest", headers=ALL).headers != response.headers
+    assert ask(library, f"/v2/org/model/manifests/{digest}").status == 200
+    remove_models(["org/model"], store=library.store)
+    assert ask(library, "/v2/org/model/manifests/latest").status == 404

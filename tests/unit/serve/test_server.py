@@ -1,0 +1,276 @@
+"""A real server, and clients that speak HTTP with it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import remove_models
+from blobstore.serve.library import Library
+from blobstore.store.local import LocalStore
+from tests.support.models import dense_tensors, moe_tensors, write_folder
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+TOKEN = "hf_a-secret-token"
+
+
+@pytest.fixture
+def server(library: Library, tmp_path: Path) -> Iterator[Serving]:
+    with serving(library.store, tmp_path) as running:
+        yield running
+
+
+def large_model(store: LocalStore, folder: Path) -> bytes:
+    """Add ``org/large``, whose file is larger than what the system takes for a slow reader."""
+    import numpy as np
+
+    random = np.random.default_rng(3)
+    tensors = {
+        f"model.layers.{number}.weight": random.standard_normal((1024, 2048), dtype=np.float32)
+        for number in range(6)
+    }
+    source = write_folder(folder / "large", tensors)
+    create(source, "org/large", store=store)
+    return (source / "model.safetensors").read_bytes()
+
+
+def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            status, headers, body = server.request(f"/org/model/resolve/main/{name}")
+            assert (status, body) == (200, path.read_bytes())
+            assert headers["content-length"] == str(len(body))
+            assert headers["server"] == "blobstore"
+
+
+def test_one_connection_carries_many_requests(server: Serving, folder: Path) -> None:
+    (name,) = [path.name for path in folder.glob("*-00001-of-*.safetensors")]
+    data = (folder / name).read_bytes()
+    connection = http.client.HTTPConnection(server.host, timeout=60)
+    with contextlib.closing(connection):
+        for _ in range(20):
+            for method, expected in (("HEAD", b""), ("GET", data)):
+                connection.request(method, f"/org/model/resolve/main/{name}")
+                answer = connection.getresponse()
+                assert answer.status == 200
+                assert answer.getheader("Content-Length") == str(len(data))
+                assert answer.read() == expected
+            connection.request(
+                "GET", f"/org/model/resolve/main/{name}", headers={"Range": "bytes=9-400"}
+            )
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (206, data[9:401])
+    assert server.metric("open_connections") == 1  # that of this request
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_resumes_a_download(server: Serving, folder: Path, tmp_path: Path) -> None:
+    (source,) = folder.glob("*-00001-of-*.safetensors")
+    target = tmp_path / "part"
+    target.write_bytes(source.read_bytes()[:100])
+    url = f"{server.url}/org/model/resolve/main/{source.name}"
+    command = ["curl", "-sfC", "-", "-o", str(target), url]
+    subprocess.run(command, check=True)
+    assert target.read_bytes() == source.read_bytes()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_gets_no_body_of_what_it_has(server: Serving) -> None:
+    url = f"{server.url}/org/model/resolve/main/config.json"
+    etag = server.request("/org/model/resolve/main/config.json")[1]["etag"]
+    command = ["curl", "-s", "-H", f"If-None-Match: {etag}", "-w", "%{http_code}", url]
+    assert subprocess.run(command, check=True, capture_output=True).stdout == b"304"
+
+
+def test_a_frozen_model_is_served(store: LocalStore, tmp_path: Path) -> None:
+    data = large_model(store, tmp_path)
+    freeze_models(["org/large"], store=store)
+    with serving(store, tmp_path) as server:
+        target = "/org/large/resolve/main/model.safetensors"
+        assert server.request(target)[2] == data
+        assert server.request(target, range="bytes=5000000-9000001")[2] == data[5000000:9000002]
+
+
+def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
+    command = [sys.executable, "-m", "blobstore.cli", "serve", "--host", "0.0.0.0", "--port=0"]
+    result = subprocess.run(
+        [*command, "--store", str(store.root)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "--token-file" in result.stderr
+
+
+def test_a_port_that_is_taken_is_an_error(store: LocalStore) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "blobstore.cli", "serve", f"--port={port}"]
+        result = subprocess.run(
+            [*command, "--store", str(store.root)], capture_output=True, text=True, check=False
+        )
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+def test_tokens_are_read_again_and_never_logged(library: Library, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    with serving(
+        library.store, tmp_path, "--host=0.0.0.0", f"--token-file={tokens}"
+    ) as server:
+        target = f"/api/models/org/model?token={TOKEN}"
+        assert server.request("/healthz")[0] == 200
+        assert server.request(target)[0] == 401
+        assert server.request("/metrics")[0] == 401
+        assert server.request(target, authorization=f"Bearer {TOKEN}")[0] == 200
+        second = tmp_path / "second"
+        second.write_text("another-secret-token\n")
+        second.replace(tokens)
+        deadline = time.monotonic() + 60
+        while server.request(target, authorization=f"Bearer {TOKEN}")[0] == 200:
+            assert time.monotonic() < deadline
+        bearer = "Bearer another-secret-token"
+        assert server.request("/api/models/org/model", authorization=bearer)[0] == 200
+        tokens.write_text("")  # is being written: the last tokens stay valid
+        assert server.request("/api/models/org/model", authorization=bearer)[0] == 200
+        assert server.wait_for_log("status", "401")["path"] == "/api/models/org/model"
+    text = server.log_file.read_text()
+    assert "secret" not in text
+
+
+def test_a_response_is_finished_before_the_server_ends(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = large_model(store, tmp_path)
+    with (
+        serving(store, tmp_path) as server,
+        socket.create_connection(server.host.split(":")) as client,
+    ):
+        client.sendall(
+            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        received = client.recv(1000)
+        server.process.send_signal(signal.SIGTERM)
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(server.host.split(":")).close()
+                continue
+            break
+        while piece := client.recv(1 << 20):
+            received += piece
+        assert received.partition(b"\r\n\r\n")[2] == data
+        assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_a_model_that_is_removed_meanwhile_is_sent_to_its_end(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = large_model(store, tmp_path)
+    create(write_folder(tmp_path / "other", moe_tensors()), "other", store=store)
+    with (
+        serving(store, tmp_path) as server,
+        socket.create_connection(server.host.split(":")) as client,
+    ):
+        client.sendall(
+            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
+            b"Connection: close\r\n\r\n"
+        )
+        received = client.recv(1000)
+        remove_models(["org/large"], store=store)
+        collect_garbage(store=store, older_than=0, force=True)
+        assert server.request("/api/models/org/large")[0] == 404
+        while piece := client.recv(1 << 20):
+            received += piece
+    assert received.partition(b"\r\n\r\n")[2] == data
+
+
+def test_a_damaged_blob_ends_the_connection_before_its_first_byte(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = large_model(store, tmp_path)
+    target = "/org/large/resolve/main/model.safetensors"
+    with serving(store, tmp_path) as server:
+        assert server.request(target)[2] == data  # its digest is known, and its blobs are intact
+        library = Library(store)
+        manifest = store.resolve("org/large")
+        layer = next(one for one in manifest.layers if one.name == "model.layers.3.weight")
+        path = Path(store.blob_path(layer.digest))
+        changed = bytearray(path.read_bytes())
+        changed[-1] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(changed)
+        begin = data.index(bytes(changed[200:300])) - 200
+        connection = http.client.HTTPConnection(server.host, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", target)
+            answer = connection.getresponse()
+            assert answer.status == 200
+            with pytest.raises(http.client.IncompleteRead) as caught:
+                answer.read()
+        received = caught.value.partial
+        assert begin - 200 <= len(received) <= begin + 200
+        assert received == data[: len(received)]
+        entry = server.wait_for_log("error", "is damaged")
+        assert layer.digest.hex in entry["error"]
+        status, _, body = server.request(target, range=f"bytes={begin + 1000}-{begin + 2000}")
+        assert (status, b"log of the server" in body) == (500, True)
+        assert server.request(target, range="bytes=0-9")[2] == data[:10]
+        assert server.metric("store_errors_total") == 2
+    assert library.store.root == store.root
+
+
+def test_blobs_that_were_verified_are_not_hashed_again(store: LocalStore, tmp_path: Path) -> None:
+    import os
+
+    data = large_model(store, tmp_path)
+    for path in store.folder("blobs").iterdir():
+        os.utime(path, (1, 1))
+    target = "/org/large/resolve/main/model.safetensors"
+    deadline = time.monotonic() + 4  # a file that has just changed may change again
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+    for expected in (True, False):
+        with serving(store, tmp_path) as server:
+            assert server.request(target)[2] == data
+            hashed = server.metric("verified_bytes_total")
+            assert server.request(target)[2] == data
+            assert server.metric("verified_bytes_total") == hashed
+            assert (hashed > 0) in (expected, False)
+            server.stop()
+    assert hashed == 0
+
+
+def test_digests_are_those_that_clients_compare(server: Serving) -> None:
+    status, headers, body = server.request("/org/model/resolve/main/config.json")
+    assert status == 200
+    assert headers["etag"].strip('"') == Digest.of(body).hex
+
+
+def test_a_form_that_is_too_large_is_refused(server: Serving) -> None:
+    target = "/api/models/org/model/paths-info/main"
+    assert server.request(target, "POST", b"paths=config.json")[0] == 200
+    assert server.request(target, "POST", b"x" * (2 << 20))[0] == 413
+
+
+def test_dense_models_of_odd_names_are_served(store: LocalStore, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "dense", dense_tensors())
+    create(source, "dense", store=store)
+    with serving(store, tmp_path) as server:
+        body = server.request("/dense/resolve/main/model.safetensors")[2]
+    assert body == (source / "model.safetensors").read_bytes()
