@@ -138,7 +138,7 @@ class BodySender:
     ) -> None:
         loop = asyncio.get_running_loop()
         end = part.begin + part.length
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:  # noqa: PTH123 - it has no name
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
             for begin in range(part.begin, end, WINDOW):
                 count = min(WINDOW, end - begin)
                 if not is_in_memory(descriptor, begin, count):

@@ -43,7 +43,7 @@ LEASE_SECONDS = 600.0
 """How long the blobs of a model are kept from gc after it was last asked for."""
 
 
-class NotPrepared(Exception):  # noqa: N818 - no error: the answer is not known yet
+class NotPrepared(Exception):
     """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
 
     Work with the same ``key`` is the same work, which nobody needs to do twice at once.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
+from blobstore.models.contents import ModelContents
 from blobstore.operations.export.folder import plan_export
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
@@ -57,7 +58,8 @@ def model_files(store: LocalStore, manifest: Manifest) -> dict[str, Content]:
     if manifest.layers_of(*media_types.GGUF):
         files = {name: whole_blob(layer) for name, layer in _gguf_layers(manifest).items()}
         return dict(sorted(files.items()))
-    plan = plan_original(store, manifest) or plan_export(store, manifest, SHARD_SIZE)
+    model = ModelContents(store, manifest)
+    plan = plan_original(model) or plan_export(model, SHARD_SIZE)
     tensors = {tensor.spec.name: tensor for tensor in plan.tensors}
     files = {name: whole_blob(layer) for name, layer in plan.files.items()}
     files |= {name: Content((data,)) for name, data in plan.written.items()}

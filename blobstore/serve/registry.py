@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.registry.manifest import RemoteManifest
-    from blobstore.serve.artifacts import Artifact
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.targets import Target
