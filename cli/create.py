@@ -105,9 +105,9 @@ def command(
     """Import SOURCE into the store under NAME.
 
     SOURCE is a Hugging Face model folder, a .safetensors file, a PyTorch checkpoint, a folder of
-    torch.distributed.checkpoint or of Meta's Llama, a GGUF file, a model of Ollama's (ollama://NAME), a
-    models--org--name folder of the Hub cache, or the id or URL of a Hub repository (org/name,
-    hf://org/name@revision). NAME is
+    torch.distributed.checkpoint, DeepSpeed or Meta's Llama, a GGUF file, a model of Ollama's
+    (ollama://NAME), a models--org--name folder of the Hub cache, or the id or URL of a Hub repository
+    (org/name, hf://org/name@revision). NAME is
     [host/][namespace/]model[:tag]; with --all, models are named after their repositories or folders.
     Blobs that the store already has are not rewritten. The name appears last, when everything else is
     safely on disk.

@@ -98,7 +98,7 @@ class HuggingFaceFolder(ShardSet):
             raise UnsupportedSource(
                 f"all tensors of {quote(self._path)} are empty, such as {quote(min(self.specs))}: they "
                 "are the placeholders of DeepSpeed's ZeRO stage 3",
-                advice="run zero_to_fp32.py in the folder of the checkpoint, and create from its result",
+                advice="import the folder of a step of DeepSpeed, such as global_step100",
             )
 
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:

@@ -71,6 +71,8 @@ class _Stream:
         piece = self._piece
         done = 0
         with piece.file.opened() as descriptor:
+            if piece.check and not self._done:
+                piece.check(descriptor)
             while done < len(target):
                 offset = piece.begin + self._done + done
                 count = os.preadv(descriptor, [target[done:]], offset)

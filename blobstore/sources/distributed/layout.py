@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
-from blobstore.errors import UnsupportedSource
+from blobstore.core.files import read_regular
+from blobstore.errors import DamagedSource, UnsupportedSource
 from blobstore.sources.selection import DATA_FILE, is_model_folder
 
 if TYPE_CHECKING:
@@ -21,6 +22,18 @@ SHARD: Final = re.compile(
     r"shard-(?P<rank>[0-9]{5})-model-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors"
 )
 """Matches the names of the files that the Hugging Face writer saves for each process."""
+ZERO_MODEL: Final = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>[0-9]{1,9})_)?mp_rank_00_model_states\.pt"
+)
+"""Matches the names of DeepSpeed's files with the model: one of stages 1 and 2, one a process of stage 3."""
+ZERO_OPTIMIZER: Final = re.compile(
+    r"(?:bf16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_00_optim_states\.pt"
+)
+"""Matches the names of DeepSpeed's files with the optimizer of each process."""
+ZERO_TOOLS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
+"""The programs that DeepSpeed saves next to its checkpoints."""
+_MAX_NAME = 4096
+_COMPLETE = re.compile(r".+\.(?:safetensors|gguf)|pytorch_model.*\.bin")
 _MODEL_FOLDER = "pytorch_model_fsdp_0"
 """Where accelerate and the Trainer of transformers put the model, next to the optimizer's folder."""
 _SHOWN = 8
@@ -35,6 +48,10 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
         OSError: the folder cannot be read.
     """
     if not path.is_dir():
+        if options.subtree is None and ZERO_OPTIMIZER.fullmatch(path.name):
+            raise UnsupportedSource(
+                f"{quote(path)} is the part of one process of DeepSpeed ZeRO; import the folder"
+            )
         if path.name == METADATA_FILE or path.suffix == DATA_FILE:
             raise UnsupportedSource(
                 f"{quote(path)} is one file of a folder of {FORMAT}; import the folder"
@@ -51,6 +68,10 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
         from blobstore.sources.distributed.torch_folder import TorchFolder
 
         return TorchFolder(path, inner, options)
+    if (inner := find_zero(path)) is not None:
+        from blobstore.sources.distributed.zero_folder import ZeroFolder
+
+        return ZeroFolder(path, inner, options)
     if not is_model_folder(path):
         _check_not_above(path)
     return None
@@ -68,6 +89,45 @@ def find_checkpoint(folder: Path) -> str | None:
     if any(name.endswith(DATA_FILE) for name in names):
         return ""
     return _MODEL_FOLDER if _MODEL_FOLDER in names and _has_data(folder / _MODEL_FOLDER) else None
+
+
+def find_zero(folder: Path) -> str | None:
+    """Return where in a folder the files of DeepSpeed are, or None.
+
+    Raises:
+        DamagedSource: the folder that ``latest`` names is missing.
+        UnsupportedSource: there are several steps, and no ``latest``.
+        OSError: a folder cannot be read.
+    """
+    names = [path.name for path in folder.iterdir()]
+    if any(map(ZERO_OPTIMIZER.fullmatch, names)):
+        return ""
+    if any(map(_COMPLETE.fullmatch, names)):
+        return None
+    steps = sorted(name for name in names if _has_states(folder / name))
+    if "latest" not in names:
+        if steps:
+            raise UnsupportedSource(
+                f"{quote(folder)} has no file 'latest', which DeepSpeed writes last; import one of its "
+                f"folders: {join_some([*map(quote, steps)], _SHOWN)}"
+            )
+        return None
+    latest = read_regular(folder / "latest", _MAX_NAME).decode("utf-8", "replace").strip()
+    if latest in steps:
+        return latest
+    if ZERO_TOOLS[0] in names or steps:
+        raise DamagedSource(
+            f"{quote(folder / 'latest')} names {quote(latest)}, but there is no such folder with "
+            "files of DeepSpeed: it was not saved or copied completely"
+        )
+    return None
+
+
+def _has_states(folder: Path) -> bool:
+    return folder.is_dir() and any(
+        ZERO_MODEL.fullmatch(path.name) or ZERO_OPTIMIZER.fullmatch(path.name)
+        for path in folder.iterdir()
+    )
 
 
 def _check_not_above(folder: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from blobstore.sources.distributed.files import DataFile
     from blobstore.sources.pytorch.tensors import StridedTensor
 
@@ -29,3 +31,5 @@ class Piece(NamedTuple):
     """CRC-32 of its bytes; 0 if it is not known."""
     strided: StridedTensor | None = None
     """The order of its elements in the file, if it is not C order."""
+    check: Callable[[int], None] | None = None
+    """Called with the open file before the piece is read, to verify what it is a part of."""

@@ -892,7 +892,7 @@ def test_says_where_weights_lie_deeper(tmp_path: Path) -> None:
 def test_a_checkpoint_of_empty_placeholders_is_refused(tmp_path: Path) -> None:
     put_bin(tmp_path, "pytorch_model.bin", a=0, b=0)
     with pytest.raises(
-        UnsupportedSource, match="all tensors of .* are empty, such as 'a'.*zero_to_"
+        UnsupportedSource, match="all tensors of .* are empty, such as 'a'.*the folder of a step"
     ):
         Found(tmp_path)
     put_bin(tmp_path, "pytorch_model.bin", a=0, b=1)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import SourceOptions
-from blobstore.sources.distributed.layout import find_checkpoint, open_distributed
+from blobstore.sources.distributed.layout import find_checkpoint, find_zero, open_distributed
 from blobstore.sources.open import open_source
 from tests.support.distributed_folders import grid, write_folder
 
@@ -71,3 +71,34 @@ def test_other_sources_are_left_to_others(tmp_path: Path) -> None:
 def test_a_folder_without_anything_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="is empty"):
         open_source(tmp_path)
+
+
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def test_finds_the_step_that_deepspeed_saved_last(tmp_path: Path) -> None:
+    assert find_zero(tmp_path) is None
+    for step in ("global_step1", "global_step2"):
+        touch(tmp_path / step / MODEL, tmp_path / step / OPTIMIZER)
+    with pytest.raises(UnsupportedSource, match="import one of .*: 'global_step1', 'global_step2'"):
+        find_zero(tmp_path)
+    (tmp_path / "latest").write_text("global_step1\n")
+    assert find_zero(tmp_path) == "global_step1"
+    assert find_zero(tmp_path / "global_step2") == ""
+    (tmp_path / "latest").write_text("global_step3")
+    with pytest.raises(DamagedSource, match="names 'global_step3', but there is no such folder"):
+        find_zero(tmp_path)
+    touch(tmp_path / "model.safetensors")
+    assert find_zero(tmp_path) is None
+
+
+def test_a_file_that_is_called_latest_means_nothing_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("run-7")
+    touch(tmp_path / "run-7" / "x.pt")
+    assert find_zero(tmp_path) is None
+
+
+def test_the_optimizer_of_one_process_is_not_a_source(tmp_path: Path) -> None:
+    touch(tmp_path / OPTIMIZER)
+    with pytest.raises(UnsupportedSource, match="part of one process of DeepSpeed ZeRO"):
+        open_source(tmp_path / OPTIMIZER)
