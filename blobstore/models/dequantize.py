@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.quantization.fp8 import decode
 from blobstore.quantization.numpy import dequantize
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.tiles import TILE_ROWS
 from blobstore.safetensors.numpy import as_array
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def plain_pieces(
     }
     count = len(rows[""])
     height = rows_at_once(stored.shape[-1])
+    if item.is_tiled:
+        height = -(-height // TILE_ROWS) * TILE_ROWS
     for row in range(0, count, height):
         chosen = slice(row, row + height) if order is None else order[row : row + height]
         piece = {suffix: array[chosen] for suffix, array in rows.items()}

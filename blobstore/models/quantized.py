@@ -14,6 +14,7 @@ from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, GGUF_FORMATS, SCALE_SUFFIXES
 from blobstore.quantization.metadata import KEYS, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
+from blobstore.quantization.tiles import TILE_ROWS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -153,6 +154,8 @@ class QuantizedWeights:
         selection = select(self.dequantized_spec(name), index)
         if item.float8 is not None:
             return self._part_of_blocks(name, item.float8, selection, widened=widened)
+        if item.is_tiled:
+            return self._part_of_tiles(name, selection, widened=widened)
         start, stop = selection.ranges[-1]
         first, last = start // group_size, -(-stop // group_size)
         bounds = (first * group_size, last * group_size)
@@ -195,11 +198,31 @@ class QuantizedWeights:
             )
         is_kept = (*selection.is_kept[:-2], True, True)
         part = Selection(tuple(bounds), is_kept)
+        if len(scale.shape) > len(shape):  # [rows, blocks, 1]
+            blocks.append((0, 1))
+            is_kept = (*is_kept, True)
         scales = Selection(tuple(blocks[: len(scale.shape)]), is_kept[: len(scale.shape)])
         if scale.elements == 1:
             scales = select(scale, ...)
         selections = {name: part, scale.name: scales}
         return QuantizedPart(selections, _within(selection, bounds[-2:]))
+
+    def _part_of_tiles(self, name: str, selection: Selection, *, widened: bool) -> QuantizedPart:
+        """Return where a part of a weight with tiled scales is stored; see :meth:`part`."""
+        rows, columns = self.dequantized_spec(name).shape
+        start, stop = selection.ranges[0]
+        first, last = start // TILE_ROWS * TILE_ROWS, -(-stop // TILE_ROWS) * TILE_ROWS
+        bounds = ((first, min(last, rows)), (0, columns))
+        if bounds != selection.ranges and not widened:
+            raise UsageError(
+                f"tensor {quote(name)} of {self._name} has scales in tiles of {TILE_ROWS} rows; the part "
+                "would split one, or a row: open the model with dequantize=True for that"
+            )
+        selections = {name: select(self._index.spec(name), slice(*bounds[0]))}
+        for suffix, companion in self.companions(name).items():
+            part = ... if suffix == GLOBAL_SCALE else slice(first, last)
+            selections[companion] = select(self._index.spec(companion), part)
+        return QuantizedPart(selections, _within(selection, bounds))
 
     def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
         scale = self.companions(name).get(SCALE)

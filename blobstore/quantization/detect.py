@@ -9,6 +9,7 @@ weight                  companions                                     becomes
 ``X.weight_packed`` U8  ``X.weight_scale``, ``X.weight_global_scale``  nvfp4, or mxfp4
 ``X.weight_packed`` I32 ``X.weight_scale``, ``X.weight_shape``         int4-sym, or int8-sym
 ``X.weight`` U8         ``X.weight_scale``, ``X.weight_scale_2``       nvfp4, or mxfp4
+the same, or 8-bit      the same, and a marker of ComfyUI              nvfp4-tiled, or mxfp8-tiled
 ``X_blocks`` U8         ``X_scales`` U8                                mxfp4
 8-bit float ``W``       ``W_scale``, one exponent per 32 columns       mxfp8
 8-bit float ``W``       ``W_scale`` or ``W_scale_inv``                 fp8, or BF16
@@ -35,15 +36,17 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.comfy import (
     MARKER,
     MAX_MARKER,
-    are_float8_layers,
-    is_float8_marker,
+    are_known_layers,
+    is_known_marker,
     is_stale,
+    tiled_types,
 )
 from blobstore.quantization.formats import (
     FACTORS,
     FLOAT8,
     FORMATS,
     INPUT_SCALES,
+    MAX_GROUP,
     MODULE_SCALES,
     PACKED_SHAPE,
     SCALE_SUFFIXES,
@@ -61,6 +64,7 @@ from blobstore.quantization.packed_weights import (
     refuse,
     relabelled,
     symmetric_weight,
+    tiled_weight,
 )
 from blobstore.quantization.recipes import SCALE, Copied, Decoded, Prequantized, copies
 from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_name, scheme_of_tensor
@@ -70,7 +74,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
     from typing import Final
 
-    from blobstore.quantization.formats import Sharing
+    from blobstore.quantization.formats import QuantFormat, Sharing
 
     Specs = Mapping[str, TensorSpec]
 
@@ -166,8 +170,12 @@ def _read(
     found: dict[str, Decoded | Prequantized] = {}
     used: set[str] = set()
     left_out: set[str] = set()
+    marked = tiled_types(metadata, markers)
+    tiled = {name: item for name, item in marked.items() if name in specs}
     for name, spec in specs.items():
-        recipe = _quantized(spec, specs, quant_config, markers, decode=decode)
+        recipe = _tiled(spec, specs, tiled) or _quantized(
+            spec, specs, quant_config, markers, decode=decode
+        )
         if recipe is None:
             continue
         if found.setdefault(recipe.spec.name, recipe) is not recipe:
@@ -175,7 +183,7 @@ def _read(
         used.update(recipe.sources, recipe.scales if isinstance(recipe, Decoded) else ())
         if spec.dtype is not DType.U32:
             left_out.update(_left_out(recipe, specs))
-    known = {name for name, text in markers.items() if is_float8_marker(name, text, specs)}
+    known = {name for name, text in markers.items() if is_known_marker(name, text, specs, tiled)}
     is_decoded = any(isinstance(recipe, Decoded) for recipe in found.values())
     stale = set(filter(is_stale, specs)) if is_decoded else set[str]()
     claimed = used | left_out
@@ -188,7 +196,7 @@ def _read(
     weights |= {spec.name: spec for spec in plain if _may_be_packed(spec)}
     # MLX packs into words of its own, whatever a header says besides.
     has_others = any(spec.dtype is not DType.U32 for spec in weights.values())
-    keys = {key for key, text in metadata if not are_float8_layers(key, text, specs)}
+    keys = {key for key, text in metadata if not are_known_layers(key, text, specs, tiled)}
     _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
@@ -283,6 +291,15 @@ def _quantized(
     return _float8(spec, scales[0], config.sharings(), decode=decode)
 
 
+def _tiled(spec: TensorSpec, specs: Specs, types: Mapping[str, QuantFormat]) -> Prequantized | None:
+    """Return the recipe of a weight to which a marker of ComfyUI gives a type with tiled scales."""
+    item = types.get(spec.name)
+    if item is None:
+        return None
+    scale, factor = (specs.get(spec.name + end) for end in ("_scale", "_scale_2"))
+    return tiled_weight(spec, scale, factor, item)
+
+
 def _fp4_of_integers(
     spec: TensorSpec, scale: TensorSpec, config: SourceQuantConfig
 ) -> Prequantized:
@@ -365,7 +382,7 @@ def _float8(
     packed = mxfp8_weight(weight, scale, source)
     if packed is not None:
         return packed
-    sharings = declared or _USUAL_SHARINGS
+    sharings = declared or (*_USUAL_SHARINGS, *_blocks_of_rows(weight, scale))
     item = next(filter(None, (float8_format(weight, scale, sharing) for sharing in sharings)), None)
     if item is None or item.float8 is None:
         if scale.dtype not in FACTORS:
@@ -387,6 +404,14 @@ def _float8(
         return Decoded(plain, (weight.name,), (source,), flat, scale, item.float8.block)
     parts = (Copied(weight, (weight.name,)), Copied(scale, (source,)))
     return Prequantized(parts, item, None)
+
+
+def _blocks_of_rows(weight: TensorSpec, scale: TensorSpec) -> Iterator[Sharing]:
+    """Yield the blocks of musubi-tuner, which divides rows: its scales have the shape [rows, blocks, 1]."""
+    if len(weight.shape) == 2 and scale.shape[:1] == weight.shape[:1] and scale.shape[2:] == (1,):  # noqa: PLR2004
+        width, rest = divmod(weight.shape[1], max(scale.shape[1], 1))
+        if not rest and 0 < width <= MAX_GROUP:
+            yield 1, width
 
 
 def _check_scales(

@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import UsageError
 from blobstore.gguf.types import TYPES
+from blobstore.quantization.tiles import tiled_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ MAX_GROUP: Final = 999_999
 """Elements of a group at most, as the metadata of a blob can say."""
 FLOAT8_TYPE: Final = "fp8"
 _GGUF: Final = "gguf_"
+TILED_TYPES: Final = ("nvfp4-tiled", "mxfp8-tiled")
+"""The types of floats with tiled scales, which only sources have."""
 SYMMETRIC_TYPES: Final = ("int4-sym", "int8-sym")
 """The types of integers without offsets, which only sources have."""
 FLOAT8: Final = (DType.F8_E4M3, DType.F8_E5M2)
@@ -107,6 +110,9 @@ class QuantFormat:
     """Of an fp8 weight; None in the table."""
     block_bytes: int = 0
     """Bytes of a block of ``group_size`` elements with their scales; 0 if scales are tensors of their own."""
+    is_tiled: bool = False
+    """Whether scales are in the layout of :mod:`blobstore.quantization.tiles`. The first of two codes in a byte
+    then has the upper bits."""
 
     @property
     def gguf_name(self) -> str:
@@ -132,7 +138,12 @@ class QuantFormat:
         """Return whether a group may have so many elements."""
         if self.mode == "symmetric":  # a group is a number of words
             return group_size > 0 and group_size * self.bits % WORD_BITS == 0
-        return group_size in self.group_sizes
+        return group_size in self.group_sizes or (self.is_tiled and group_size == self.group_size)
+
+    def scale_shape(self, rows: Sequence[int], columns: int, group_size: int) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight of the logical shape ``(*rows, columns)``."""
+        groups = columns // group_size
+        return tiled_shape(math.prod(rows), groups) if self.is_tiled else (*rows, groups)
 
     def scale_dtype(self, dtype: DType) -> DType:
         """Return the element type of the scales of a weight of ``dtype``.
@@ -175,6 +186,8 @@ FORMATS: Final[Mapping[str, QuantFormat]] = {
         QuantFormat("int6", 6, 64, "affine", _AFFINE_GROUPS, is_target=False),
         QuantFormat("int4-sym", 4, 0, "symmetric", (), is_target=False),
         QuantFormat("int8-sym", 8, 0, "symmetric", (), is_target=False),
+        QuantFormat("nvfp4-tiled", 4, 16, "nvfp4", (), is_target=False, is_tiled=True),
+        QuantFormat("mxfp8-tiled", 8, 32, "mxfp8", (), is_target=False, is_tiled=True),
         QuantFormat(FLOAT8_TYPE, 8, 0, "fp8", (), is_target=False, word_bits=8),
     )
 }
@@ -254,10 +267,10 @@ def float8_format(weight: TensorSpec, scale: TensorSpec, sharing: Sharing) -> Qu
         block = (1, columns) if scale.shape in ((*stack, rows), (*stack, rows, 1)) else None
     else:
         block = height, width = (min(sharing[0], rows), sharing[1]) if stack else sharing
+        grid = (*stack, -(-rows // height), -(-columns // width))
         # No matrix of a stack may end within a block.
-        if scale.shape != (*stack, -(-rows // height), -(-columns // width)) or (
-            stack and rows % height
-        ):
+        is_known = scale.shape == grid or (not stack and height == 1 and scale.shape == (*grid, 1))
+        if not is_known or (stack and rows % height):
             block = None
     if block is None or not weight.elements:
         return None

@@ -115,15 +115,13 @@ def parse_quant_metadata(
     if columns > _MAX_COLUMNS:  # only possible without rows; arithmetic in libraries would overflow
         _fail(name, f"rows of {columns} elements are too long")
     scale = companions[SCALE]
-    text = metadata.get(f"{name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE)
-    if text is None:  # derive it from the shapes
-        groups = scale.shape[-1] if scale.shape else 0
-        text = str(columns // groups if groups else 0)
+    text = _group_size(item, weight, scale, metadata)
     if not _NUMBER.fullmatch(text) or not item.has_group_size(int(text)):
-        sizes = ", ".join(map(str, item.group_sizes)) or "multiples of 32 bits"
+        known = item.group_sizes or filter(None, (item.group_size,))
+        sizes = ", ".join(map(str, known)) or "multiples of 32 bits"
         _fail(name, f"{item.name} cannot have a {GROUP_SIZE} of {quote(text)}; possible: {sizes}")
     group_size = int(text)
-    if columns % group_size or scale.shape != (*rows, columns // group_size):
+    if columns % group_size or scale.shape != item.scale_shape(rows, columns, group_size):
         _fail(
             name,
             f"scales of shape {list(scale.shape)} do not fit {item.name} of shape "
@@ -131,6 +129,21 @@ def parse_quant_metadata(
         )
     _check_companions(item, name, companions)
     return item, group_size
+
+
+def _group_size(
+    item: QuantFormat, weight: TensorSpec, scale: TensorSpec, metadata: Mapping[str, str]
+) -> str:
+    """Return the group size that metadata state, or that the shapes tell."""
+    text = metadata.get(f"{weight.name}.{GROUP_SIZE}") or metadata.get(GROUP_SIZE)
+    if item.is_tiled:
+        if len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+            _fail(weight.name, f"{item.name} has 2 dimensions, not {len(weight.shape)}")
+        return text or str(item.group_size)
+    if text is None:
+        groups = scale.shape[-1] if scale.shape else 0
+        text = str(item.columns(weight.shape[-1]) // groups if groups else 0)
+    return text
 
 
 def _value(name: str, key: str, metadata: Mapping[str, str]) -> str:

@@ -5,12 +5,14 @@ MLX can quantize too, but :mod:`blobstore.quantization.numpy` produces the same 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.quantization.fp8 import decode_stack
+from blobstore.quantization.tiles import untiled
 from blobstore.safetensors.mlx import copied
 from blobstore.safetensors.numpy import as_array
 
@@ -59,9 +61,16 @@ def dequantize(
         return dequantize(weight[None], scale[None], row, item, group_size, dtype, global_scale)[0]
     if item.mode == "symmetric":
         return _symmetric(weight, scale, item, group_size).astype(wanted)
+    if item.is_tiled:
+        scale = untiled(scale, weight.shape[0], item.columns(weight.shape[1]) // group_size)
+        if item.bits == 4:  # noqa: PLR2004 - half a byte
+            codes = weight.view(mx.uint8)
+            weight = (codes >> 4 | codes << 4).view(mx.uint32)
     if item.mode == "nvfp4" and scale.size % 2:  # MLX processes two groups at a time
         words, scales = (mx.concatenate([array, array], axis=-2) for array in (weight, scale))
-        found = dequantize(words, scales, None, item, group_size, dtype, global_scale)
+        found = dequantize(
+            words, scales, None, replace(item, is_tiled=False), group_size, dtype, global_scale
+        )
         return found[..., : weight.shape[-2], :]
     if global_scale is None:
         return mx.dequantize(weight, scale, bias, dtype=wanted, **options)

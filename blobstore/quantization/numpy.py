@@ -33,6 +33,7 @@ import ml_dtypes
 import numpy as np
 
 from blobstore.quantization.fp8 import decode_stack
+from blobstore.quantization.tiles import untiled
 from blobstore.safetensors.numpy import BF16
 
 if TYPE_CHECKING:
@@ -144,6 +145,11 @@ def dequantize(
     assert scale is not None  # noqa: S101 - only blocks have none
     *rows, words = weight.shape
     columns = item.columns(words)
+    if item.is_tiled:
+        scale = untiled(scale, rows[0], columns // group_size)
+        if item.bits == 4:  # noqa: PLR2004 - half a byte
+            codes = np.ascontiguousarray(weight).view(np.uint8)
+            weight = (codes >> 4 | codes << 4).view(weight.dtype)
     if item.float8 is not None:
         return decode_stack(weight, scale, item.float8, dtype)
     count = scale.size

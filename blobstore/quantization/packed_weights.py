@@ -200,6 +200,39 @@ def mxfp8_weight(weight: TensorSpec, scale: TensorSpec, source: str = "") -> Pre
     return relabelled(weight.name, weight, scale._replace(name=source or scale.name), _MXFP8)
 
 
+def tiled_weight(
+    weight: TensorSpec, scale: TensorSpec | None, factor: TensorSpec | None, item: QuantFormat
+) -> Prequantized:
+    """Return the recipe of a weight of ComfyUI whose marker names a type with tiled scales.
+
+    Args:
+        weight: packed bytes, or 8-bit floats.
+        scale: the scales of its groups.
+        factor: the global scale, for 4-bit floats.
+        item: the type.
+
+    Raises:
+        NotUnderstood: the tensors are not of the type.
+    """
+    is_fp4 = item.mode == "nvfp4"
+    expected = (DType.F8_E4M3,) if is_fp4 else _EXPONENT_TYPES
+    if weight.dtype is not (DType.U8 if is_fp4 else DType.F8_E4M3) or len(weight.shape) != 2:  # noqa: PLR2004
+        refuse(weight, f"of shape {list(weight.shape)} is marked as {item.name}")
+    if scale is None or scale.dtype not in expected:
+        refuse(weight, f"is marked as {item.name} and has no scales of that type")
+    packed = relabelled(weight.name, weight, scale, item)
+    if is_fp4 != (factor is not None):
+        refuse(
+            weight, f"is marked as {item.name} and {'lacks' if is_fp4 else 'has'} a global scale"
+        )
+    if factor is None:
+        return packed
+    if (factor.dtype, factor.elements) != (DType.F32, 1):
+        refuse(factor, f"must be one F32 number, and is {shown_spec(factor)}")
+    part = Copied(factor._replace(name=weight.name + GLOBAL_SCALE), (factor.name,))
+    return Prequantized((*packed.parts, part), item, item.group_size)
+
+
 def check_matrix(weight: TensorSpec) -> None:
     """Check that a quantized weight is a matrix or a stack of matrices, and not empty."""
     if len(weight.shape) not in (2, 3) or not weight.elements:
@@ -221,8 +254,10 @@ def refuse(spec: TensorSpec, what: str) -> NoReturn:
 def _scale_shape(weight: TensorSpec, item: QuantFormat, group_size: int) -> tuple[Any, ...] | None:
     """Return the shape of the scales of packed words, or None if the last group is incomplete."""
     *rows, words = weight.shape
-    groups, rest = divmod(words * WORD_BITS, item.bits * group_size)
-    return None if rest else (*rows, groups)
+    columns, rest = divmod(words * WORD_BITS, item.bits)
+    if rest or columns % group_size:
+        return None
+    return item.scale_shape(rows, columns, group_size)
 
 
 def relabelled(name: str, weight: TensorSpec, scale: TensorSpec, item: QuantFormat) -> Prequantized:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blobstore.quantization.fp8 import TYPES, decode_stack
+from blobstore.quantization.tiles import untiled_tensor
 
 if TYPE_CHECKING:
     from blobstore.quantization.formats import Float8Layout, QuantFormat
@@ -61,6 +62,9 @@ def dequantize(
     groups = result.view(-1, group_size)
     # Kernels for uint32 are rare.
     packed = weight.view(torch.int32).contiguous().view(torch.uint8).view(len(groups), -1)
+    if item.is_tiled:
+        scale = untiled_tensor(scale, rows[0], columns // group_size)
+        packed = packed if item.bits == 8 else packed >> 4 | packed << 4  # noqa: PLR2004 - a byte
     scales = scale.reshape(-1, 1)
     biases = None if bias is None else bias.reshape(-1, 1)
     height = max(_PIECE.get(weight.device.type, _DEVICE_PIECE) // group_size, 1)

@@ -47,6 +47,25 @@ HOSTILE: dict[str, tuple[list[Entry], dict[str, Any]]] = {
         [WEIGHT, SCALE],
         {"quant_type": "int8-sym", "group_size": "32"},
     ),
+    "tiles of another number of rows": (
+        [("w.weight", "U32", (2, 8), bytes(64)), ("w.weight.scale", "U8", (2, 4), bytes(8))],
+        {"quant_type": "nvfp4-tiled", "group_size": "16"},
+    ),
+    "tiles of a stack": (
+        [
+            ("w.weight", "U32", (1, 2, 8), bytes(64)),
+            ("w.weight.scale", "U8", (1, 128, 4), bytes(512)),
+        ],
+        {"quant_type": "nvfp4-tiled"},
+    ),
+    "groups of another size in tiles": (
+        [("w.weight", "U32", (2, 8), bytes(64)), ("w.weight.scale", "U8", (128, 4), bytes(512))],
+        {"quant_type": "nvfp4-tiled", "group_size": "32"},
+    ),
+    "tiled scales of floats": (
+        [("w.weight", "U32", (2, 8), bytes(64)), ("w.weight.scale", "F16", (128, 4), bytes(1024))],
+        {"quant_type": "mxfp8-tiled"},
+    ),
     "a bias of floats": ([WEIGHT, NVFP4, BIAS], {"quant_type": "nvfp4"}),
     "more scales": ([WEIGHT, ("w.weight.scale", "BF16", (2, 2), bytes(8)), BIAS], VALID),
     "scales of another rank": ([WEIGHT, ("w.weight.scale", "BF16", (2,), bytes(4)), BIAS], VALID),

@@ -12,7 +12,7 @@ from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
 from blobstore.models.tensors import COMPANIONS
 from blobstore.quantization import gpt_oss
-from blobstore.quantization.formats import FLOAT8_TYPE, SYMMETRIC_TYPES
+from blobstore.quantization.formats import FLOAT8_TYPE, SYMMETRIC_TYPES, TILED_TYPES
 from blobstore.quantization.mlx_layout import mlx_name
 from blobstore.quantization.recipes import SCALE
 from blobstore.safetensors.mlx import as_mlx, copied
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from blobstore.core.tensor import DType, TensorSpec
     from blobstore.operations.open import Model
 
-DECODED = frozenset({FLOAT8_TYPE, *SYMMETRIC_TYPES})
+DECODED = frozenset({FLOAT8_TYPE, *SYMMETRIC_TYPES, *TILED_TYPES})
 """The types of which mlx-lm has no layers. Their weights are given as plain values."""
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -283,7 +283,10 @@ def _needs_source_layout(tensor: StoredTensor) -> bool:
     """Return whether only its source's layout can hold a weight: MLX's cannot."""
     item = tensor.item
     return item is not None and (
-        item.float8 is not None or item.mode == "symmetric" or GLOBAL_SCALE in tensor.companions
+        item.float8 is not None
+        or item.mode == "symmetric"
+        or item.is_tiled
+        or GLOBAL_SCALE in tensor.companions
     )
 
 

@@ -710,6 +710,14 @@ def deepseek_v4() -> Tensors:
     }
 
 
+def blocks_of_rows() -> Tensors:
+    """As musubi-tuner writes them: [rows, blocks, 1]."""
+    return {
+        "a.weight": ("F8_E4M3", [2, 6], bytes(range(40, 52))),
+        "a.scale_weight": ("F32", [2, 2, 1], struct.pack("<4f", 0.25, 3, 0.1, 7)),
+    }
+
+
 V4 = {
     "expert_dtype": "fp4",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -721,6 +729,7 @@ NAMED_AFTER_MODULES: dict[str, tuple[Tensors, Any]] = {
         {},
     ),
     "ComfyUI": (scaled_fp8(), {}),
+    "musubi-tuner": (blocks_of_rows(), {}),
     "DeepSeek V4": (deepseek_v4(), V4),
 }
 
@@ -759,6 +768,25 @@ def test_values_of_scales_that_are_named_after_modules(tmp_path: Path, store: Lo
     create(path, NAME, store=store, decode=True)
     with blobstore.open(NAME, store=store) as model:
         assert model["a.weight"].astype(np.float32).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "mlx"])
+def test_values_of_blocks_of_rows(framework: Any, tmp_path: Path, store: LocalStore) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_of(blocks_of_rows()))
+    create(path, NAME, store=store)
+    codes = np.arange(40, 52, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scales = np.array([[0.25], [3], [0.1], [7]], np.float32)
+    expected = (codes.reshape(4, 3) * scales).reshape(2, 6)
+    with blobstore.open(NAME, store=store, framework=framework) as model:
+        assert model.dequantized("a.weight", "float32").tolist() == expected.tolist()
+    plain = expected.astype(ml_dtypes.bfloat16).astype(np.float32)
+    with blobstore.open(NAME, store=store, framework=framework, dequantize=True) as model:
+        for index in ((slice(1, 2), slice(2, 5)), (0, 5), slice(None)):
+            assert model.get_slice("a.weight")[index].tolist() == plain[index].tolist()
+    create(path, NAME, store=store, decode=True)
+    with blobstore.open(NAME, store=store) as model:
+        assert model["a.weight"].astype(np.float32).tolist() == plain.tolist()
 
 
 def test_a_dequantized_folder_has_no_markers(tmp_path: Path, store: LocalStore) -> None:
