@@ -35,7 +35,8 @@ _MAX_NAME: Final = 1024
 """Bytes of the name of a tensor; llama.cpp accepts 63."""
 _MAX_DIMENSIONS: Final = 4
 _MAX_ALIGNMENT: Final = 1 << 20
-_MAX_ELEMENTS: Final = 2**63 - 1
+_MAX_ELEMENTS: Final = 2**60 - 1
+"""Numpy counts the bytes of an array in 63 bits, and an element has up to 8."""
 _MAX_VALUES: Final = 100_000
 _MAX_TENSORS: Final = 200_000
 """Models have some thousands; experts of a layer are one tensor."""
@@ -345,7 +346,7 @@ class _Parser:
                 f"tensor {quote(name)} has {count} dimensions, expected at most {_MAX_DIMENSIONS}"
             )
         shape = tuple(self._u64(what) for _ in range(count))[::-1]
-        if math.prod(shape) > _MAX_ELEMENTS:
+        if math.prod(filter(None, shape)) > _MAX_ELEMENTS:  # also next to a dimension of 0
             raise InvalidGguf(f"tensor {quote(name)} has too many elements: {list(shape)}")
         return name, (self._u32(what), shape, self._u64(what))
 

@@ -92,7 +92,7 @@ def main() -> None:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with (
         tempfile.TemporaryDirectory(dir=memory) as name,
-        mock.patch.object(os, "fsync"),
+        mock.patch.object(os, "fsync", int),  # a mock would keep each call
         mock.patch.object(versions, "_TICK", 0),  # no input waits until the clock has moved on
     ):
         run(lambda data: read_one(data, Path(name)), write_seeds, "-timeout=10")

@@ -71,7 +71,7 @@ def test_a_model_is_split_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert "3 tensors" in run("create", "ollama://llama3:8b", "m", "--store", other).stdout
     run("export", "m", tmp_path / "out", "--store", other)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == GGUF_FILE
-    add_gguf_model(LocalStore(folder), "bad", gguf_file(tensors=[("x", F32, (2**62,), b"")]))
+    add_gguf_model(LocalStore(folder), "bad", gguf_file(tensors=[("x", F32, (2**59,), b"")]))
     done = run("create", "ollama://bad", "m", "--store", other, exit_code=4)
     assert "ollama-bad-latest-" in done.stderr
     assert "/model.gguf': the file ends at byte 64, in tensor 'x'" in done.stderr

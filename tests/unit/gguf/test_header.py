@@ -147,6 +147,13 @@ def test_every_shorter_file_is_refused() -> None:
             parsed(data[:size])
 
 
+def test_the_largest_dimension_next_to_0_can_be_held() -> None:
+    (tensor,) = parsed(gguf_file([], [("a", 28, [0, 2**60 - 1], b"")])).tensors.values()
+    assert np.empty(tensor.shape, np.float64).size == 0
+    with pytest.raises(InvalidGguf, match="too many elements"):
+        parsed(gguf_file([], [("a", 28, [0, 2**60], b"")]))
+
+
 def test_a_size_is_that_of_complete_blocks() -> None:
     header = parsed(gguf_file([], [("a", 14, [512, 3, 2], bytes(210 * 12))]))
     tensor = header.tensors["a"]
