@@ -9,12 +9,15 @@ import click
 
 from blobstore.cli.output import show_note
 from blobstore.core.escape import join_some, quote
+from blobstore.core.schemes import check_path
 from blobstore.errors import BlobstoreError, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from click.shell_completion import CompletionItem
+
+    from blobstore.core.schemes import Role
 
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
@@ -34,8 +37,17 @@ class _Path(_ParamType):
 
     name = "path"
 
-    def __init__(self, kind: Literal["file", "dir"]) -> None:
+    def __init__(self, kind: Literal["file", "dir"], role: Role | None) -> None:
         self._kind = kind
+        self._role: Role | None = role
+        """What the path is for; None if an address may stand there, which the operation judges."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, unless it is an address: that would be the path of a new folder."""
+        del param, ctx
+        if self._role is not None:
+            check_path(value, self._role)
+        return value
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -146,7 +158,8 @@ class _QuantType(_ParamType):
         return _name_items(_QUANT_TYPES, incomplete)
 
 
-FILE, FOLDER = _Path("file"), _Path("dir")
+FILE, SOURCE, FILE_TO_WRITE = _Path("file", "source"), _Path("file", None), _Path("file", "target")
+FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
 MODEL_OR_ADDRESS = _ModelName(or_address=True)
 MODEL_TO_VERIFY = _ModelName(elsewhere="put --remote before it")

@@ -28,7 +28,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
-@click.argument("source", type=arguments.FILE)
+@click.argument("source", type=arguments.SOURCE)
 @click.argument("name", required=False, type=arguments.NEW_NAME)
 @options.shared("store")
 @click.option(

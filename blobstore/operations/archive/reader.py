@@ -330,7 +330,7 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
         BlobstoreError: it cannot be read.
         ArchiveDamaged: it is truncated or altered, or breaks the format; also in the block.
     """
-    text = str(local_path(path))
+    text = str(local_path(path, "source"))
     try:
         descriptor, size = open_regular(text)
     except FileNotFoundError:

@@ -65,7 +65,7 @@ def create_all(
     store = LocalStore.of(store)
     first: dict[str, Path] = {}
     results = []
-    for found, source in find_models(local_path(folder)):
+    for found, source in find_models(local_path(folder, "source")):
         name, created, error = found, None, None
         try:
             reference = Reference.parse(found)

@@ -279,7 +279,7 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
         UnsupportedSource: it is of a format that is not read.
         UsageError: there is no such subtree.
     """
-    return Checkpoint(local_path(path), subtree=subtree)
+    return Checkpoint(local_path(path, "source"), subtree=subtree)
 
 
 def check_globals(result: Result) -> None:
