@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from blobstore.core.schemes import Role
-
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 

@@ -88,7 +88,7 @@ def command(
     """Push the model NAME to a registry or to object storage, at REMOTE.
 
     REMOTE is [oci://]host[:port]/repository[:tag], or a store in object storage such as
-    s3://bucket/prefix. Without it, NAME must begin with the host of a registry. Blobs that are there
+    s3://bucket/prefix, or a name in one, s3://bucket/prefix/name:tag. Without it, NAME must begin with the host of a registry. Blobs that are there
     are not sent again. The name appears last, when all of the model is there. A damaged blob is never
     published. If push is interrupted, the same command continues where it stopped. The options from
     --layout to --sign-key, and --plain-http, are for registries.
@@ -128,7 +128,7 @@ def command(
     out.result(
         output.record(pushed, fields),
         [_as_text(pushed), *([render.without_base(pushed.fallbacks)] if pushed.fallbacks else [])],
-        notes=[] if pushed.replaced is None else [replaced],
+        notes=[*pushed.notices, *([] if pushed.replaced is None else [replaced])],
     )
 
 

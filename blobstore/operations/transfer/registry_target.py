@@ -128,6 +128,7 @@ class RegistryTarget:
 
     kind = "the registry"
     checks_manifests = True
+    notices = ()
 
     def __init__(
         self,
