@@ -24,18 +24,26 @@ _NAMED = 3
     "names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL_OR_ADDRESS
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
-@options.shared("store", "wait", "json")
-def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, out: Output) -> None:
+@options.shared("plain-http", "store", "wait", "json")
+def command(
+    names: tuple[str, ...],
+    store: LocalStore,
+    dry_run: bool,
+    plain_http: bool | None,
+    out: Output,
+) -> None:
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
-    No blob is removed. A name is removed even if its manifest cannot be read.
+    No blob is removed. A name is removed even if its manifest cannot be read. NAMEs may be addresses
+    in registries or object storage instead; oci://host/repository@sha256:... removes a manifest with
+    all of its tags.
     """
-    from blobstore.remotes.addresses import is_in_objects
+    from blobstore.remotes.addresses import is_address
 
-    if any(map(is_in_objects, names)):
-        if not all(map(is_in_objects, names)):
-            raise click.UsageError("names in the store and in object storage cannot be mixed")
-        _remove_objects(names, out, dry_run=dry_run)
+    if any(map(is_address, names)):
+        if not all(map(is_address, names)):
+            raise click.UsageError("names in the store and addresses cannot be mixed")
+        _remove_remote(names, out, dry_run=dry_run, plain_http=plain_http)
         return
     from blobstore.operations.maintenance.names import remove_models
 
@@ -59,17 +67,23 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, out: Outpu
         )
 
 
-def _remove_objects(names: tuple[str, ...], out: Output, *, dry_run: bool) -> None:
-    from blobstore.objects.source import ObjectSource
+def _remove_remote(
+    names: tuple[str, ...], out: Output, *, dry_run: bool, plain_http: bool | None
+) -> None:
+    from blobstore.operations.maintenance.remote_names import remove_remote
+    from blobstore.remotes.addresses import is_in_objects
 
-    found = [(store, address) for store, address, _ in map(ObjectSource.locate, names)]
-    for store, address in () if dry_run else found:
-        store.remove([address.reference])
+    removed = remove_remote(names, dry_run=dry_run, plain_http=plain_http)
     verb = "would remove" if dry_run else "removed"
+    notes = []
+    if any(map(is_in_objects, names)):
+        notes.append("'blobstore gc --remote' frees what no other model needs")
+    if not all(map(is_in_objects, names)):
+        notes.append("a registry frees space by its own collection of garbage")
     out.result(
-        {"dry_run": dry_run, "removed": [str(address) for _, address in found]},
-        [f"{verb} {render.cell(address)}" for _, address in found],
-        notes=["'blobstore gc --remote' frees what no other model needs"],
+        {"dry_run": dry_run, "removed": [str(address) for address in removed]},
+        [f"{verb} {render.cell(address)}" for address in removed],
+        notes=notes,
     )
 
 

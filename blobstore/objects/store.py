@@ -96,10 +96,12 @@ class ObjectStore:
         return next(self.client.list(_MANIFESTS, LOOK_FOR_STORE), None) is not None
 
     def exists_at_all(self) -> bool:
-        """Return whether there is a store: one whose names were all removed has blobs still."""
-        return any(
-            next(self.client.list(folder, LOOK_FOR_STORE), None) for folder in (_MANIFESTS, _BLOBS)
-        )
+        """Return whether there is a store: one whose names were all removed has blobs still.
+
+        Raises:
+            RemoteError: the prefix cannot be listed.
+        """
+        return any(next(self.client.list(folder), None) for folder in (_MANIFESTS, _BLOBS))
 
     def overlapping(self) -> Iterator[StoreAddress]:
         """Yield stores whose prefixes begin this one's, and those one folder below, as far as the user may see."""

@@ -103,7 +103,9 @@ class ObjectTarget:
             is_published=former == self._data,
             replaced=None if former in {None, self._data} else Digest.of(former or b""),
         )
-        self.notices = () if former or objects.has_names() else tuple(_overlaps(objects))
+        self.notices: Sequence[str] = (
+            () if former or objects.has_names() else tuple(_overlaps(objects))
+        )
         self._leased = {blob.digest for blob in self.model.blobs}
 
     def has(self, blob: PushedBlob) -> bool:

@@ -128,7 +128,7 @@ class RegistryTarget:
 
     kind = "the registry"
     checks_manifests = True
-    notices = ()
+    notices: Sequence[str] = ()
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import run
+from tests.unit.cli.running import run, run_json
 
 PUSH = "'blobstore push' sends models there"
 PULL = "'blobstore pull' fetches models from there"
@@ -77,3 +77,42 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
 )
 def test_schemes_of_other_tools_are_explained(remote: str, advice: str, here: Path) -> None:
     assert advice in run("push", "dense", remote, exit_code=2).stderr
+
+
+def test_whole_remote_stores_and_their_models_are_shown(here: Path) -> None:
+    place = f"file://{here}/bucket/team"
+    run("push", "dense", place)
+    run("push", "dense", f"{place}/other:v1")
+    listed = run_json("list", place)["models"]
+    assert [model["name"] for model in listed] == [f"{place}/dense:latest", f"{place}/other:v1"]
+    assert listed[0]["bytes"] == listed[0]["shared_bytes"] > 0
+    assert listed[0]["digest"].startswith("sha256:")
+    assert "together: 2 models" in run("du", place).stdout
+    assert "in the store  " in run("info", f"{place}/other:v1").stdout
+    assert run("cat", f"{place}/other:v1", "merges.txt").stdout == "a b\n"
+    assert "to file" in run("tag", f"{place}/other:v1", "v2").stdout
+    assert run_json("rm", f"{place}/other:v1")["removed"] == [f"{place}/other:v1"]
+    assert run("-q", "list", place).stdout.split() == [f"{place}/dense:latest", f"{place}/other:v2"]
+    run("pull", f"{place}/other:v2")
+
+
+@pytest.mark.parametrize("command", ["list", "du", "verify", "info", "rm"])
+def test_a_mistyped_store_is_not_found(command: str, here: Path) -> None:
+    run("push", "dense", f"file://{here}/bucket/team")
+    run(command, f"file://{here}/bucket/taem/x", exit_code=3)
+    assert [path.name for path in (here / "bucket").iterdir()] == ["team"]
+
+
+def test_a_folder_that_is_no_store_is_not_an_empty_one(here: Path) -> None:
+    (here / "models").mkdir()
+    assert run("list", "--store", here / "models").stdout == ""
+    (here / "models" / "dense").symlink_to(here / "dense")
+    for command in ("list", "du"):
+        result = run(command, "--store", here / "models", exit_code=3)
+        assert "'blobstore create --all PATH' imports them" in result.stderr
+        run(command, "--store", here / "typo", exit_code=3)
+
+
+def test_the_address_of_a_registry_that_is_taken_for_a_name_is_explained(here: Path) -> None:
+    result = run("list", "localhost:5000/team/repo", exit_code=3)
+    assert "write 'oci://localhost:5000/team/repo'" in result.stderr

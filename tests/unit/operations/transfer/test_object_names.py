@@ -52,8 +52,10 @@ def test_stores_that_overlap_are_noticed(local: LocalStore, bucket: str) -> None
     around = push_model("one:v1", bucket, store=local)
     within = push_model("one:v1", f"{bucket}/team/deep", store=local)
     assert around.notices == (
-        f"'{bucket}' is a new store around '{bucket}/team', and they share no blobs; push to "
-        f"'{bucket}/NAME:TAG' to keep all models in one",
+        (
+            f"'{bucket}' is a new store around '{bucket}/team', and they share no blobs; push to "
+            f"'{bucket}/NAME:TAG' to keep all models in one"
+        ),
     )
     assert [text.partition(", and")[0] for text in within.notices] == [
         f"'{bucket}/team/deep' is a new store within '{bucket}/team'",
