@@ -14,7 +14,7 @@ from blobstore.core.schemes import advice_for, check_path, scheme_of
 from blobstore.errors import BlobstoreError, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from click.shell_completion import CompletionItem
 
@@ -236,6 +236,12 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
     from blobstore.remotes.addresses import is_address
 
     return text if is_address(text) else model(store, text)
+
+
+def glob_advice(text: str, names: Iterable[str]) -> str:
+    """Return the glob that finds the names of which a text is a part; empty if it is a part of none."""
+    count = sum(text in name for name in names)
+    return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
 
 
 def address_advice(text: str) -> str:

@@ -89,6 +89,10 @@ def _as_text(pulled: Pulled, *, dry_run: bool) -> str:
     name = render.cell(pulled.reference)
     remote = render.cell(pulled.remote)
     source = f" from {remote}" if remote != name else ""
+    if not pulled.blobs_fetched and pulled.is_new:
+        verb = "would name" if dry_run else "named"
+        blobs = render.count_of(pulled.blobs, "blob")
+        return f"{verb} {name}{source}: {blobs} present, nothing to fetch"
     if not pulled.blobs_fetched:
         return f"{name} is up to date: {render.count_of(pulled.blobs, 'blob')} present, nothing to fetch"
     parts = [

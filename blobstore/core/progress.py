@@ -12,6 +12,13 @@ The total is 0 as long as it is not known.
 """
 
 
+def of_passes(progress: Progress | None, passes: int) -> Progress | None:
+    """Return what reports bytes that are each processed several times as bytes that are done once."""
+    if progress is None:
+        return None
+    return lambda what, done, total: progress(what, done // passes, total // passes)
+
+
 class Meter:
     """Adds up the bytes that several threads have done, for one :data:`Progress` callback."""
 

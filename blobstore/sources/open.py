@@ -41,6 +41,8 @@ def open_source(
         SourceError: the source cannot be read; see :class:`HuggingFaceFolder` for the kinds.
         UsageError: an option does not apply to the source.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise UsageError(f"a source is a path or the id of a repository, got {quote(text)}")
     name = os.path.expanduser(text)  # noqa: PTH111 - a URL is no path
     path = Path(name)
     try:

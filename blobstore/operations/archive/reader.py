@@ -340,9 +340,10 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     try:
         yield ArchiveReader(descriptor, size, text)
     except ArchiveDamaged as error:
-        raise ArchiveDamaged(
-            f"archive {quote(text)}: {error}; copy it again from where it was packed"
-        ) from None
+        advice = "copy it again from where it was packed"
+        if not text.endswith(".bsar"):
+            advice = "archives end in .bsar; 'blobstore create' imports other files"
+        raise ArchiveDamaged(f"archive {quote(text)}: {error}; {advice}") from None
     finally:
         os.close(descriptor)
 

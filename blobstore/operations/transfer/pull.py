@@ -84,6 +84,8 @@ class Pulled:
     """Signatures that came with the model and are kept: with a policy that has keys, those by its keys."""
     replaced: bool
     """Whether the name belonged to another model, which ``restore`` brings back."""
+    is_new: bool
+    """Whether the store had no such name."""
     seconds: float
     notices: tuple[str, ...] = ()
     """What the policy warns about, and what is unusual there."""
@@ -149,6 +151,7 @@ def pull_model(
         reference = name or source.address.name()
         data = source.model.manifest
         _check_name(store, reference, source, force=force)
+        is_new = not store.has_model(reference)
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
@@ -190,6 +193,7 @@ def pull_model(
         repaired=dict(done.repaired),
         signatures=len(signatures.data),
         replaced=done.former is not None,
+        is_new=is_new,
         seconds=time.monotonic() - started,
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),
