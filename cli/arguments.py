@@ -173,6 +173,7 @@ class _QuantType(_ParamType):
 FILE, SOURCE, FILE_TO_WRITE = _Path("file", "source"), _Path("file", None), _Path("file", "target")
 FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
+MODEL_OR_REMOTE_LAST = _ModelName(or_path=True)  # the operation judges the last word
 MODEL_OR_ADDRESS, MODEL_OR_REMOTE = _ModelName(or_address=True), _ModelName(or_remote=True)
 NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")

@@ -81,6 +81,8 @@ VARIANTS = {
     "show oci://": ("show", "%address"),
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
+    "push GLOB": ("push", "tun*", "dense", "%place"),
+    "pull --all": ("pull", "--all", "%place"),
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
@@ -144,6 +146,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         address = registry.put(origin, plan, "team/dense", "latest")
         (folder / "host").write_text(registry.host)
         (folder / "remote").write_text(address)
+        (folder / "place").write_text(f"file://{folder}/bucket")
+        run("push", "dense", f"file://{folder}/bucket", "--store", store)
         (folder / "address").write_text(f"oci://{address}")
         yield folder
 
