@@ -23,11 +23,22 @@ _NAMED = 3
 @click.argument(
     "names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL_OR_ADDRESS
 )
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of the models NAME, keep the newest N tags of each name.",
+)
+@options.older_than_option(
+    "Keep the models NAME that were written less than TIME ago, such as 30d."
+)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
 @options.shared("plain-http", "store", "wait", "json")
 def command(
     names: tuple[str, ...],
     store: LocalStore,
+    keep_last: int | None,
+    older_than: float | None,
     dry_run: bool,
     plain_http: bool | None,
     out: Output,
@@ -37,17 +48,31 @@ def command(
     No blob is removed. A name is removed even if its manifest cannot be read. NAMEs may be addresses
     in registries or object storage instead; oci://host/repository@sha256:... removes a manifest with
     all of its tags.
+
+    With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
+    3". With both, those that neither keeps. Tags of one manifest count once, with the age of the
+    newest.
     """
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, names)):
         if not all(map(is_address, names)):
             raise click.UsageError("names in the store and addresses cannot be mixed")
+        if keep_last is not None or older_than is not None:
+            raise click.UsageError("--keep-last and --older-than are for models of the store")
         _remove_remote(names, out, dry_run=dry_run, plain_http=plain_http)
         return
     from blobstore.operations.maintenance.names import remove_models
 
     chosen = arguments.models(store, names, needs_name=True)
+    if keep_last is not None or older_than is not None:
+        from blobstore.operations.maintenance.retention import expired_models
+
+        expired = expired_models(chosen, keep_last=keep_last, older_than=older_than, store=store)
+        kept = len(chosen) - len(expired)
+        if kept:
+            out.line(f"keeps {render.count_of(kept, 'model')}")
+        chosen = tuple(expired)
     removed = remove_models(chosen, store=store, dry_run=dry_run)
     data = {
         "dry_run": dry_run,
@@ -90,6 +115,8 @@ def _remove_remote(
 def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
     verb = "would remove" if dry_run else "removed"
     lines = [f"{verb} {render.cell(entry.reference)}" for entry in removed.names]
+    if not lines:
+        return "nothing to remove"
     if removed.blobs:
         blobs = render.count_of(removed.blobs, "blob")
         command = f"blobstore gc{' --force' * removed.is_last}"
