@@ -35,7 +35,20 @@ _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "completion"),
+    *(
+        "freeze",
+        "thaw",
+        "pack",
+        "unpack",
+        "push",
+        "pull",
+        "lock",
+        "sync",
+        "login",
+        "logout",
+        "sign",
+        "completion",
+    ),
 )
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
 _ELSEWHERE = {

@@ -63,7 +63,7 @@ def push_models(
     local = LocalStore.of(store)
     names = list(dict.fromkeys(map(Reference.of, references)))
     sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
-    places = [None if remote is None else _place(remote, name) for name in names]
+    places = [None if remote is None else place_of(remote, name) for name in names]
 
     def push(number: int, step: Progress | None) -> Pushed:
         return push_model(names[number], places[number], store=local, progress=step, **options)
@@ -167,8 +167,13 @@ def _is_match(name: str, pattern: str) -> bool:
     return any(glob_matches(one, pattern) for one in (name, name.removesuffix(":latest")))
 
 
-def _place(remote: str, name: Reference) -> str:
-    """Return where a model goes of several that are pushed to one place."""
+def place_of(remote: str, name: Reference) -> str:
+    """Return where a model goes of several that are pushed to one place.
+
+    Raises:
+        InvalidReference: it is no place, or a registry allows no such name.
+        UsageError: it is the address of one model.
+    """
     if is_in_objects(remote):
         if has_tag(remote):
             raise UsageError(

@@ -58,6 +58,8 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--layout=ollama"),
     "pull": ("%remote", "new"),
+    "lock": ("dense", "-o", "@new.lock"),
+    "sync": ("@models.lock",),
     "login": ("%host", "--username=alice", "--password-stdin"),
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
@@ -139,6 +141,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
             key_files(folder)
         run("freeze", "cold")
+        run("lock", "dense", "-o", folder / "models.lock")
         run("rm", "gone")
     with StubRegistry() as registry:
         origin = LocalStore(store)
