@@ -6,16 +6,19 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from blobstore.cli.output import show_note
-from blobstore.core.escape import join_some, quote
+from blobstore.core.escape import join_some, quote, quote_url
+from blobstore.core.schemes import advice_for, check_path, scheme_of
 from blobstore.errors import BlobstoreError, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from click.shell_completion import CompletionItem
 
+    from blobstore.core.schemes import Role
     from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
@@ -34,8 +37,17 @@ class _Path(_ParamType):
 
     name = "path"
 
-    def __init__(self, kind: Literal["file", "dir"]) -> None:
+    def __init__(self, kind: Literal["file", "dir"], role: Role | None) -> None:
         self._kind = kind
+        self._role: Role | None = role
+        """What the path is for; None if an address may stand there, which the operation judges."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text unchanged, unless it is an address: that would be the path of a new folder."""
+        del param, ctx
+        if self._role is not None:
+            check_path(value, self._role)
+        return value
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -51,12 +63,16 @@ class _ModelName(_ParamType):
     name = "name"
 
     def __init__(
-        self, *, or_path: bool = False, or_address: bool = False, elsewhere: str = "pull it first"
+        self,
+        *,
+        or_path: bool = False,
+        or_address: bool = False,
+        or_remote: bool = False,
     ) -> None:
+        self._or_remote = or_remote
+        """Whether a whole store or repository may be named."""
         self._or_path = or_path
         self._or_address = or_address
-        self._elsewhere = elsewhere
-        """What to do about a model that is not in the store."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text unchanged, after checking its grammar."""
@@ -65,15 +81,23 @@ class _ModelName(_ParamType):
         from blobstore.remotes.addresses import check_address, is_address
         from blobstore.store.name_patterns import is_pattern
 
+        if is_address(value) and self._or_remote:
+            return value  # what is read there decides what it is
         if is_address(value) and self._or_address:
             check_address(value)
         elif is_address(value) and not self._or_path:
             raise UsageError(
                 f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
                 "store",
-                advice=self._elsewhere,
+                advice="pull it first",
             )
         elif not (self._or_path or is_pattern(value)):
+            if (scheme := scheme_of(value)) is not None:
+                raise UsageError(
+                    f"{quote_url(value)} is no name of a model, and no address of one begins with "
+                    f"{scheme}://",
+                    advice=advice_for(value, "source"),
+                )
             Reference.parse(value)
         return value
 
@@ -146,10 +170,11 @@ class _QuantType(_ParamType):
         return _name_items(_QUANT_TYPES, incomplete)
 
 
-FILE, FOLDER = _Path("file"), _Path("dir")
+FILE, SOURCE, FILE_TO_WRITE = _Path("file", "source"), _Path("file", None), _Path("file", "target")
+FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
-MODEL_OR_ADDRESS = _ModelName(or_address=True)
-MODEL_TO_VERIFY = _ModelName(elsewhere="put --remote before it")
+MODEL_OR_REMOTE_LAST = _ModelName(or_path=True)  # the operation judges the last word
+MODEL_OR_ADDRESS, MODEL_OR_REMOTE = _ModelName(or_address=True), _ModelName(or_remote=True)
 NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
 
@@ -212,3 +237,43 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
     from blobstore.remotes.addresses import is_address
 
     return text if is_address(text) else model(store, text)
+
+
+def glob_advice(text: str, names: Iterable[str]) -> str:
+    """Return the glob that finds the names of which a text is a part; empty if it is a part of none."""
+    count = sum(text in name for name in names)
+    return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
+
+
+def address_advice(text: str) -> str:
+    """Return how to write the address of a registry that was taken for a name; empty if it is none."""
+    from blobstore.registry.reference import is_host
+
+    host, slash, _ = text.partition("/")
+    return f"if it is in a registry, write 'oci://{text}'" if slash and is_host(host) else ""
+
+
+def store_notes(store: LocalStore) -> list[str]:
+    """Return what to know about a store that has nothing: that it is not there yet.
+
+    Raises:
+        NotFound: the user named the store, and it is not there; or the folder is that of something else.
+    """
+    root, parts = store.root, ("blobs", "manifests", ".blobstore")
+    store.check_root()
+    if not root.exists():
+        if _is_named():
+            raise NotFound(f"there is no store at {quote(root)}")
+        return [f"there is no store at {root} yet"]
+    if any((root / part).exists() for part in parts) or not any(root.iterdir()):
+        return []
+    raise NotFound(
+        f"there is no store at {quote(root)}, but other files",
+        advice="'blobstore show PATH' shows models in folders, and 'blobstore create --all PATH' imports them",
+    )
+
+
+def _is_named() -> bool:
+    """Return whether the command line names the store."""
+    ctx = click.get_current_context()
+    return STORE_KEY in ctx.meta or ctx.get_parameter_source("store") is ParameterSource.COMMANDLINE

@@ -88,7 +88,7 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 @click.option(
     "--html",
     metavar="FILE",
-    type=arguments.FILE,
+    type=arguments.FILE_TO_WRITE,
     help="Also write a page with a grid of layers by modules, coloured by error. An existing file is "
     "replaced.",
 )

@@ -24,7 +24,9 @@ def _parse_target(ctx: click.Context, param: click.Parameter, value: str) -> str
 
 @click.command("convert", short_help="Write a checkpoint as a safetensors file.")
 @click.argument("source", type=arguments.FILE)
-@click.argument("target", metavar="OUT.safetensors", type=arguments.FILE, callback=_parse_target)
+@click.argument(
+    "target", metavar="OUT.safetensors", type=arguments.FILE_TO_WRITE, callback=_parse_target
+)
 @options.shared("subtree", "strip-prefix", "weights", "keep-names", "skip-unreadable")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @options.shared("jobs", "json")

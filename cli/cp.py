@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
     from blobstore.operations.maintenance.names import Named
+    from blobstore.operations.maintenance.remote_names import RemoteTag
     from blobstore.store.local import LocalStore
 
 _force_option = click.option(
@@ -28,14 +29,15 @@ def naming_options(command: Callable[..., None]) -> Callable[..., None]:
     return _force_option(options.shared("store", "wait", "json")(command))
 
 
-def show_named(named: Named, done: str, out: Output) -> None:
+def show_named(named: Named | RemoteTag, done: str, out: Output) -> None:
     """Print the new name of a model, and whether it belonged to another model."""
     source, target = render.cell(named.source), render.cell(named.target)
     replaced = ", which was the name of another model" if named.replaced else ""
     text = f"{done} {source} to {target}{replaced}"
     if not named.is_new and done == "copied":
         text = f"nothing to do: {target} is {source} already"
-    out.result(output.record(named, "source name=target digest replaced"), text)
+    data = output.record(named, "digest replaced")
+    out.result({"source": str(named.source), "name": str(named.target)} | data, text)
 
 
 @click.command("cp", short_help="Give a model a second name, or copy it to another store.")

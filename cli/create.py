@@ -8,6 +8,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
+from blobstore.core.escape import join_some, quote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,11 +25,12 @@ _CREATED_FIELDS = (
     "tensors blobs bytes_written bytes_present blobs_repaired repository commit replaced seconds "
     "notices"
 )
+_MAX_LOOSE = 5
 _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_after reason"
 
 
 @click.command("create", short_help="Import a model: a folder, a file or a Hub repository.")
-@click.argument("source", type=arguments.FILE)
+@click.argument("source", type=arguments.SOURCE)
 @click.argument("name", required=False, type=arguments.NEW_NAME)
 @options.shared("store")
 @click.option(
@@ -149,8 +151,14 @@ def command(
 def _create_all(
     folder: str, store: LocalStore, choices: CreateOptions, out: Output, *, dry_run: bool
 ) -> None:
-    from blobstore.operations.create.create_all import create_all
+    from blobstore.operations.create.create_all import create_all, loose_files
 
+    loose = loose_files(folder)
+    if loose:
+        listed = join_some([quote(name) for name in loose], _MAX_LOOSE)
+        output.show_note(
+            f"left out, beside the folders of models: {listed}; create each with a name"
+        )
     with progress_bar() as progress:
         models = create_all(folder, store=store, dry_run=dry_run, progress=progress, **choices)
     made = [model.created for model in models if model.created is not None]
@@ -210,13 +218,13 @@ def _plan_as_json(planned: ModelPlan) -> dict[str, Any]:
 
 
 def _plan_as_text(planned: ModelPlan) -> Iterator[str]:
-    if planned.policy is None:
+    if planned.policy is None and output.is_verbose():
         rows = [
             (render.cell(blob.name), f"{len(blob.tensors):,}", render.human_bytes(blob.size))
             for blob in planned.blobs
         ]
         yield render.table(("BLOB", "TENSORS", "SIZE"), rows, right=(1, 2))
-    else:
+    elif planned.policy is not None:
         yield from _decisions_as_text(list(planned.decisions()))
     yield (
         f"{render.count_of(planned.tensors, 'tensor')} in "

@@ -32,7 +32,7 @@ _SPACES = {
 
 
 @click.command("du", short_help="Show the disk usage of models and the store.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_ADDRESS)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @options.sort_option(
     get_args(Order), "Order of the models; largest first for size and unique.", default="name"
 )
@@ -50,8 +50,9 @@ def command(
     gc" has run. SHARED is the rest. Sizes are those of the files on disk. Blobs that are missing or
     have a wrong size are reported, and the exit code is then 4.
 
-    If NAME begins with oci://, it is the address of a model in a registry, and how much of it the
-    store has is shown.
+    If NAME is an address such as oci://host/repository:tag or s3://bucket/prefix/model, the size of
+    the model there is shown, and how much of it the store has. The address of a store in object
+    storage stands for all of its models.
     """
     from blobstore.operations.describe.disk_usage import measure_usage
     from blobstore.remotes.addresses import is_address
@@ -65,7 +66,7 @@ def command(
     by_name = order == "name"
     key = attrgetter("reference" if by_name else order)
     rows = sorted(usage.models, key=key, reverse=not by_name)
-    notes = [] if store.root.exists() else [f"there is no store at {store.root} yet"]
+    notes = arguments.store_notes(store)
     out.result(
         lambda: _as_json(usage, rows) | {"seconds": out.seconds},
         _as_text(usage, rows, is_chosen=bool(names)) if usage.size else (),
@@ -86,23 +87,39 @@ def _errors(usage: StoreUsage) -> Iterator[str]:
 def _show_remote(
     store: LocalStore, addresses: Sequence[str], plain_http: bool | None, out: Output
 ) -> None:
-    from blobstore.operations.describe.disk_usage import measure_remote
+    from blobstore.operations.describe.remote_usage import measure_remote
 
-    models = [measure_remote(address, store=store, plain_http=plain_http) for address in addresses]
+    usage = measure_remote(addresses, store=store, plain_http=plain_http)
+    models, together = usage.models, usage.together
     rows = [
-        (
+        (render.cell(model.address), "UNREADABLE", "-", "-", "-")
+        if model.error
+        else (
             render.cell(model.address),
             *map(render.human_bytes, (model.size, model.present, model.missing)),
             f"{model.blobs:,}",
         )
         for model in models
     ]
-    fields = "name=address blobs bytes=size bytes_present=present bytes_missing=missing"
+    sizes = "blobs bytes=size bytes_present=present bytes_missing=missing"
     headings = ("NAME", "SIZE", "IN STORE", "TO FETCH", "BLOBS")
+    broken = [row for row, model in enumerate(models) if model.error]
+    lines = [render.table(headings, rows, right=(1, 2, 3, 4), alarming=broken)] if rows else []
+    if len(models) != 1:
+        lines.append(
+            f"together: {render.count_of(len(models), 'model')}, "
+            f"{render.human_bytes(together.size)} in {render.count_of(together.blobs, 'blob')}; "
+            f"without sharing {render.human_bytes(usage.without_sharing)}"
+        )
     out.result(
-        {"models": output.records(models, fields)},
-        render.table(headings, rows, right=(1, 2, 3, 4)),
+        {
+            "models": output.records(models, f"name=address {sizes} error"),
+            "together": output.record(together, sizes)
+            | {"bytes_without_sharing": usage.without_sharing},
+        },
+        lines,
     )
+    output.exit_with(f"{model.address}: {model.error}" for model in models if model.error)
 
 
 def _as_text(usage: StoreUsage, rows: Sequence[ModelUsage], *, is_chosen: bool) -> Iterator[str]:

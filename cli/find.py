@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options, output, render
+from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import quote
 from blobstore.errors import NotFound
 
@@ -25,10 +25,14 @@ def command(what: str, store: LocalStore, out: Output) -> None:
     such as '*.embed_tokens.*'. Only manifests and headers are read.
     """
     from blobstore.operations.describe.find import find_content
+    from blobstore.store.name_patterns import is_pattern
 
     found = find_content(what, store=store)
     if not (found.places or found.errors):
-        raise NotFound(f"no model has a blob, tensor or file {quote(what)}")
+        advice = ""
+        if not is_pattern(what) and (near := find_content(f"*{what}*", store=store).places):
+            advice = arguments.glob_advice(what, [place.name for place in near])
+        raise NotFound(f"no model has a blob, tensor or file {quote(what)}", advice=advice)
     rows = [
         (
             render.cell(place.reference),

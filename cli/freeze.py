@@ -95,6 +95,18 @@ def _as_json(frozen: Frozen) -> dict[str, Any]:
     }
 
 
+def _base_lines(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
+    """Yield a line for each base, or with --verbose for each model."""
+    groups: dict[str, list[str]] = {}
+    for name, base in frozen.bases:
+        groups.setdefault(render.cell(base), []).append(render.cell(name))
+    deltas = "would be stored as deltas" if dry_run else "stored as deltas"
+    for kept, names in groups.items():
+        whole = len(names) <= _MAX_NAMED or output.is_verbose()
+        for which in names if whole else [render.count_of(len(names), "model")]:
+            yield f"  {which}: {deltas} against {kept}, whose blobs are kept"
+
+
 def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
     fresh = [blob for blob in frozen.blobs if blob.outcome == "frozen"]
     before, after = sum(blob.size for blob in fresh), sum(blob.stored for blob in fresh)
@@ -108,12 +120,8 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
         f"{render.count_of(len(frozen.references), 'model')}: {result}; "
         f"{render.human_seconds(frozen.seconds)}"
     )
-    for name, base in frozen.bases:
-        if any(blob.base is not None for blob in fresh):
-            deltas = "would be stored as deltas" if dry_run else "stored as deltas"
-            yield (
-                f"  {render.cell(name)}: {deltas} against {render.cell(base)}, whose blobs are kept"
-            )
+    if any(blob.base is not None for blob in fresh):
+        yield from _base_lines(frozen, dry_run=dry_run)
     if frozen.fallbacks:
         yield render.without_base(frozen.fallbacks)
     if count := frozen.count("cold"):

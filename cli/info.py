@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 
 @click.command("info", short_help="Show what is known about a model, on one page.")
-@click.argument("name", type=arguments.MODEL)
-@options.shared("store", "json")
-def command(name: str, store: LocalStore, out: Output) -> None:
+@click.argument("name", type=arguments.MODEL_OR_ADDRESS)
+@options.shared("plain-http", "store", "json")
+def command(name: str, store: LocalStore, plain_http: bool | None, out: Output) -> None:
     """Show the architecture, source, types, license, base, names and disk usage of the model NAME.
 
-    License and base are what the model card and the configs say.
+    License and base are what the model card and the configs say. NAME may be the address of a model
+    elsewhere, of which only headers and small files are fetched.
     """
     from blobstore.operations.describe.info import model_info
 
-    model = arguments.model(store, name)
-    info = model_info(model, store=store)
+    model = arguments.model_or_address(store, name)
+    info = model_info(model, store=store, plain_http=plain_http)
     out.result(_as_json(info), _as_text(info))
     output.exit_with(f"model {model}: {blob.fault}" for blob in info.description.faults)
 
@@ -45,7 +46,8 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
     if info.aliases:
         yield "also named", ", ".join(map(render.cell, info.aliases))
     yield "ID", info.digest.short
-    yield "imported", render.human_age(info.modified)
+    if info.modified is not None:
+        yield "imported", render.human_age(info.modified)
     yield from _source_rows(info)
     kind = f" ({render.cell(model.model_type)})" if model.model_type else ""
     yield "architecture", f"{render.cell(model.architecture) or 'unknown'}{kind}"
@@ -62,7 +64,13 @@ def _rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
         yield "files", ", ".join(render.cell(file.name) for file in model.files)
     frozen = f", {_size(model.frozen_size)} of it frozen" if model.frozen_size else ""
     yield "size", f"{_size(model.size)} in {render.count_of(info.blobs, 'blob')}{frozen}"
-    yield "on disk", f"{_size(info.disk_size)}, {_size(info.unique_size)} of it in no other model"
+    if info.unique_size is None:
+        yield "in the store", f"{_size(info.disk_size)} of it"
+    else:
+        yield (
+            "on disk",
+            f"{_size(info.disk_size)}, {_size(info.unique_size)} of it in no other model",
+        )
 
 
 def _source_rows(info: ModelInfo) -> Iterator[tuple[str, str]]:
@@ -92,7 +100,7 @@ def _as_json(info: ModelInfo) -> dict[str, Any]:
     if info.source is not None:
         shown["source"] = output.record(info.source, "kind repository commit options")
     return shown | {
-        "modified": output.timestamp(info.modified),
+        "modified": None if info.modified is None else output.timestamp(info.modified),
         "tensors": len(model.tensors),
         "types": [
             {"type": name, "tensors": count, "bytes": size} for name, count, size in info.types

@@ -12,10 +12,11 @@ from blobstore.core.escape import quote
 from blobstore.errors import Damaged, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.operations.describe.list import ListedModel
+    from blobstore.remotes.catalog import RemoteEntry
     from blobstore.store.local import LocalStore
 
 Order = Literal["name", "size", "shared", "frozen", "modified"]
@@ -27,7 +28,7 @@ _FIELDS = (
 
 
 @click.command("list", short_help="List the models of the store.")
-@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.MODEL_OR_ADDRESS)
+@click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @options.sort_option(
     get_args(Order),
     "Order of the models: by name, largest first, or latest first for modified.",
@@ -47,7 +48,8 @@ def command(
     for all of its tags. With --quiet, only names are printed.
 
     If the only PATTERN is oci://host/repository, the tags of that repository are listed; if it is
-    a store in object storage such as s3://bucket/prefix, its models.
+    a store in object storage such as s3://bucket/prefix, its models. SHARED is then the part that
+    others of the list use too.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
@@ -59,7 +61,7 @@ def command(
     from blobstore.remotes.addresses import is_address
 
     if any(map(is_address, patterns)):
-        _show_remote(patterns, plain_http, out)
+        _show_remote(patterns, plain_http, order, out)
         return
     unreadable: list[StoreError] = []
     models: Sequence[ListedModel] = list_models(
@@ -72,50 +74,66 @@ def command(
         lambda: _as_json(models, unreadable),
         _as_table(models) if models else "",
         names=[model.reference for model in models],
-        notes=[] if store.root.exists() else [f"there is no store at {store.root} yet"],
+        notes=arguments.store_notes(store),
     )
     errors = [listed.error for listed in models if listed.error is not None]
     exit_code = Damaged.exit_code if errors else StoreError.exit_code
     output.exit_with((*errors, *unreadable), exit_code)
 
 
-def _show_remote(addresses: Sequence[str], plain_http: bool | None, out: Output) -> None:
-    from blobstore.registry.store import list_tags
-    from blobstore.remotes.addresses import is_in_objects
+def _show_remote(
+    addresses: Sequence[str], plain_http: bool | None, order: Order, out: Output
+) -> None:
+    from blobstore.remotes.catalog import read_remote_catalog, shared_sizes
 
     if len(addresses) > 1:
-        raise click.UsageError("a repository cannot be combined with other patterns")
-    if is_in_objects(addresses[0]):
-        _show_objects(addresses[0], out)
-        return
-    found = list_tags(addresses[0], plain_http=plain_http)
-    rows = [(render.cell(name), digest.short if digest else "-") for name, digest in found]
+        raise click.UsageError("an address cannot be combined with other patterns")
+    entries = read_remote_catalog(addresses[0], plain_http=plain_http)
+    models = list(zip(entries, shared_sizes(entries), strict=True))
+    keys: dict[Order, Callable[[tuple[RemoteEntry, int]], float]] = {
+        "size": lambda pair: pair[0].size or 0,
+        "shared": lambda pair: pair[1],
+        "modified": lambda pair: pair[0].modified or 0,
+    }
+    if order in keys:
+        models.sort(key=keys[order], reverse=True)
+    elif order != "name":
+        raise click.UsageError(f"--sort {order} is for models of the store")
     out.result(
         {
             "models": [
-                {"name": str(name), "digest": digest and str(digest)} for name, digest in found
+                output.record(entry, "name=address digest bytes=size modified error")
+                | {"shared_bytes": None if entry.error else shared}
+                for entry, shared in models
             ]
         },
-        render.table(("NAME", "ID"), rows),
-        names=[name for name, _ in found],
+        _remote_table(models) if models else "no models: all names were removed",
+        names=[entry.address for entry, _ in models],
+    )
+    output.exit_with(
+        f"{entry.address}: {entry.error}" for entry, _ in models if entry.error is not None
     )
 
 
-def _show_objects(address: str, out: Output) -> None:
-    from blobstore.objects.address import StoreAddress
-    from blobstore.objects.store import ObjectStore
-
-    found = [
-        (name, item.modified.timestamp())
-        for name, item in sorted(ObjectStore(StoreAddress.parse(address)).list_manifests())
+def _remote_table(models: Sequence[tuple[RemoteEntry, int]]) -> str:
+    # Registries do not say when a tag was written.
+    with_time = any(entry.modified is not None for entry, _ in models)
+    rows = [
+        (
+            render.cell(entry.address),
+            entry.digest.short if entry.digest else "-",
+            *(
+                ("-", "-")
+                if entry.size is None
+                else (render.human_bytes(entry.size), render.human_bytes(shared))
+            ),
+            *([render.human_age(entry.modified or 0)] if with_time else []),
+        )
+        for entry, shared in models
     ]
-    rows = [(render.cell(name), render.human_age(moment)) for name, moment in found]
-    models = [{"name": str(name), "modified": output.timestamp(moment)} for name, moment in found]
-    out.result(
-        {"models": models},
-        render.table(("NAME", "MODIFIED"), rows),
-        names=[name for name, _ in found],
-    )
+    broken = [row for row, (entry, _) in enumerate(models) if entry.error]
+    headings = ("NAME", "ID", "SIZE", "SHARED", *(["MODIFIED"] if with_time else []))
+    return render.table(headings, rows, right=(2, 3), alarming=broken)
 
 
 def _as_json(models: Sequence[ListedModel], unreadable: Sequence[StoreError]) -> dict[str, Any]:
@@ -136,7 +154,9 @@ def _selected(
         if not any(_matches(model, pattern) for model in models):
             if unreadable:  # which may have it
                 raise unreadable[0]
-            raise ModelNotFound(f"no model matches {quote(pattern)}")
+            raise ModelNotFound(
+                f"no model matches {quote(pattern)}", advice=arguments.address_advice(pattern)
+            )
     return [
         model
         for model in models

@@ -35,10 +35,25 @@ _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "login", "logout", "sign", "serve"),
-    "completion",
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "lock", "sync"),
+    *("login", "logout", "sign", "serve", "completion"),
 )
-_ALIASES = {"ls": "list"}
+_ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("run", "chat", "generate"),
+        "servers load models from the store: docs/serving says how, and 'blobstore link' makes a folder "
+        "for any of them",
+    ),
+    **dict.fromkeys(
+        ("env", "config", "whoami", "cache", "where"),
+        "the store is the folder of --store or $BLOBSTORE_HOME; 'blobstore du' shows what is there",
+    ),
+    **dict.fromkeys(
+        ("doctor", "status"), "'blobstore verify' checks a store, and 'blobstore du' sums it up"
+    ),
+}
+"""What no command does, and where to find it."""
 # What other programs call our commands.
 _SYNONYMS = {
     **dict.fromkeys(("add", "import", "download"), "create"),
@@ -51,7 +66,7 @@ _SYNONYMS = {
     **dict.fromkeys(("upload", "publish"), "push"),
     "save": "pack",
     **dict.fromkeys(("load", "extract"), "unpack"),
-    "fetch": "pull",
+    **dict.fromkeys(("fetch", "clone"), "pull"),
     "copy": "cp",
     "rename": "mv",
     "stats": "du",
@@ -110,6 +125,13 @@ class _Program(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args == ["version"]:
+            _show_version(ctx)
+        if args == ["help"]:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        if args[0] == "help":
+            args = [*args[1:2], "--help"]
         name = args[0]
         if self.get_command(ctx, name) is None and not (
             name.startswith("-") or ctx.resilient_parsing
@@ -232,6 +254,8 @@ def _suggestion(name: str) -> str:
     """Return the commands that a mistyped name may mean, as the end of an error."""
     from difflib import get_close_matches
 
+    if name in _ELSEWHERE:
+        return f"; {_ELSEWHERE[name]}"
     synonym = _SYNONYMS.get(name)
     near = [synonym] if synonym else get_close_matches(name, (*_COMMANDS, *_ALIASES))
     return f"; did you mean {' or '.join(map(quote, near))}?" if near else ""

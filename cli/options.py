@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from blobstore.cli.arguments import FOLDER, MODEL, STORE_KEY
+from blobstore.cli.arguments import MODEL, STORE, STORE_KEY
 from blobstore.cli.output import VOLUME_KEYS, Output, show_note
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
@@ -120,7 +120,7 @@ def _wait_for_others(ctx: click.Context, param: click.Parameter, value: float | 
 global_store_option = click.option(
     "--store",
     metavar="DIR",
-    type=FOLDER,
+    type=STORE,
     expose_value=False,
     callback=_note_store,
     help="Folder of the store, for all commands.",
@@ -146,7 +146,7 @@ _SHARED = {
     "store": click.option(
         "--store",
         metavar="DIR",
-        type=FOLDER,
+        type=STORE,
         envvar="BLOBSTORE_HOME",
         show_envvar=True,
         callback=_open_store,

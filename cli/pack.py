@@ -34,7 +34,7 @@ def parse_file(ctx: click.Context, param: click.Parameter, value: str) -> str:
 
 @click.command("pack", short_help="Write models to one archive file.")
 @click.argument("names", metavar="NAME...", nargs=-1, type=arguments.MODEL)
-@click.argument("file", metavar="FILE.bsar", callback=parse_file)
+@click.argument("file", metavar="FILE.bsar", type=arguments.FILE_TO_WRITE, callback=parse_file)
 @options.level_option(
     "Fast to compress and decompress, or small. Frozen tensors are copied at either level."
 )

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
 
-_NARROW = 100
-"""Columns of a terminal from which on the progress bar has a rate."""
+_NARROW = 64
+"""Columns of a terminal from which on the progress bar has a rate and the time that is left."""
+_WIDE = 100
 _LINE_SECONDS = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 _DUMB_TERMINALS = ("dumb", "unknown")
@@ -54,20 +55,22 @@ def progress_bar() -> Iterator[Progress | None]:
     console = Console(stderr=True)
     is_narrow = console.width < _NARROW
     columns: list[ProgressColumn] = [
-        BarColumn(bar_width=max(10, min(40, console.width // 5)), table_column=fixed()),
+        BarColumn(bar_width=_bar_width(console.width), table_column=fixed()),
         DownloadColumn(table_column=fixed()),
     ]
     if not is_narrow:
         columns += [
             TransferSpeedColumn(table_column=fixed()),
-            TextColumn("ETA", table_column=fixed()),
-            TimeRemainingColumn(table_column=fixed()),
+            *([TextColumn("ETA", table_column=fixed())] if console.width >= _WIDE else []),
+            TimeRemainingColumn(compact=console.width < _WIDE, table_column=fixed()),
         ]
     # The rest of the line, however long the name is.
     columns.append(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
     )
-    name_width = max(MIN_NAME, console.width - console.width // 5 - (18 if is_narrow else 48))
+    bar_width = _bar_width(console.width)
+    taken = 18 if is_narrow else 48 if console.width >= _WIDE else 38
+    name_width = max(MIN_NAME, console.width - bar_width - taken)
     with Bar(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=None)
         last_total = -1
@@ -82,6 +85,10 @@ def progress_bar() -> Iterator[Progress | None]:
             bar.update(task, completed=done, description=text)
 
         yield advance
+
+
+def _bar_width(columns: int) -> int:
+    return max(10, min(40, columns // 5 if columns >= _WIDE else columns // 8))
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import arguments, options, output, render
+from blobstore.cli import options, output, render
 from blobstore.cli.progress import resumable_progress
+from blobstore.cli.transferred import show_many
 
 if TYPE_CHECKING:
     from blobstore.cli.output import Output
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
 
 
 @click.command("pull", short_help="Fetch a model from a registry.")
-@click.argument("remote", metavar="REMOTE")
-@click.argument("name", metavar="[NAME]", required=False, type=arguments.NEW_NAME)
+@click.argument("words", metavar="REMOTE... [NAME]", nargs=-1, required=True)
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="Fetch every model of the stores or repositories REMOTE.",
+)
 @click.option(
     "--dry-run", "--plan", is_flag=True, help="Fetch no blobs; report what would be fetched."
 )
@@ -32,8 +38,8 @@ if TYPE_CHECKING:
 )
 @options.shared("streams", "limit-rate", "plain-http", "store", "jobs", "wait", "json")
 def command(
-    remote: str,
-    name: Reference | None,
+    words: tuple[str, ...],
+    is_all: bool,
     store: LocalStore,
     dry_run: bool,
     force: bool,
@@ -52,23 +58,28 @@ def command(
     fetched if they are there and the store has the bases of deltas. The name appears last, when
     all digests were found right and all blobs are safe on disk. If pull is interrupted, the same
     command continues where it stopped.
+
+    Several models are fetched with several REMOTEs that begin with a scheme such as oci://, with a
+    glob such as 's3://bucket/prefix/team/*' or 'host/repository:v*', or with --all. They get the names
+    that they have there. Failures are listed last.
     """
     from blobstore.operations.transfer.pull import pull_model
 
+    choices: dict[str, Any] = {
+        "jobs": jobs,
+        "force": force,
+        "cold": not no_cold,
+        "dry_run": dry_run,
+        "streams": streams,
+        "limit_rate": limit_rate,
+        "plain_http": plain_http,
+    }
+    remote, name = _one_model(words)
+    if is_all or remote is None:
+        _pull_many(words, is_all=is_all, store=store, choices=choices, out=out)
+        return
     with resumable_progress() as progress:
-        pulled = pull_model(
-            remote,
-            name,
-            store=store,
-            jobs=jobs,
-            force=force,
-            cold=not no_cold,
-            dry_run=dry_run,
-            streams=streams,
-            limit_rate=limit_rate,
-            plain_http=plain_http,
-            progress=progress,
-        )
+        pulled = pull_model(remote, name, store=store, progress=progress, **choices)
     output.show_note(*pulled.notices)
     fields = (
         "remote name=reference digest remote_shape=layout blobs blobs_fetched bytes_fetched "
@@ -84,11 +95,57 @@ def command(
     )
 
 
+def _one_model(words: tuple[str, ...]) -> tuple[str | None, Reference | None]:
+    """Return the address and the name if the words are those of one model; else None."""
+    from blobstore.manifests.reference import Reference
+    from blobstore.remotes.addresses import is_address
+    from blobstore.store.name_patterns import is_pattern
+
+    remote, *more = words
+    if any(map(is_pattern, words)) or len(more) > 1 or any(map(is_address, more)):
+        return None, None
+    return remote, Reference.parse(more[0]) if more else None
+
+
+def _pull_many(
+    words: tuple[str, ...],
+    *,
+    is_all: bool,
+    store: LocalStore,
+    choices: dict[str, Any],
+    out: Output,
+) -> None:
+    from blobstore.operations.transfer.many import find_remote_models, pull_models
+
+    plain_http, dry_run = choices["plain_http"], choices["dry_run"]
+    found = find_remote_models(words, all_models=is_all, plain_http=plain_http)
+    with resumable_progress() as progress:
+        models = pull_models(found, store=store, progress=progress, **choices)
+    done = [model.result for model in models if model.result is not None]
+    for pulled in done:
+        output.show_note(*pulled.notices)
+    fetched = sum(pulled.bytes_fetched for pulled in done)
+    present = sum(pulled.bytes_present for pulled in done)
+    show_many(
+        models,
+        "reference digest blobs_fetched bytes_fetched bytes_present replaced",
+        (_as_text(pulled, dry_run=dry_run) for pulled in done),
+        f"{'would pull' if dry_run else 'pulled'} {render.count_of(len(done), 'model')}: "
+        f"{render.human_bytes(fetched)} {'to fetch' if dry_run else 'fetched'}, "
+        f"{render.human_bytes(present)} already present",
+        out,
+    )
+
+
 def _as_text(pulled: Pulled, *, dry_run: bool) -> str:
     verb = "would fetch" if dry_run else "pulled"
     name = render.cell(pulled.reference)
     remote = render.cell(pulled.remote)
     source = f" from {remote}" if remote != name else ""
+    if not pulled.blobs_fetched and pulled.is_new:
+        verb = "would name" if dry_run else "named"
+        blobs = render.count_of(pulled.blobs, "blob")
+        return f"{verb} {name}{source}: {blobs} present, nothing to fetch"
     if not pulled.blobs_fetched:
         return f"{name} is up to date: {render.count_of(pulled.blobs, 'blob')} present, nothing to fetch"
     parts = [

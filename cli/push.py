@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import resumable_progress
 from blobstore.cli.prompt import read_passphrase
+from blobstore.cli.transferred import show_many
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from blobstore.cli.output import Output
     from blobstore.compression.level import Level
+    from blobstore.manifests.reference import Reference
     from blobstore.operations.transfer.push import Pushed
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.store.local import LocalStore
@@ -21,8 +25,13 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 
 
 @click.command("push", short_help="Push a model to a registry or to object storage.")
-@click.argument("name", metavar="NAME", type=arguments.MODEL)
-@click.argument("remote", metavar="[REMOTE]", required=False)
+@click.argument(
+    "words",
+    metavar="NAME... [REMOTE]",
+    nargs=-1,
+    required=True,
+    type=arguments.MODEL_OR_REMOTE_LAST,
+)
 @click.option(
     "--layout",
     type=_LAYOUTS,
@@ -65,8 +74,7 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 @click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
 @options.shared("streams", "limit-rate", "plain-http", "store", "wait", "json")
 def command(
-    name: str,
-    remote: str | None,
+    words: tuple[str, ...],
     store: LocalStore,
     layout: RemoteLayout,
     shape: RemoteLayout | None,
@@ -85,40 +93,50 @@ def command(
     plain_http: bool | None,
     out: Output,
 ) -> None:
-    """Push the model NAME to a registry or to object storage, at REMOTE.
+    """Push the models NAME to a registry or to object storage, at REMOTE.
 
     REMOTE is [oci://]host[:port]/repository[:tag], or a store in object storage such as
-    s3://bucket/prefix. Without it, NAME must begin with the host of a registry. Blobs that are there
+    s3://bucket/prefix, or a name in one, s3://bucket/prefix/name:tag. Without it, NAME must begin with the host of a registry. Blobs that are there
     are not sent again. The name appears last, when all of the model is there. A damaged blob is never
     published. If push is interrupted, the same command continues where it stopped. The options from
     --layout to --sign-key, and --plain-http, are for registries.
-    """
-    from blobstore.operations.transfer.push import push_model
 
-    model = arguments.model(store, name, needs_name=remote is None)
+    NAMEs may be globs such as 'team/*'. Several models go to a store, or to repositories that begin
+    with REMOTE and end with their names. One that fails does not keep others from being pushed; the
+    failures are listed last.
+    """
+    from blobstore.objects.address import has_tag
+    from blobstore.operations.transfer.push import push_model
+    from blobstore.store.name_patterns import is_pattern
+
+    *names, last = words
+    remote = last if names else None
+    names = names or [last]
+    chosen = arguments.models(store, names, needs_name=remote is None)
+    choices: dict[str, Any] = {
+        "layout": layout,
+        "shape": shape,
+        "max_layers": max_layers,
+        "mount_from": mount_from,
+        "mount": not no_mount,
+        "part_size": part_size,
+        "sign_key": sign_key,
+        "passphrase": read_passphrase,
+        "cold": cold,
+        "level": level,
+        "base": base,
+        "verify": verify,
+        "dry_run": dry_run,
+        "streams": streams,
+        "limit_rate": limit_rate,
+        "plain_http": plain_http,
+    }
+    is_place = remote is not None and not has_tag(remote)
+    if len(chosen) > 1 or (is_place and any(map(is_pattern, names))):
+        _push_many(chosen, remote, store, choices, out)
+        return
     with resumable_progress() as progress:
-        pushed = push_model(
-            model,
-            remote,
-            store=store,
-            layout=layout,
-            shape=shape,
-            max_layers=max_layers,
-            mount_from=mount_from,
-            mount=not no_mount,
-            part_size=part_size,
-            sign_key=sign_key,
-            passphrase=read_passphrase,
-            cold=cold,
-            level=level,
-            base=base,
-            verify=verify,
-            dry_run=dry_run,
-            streams=streams,
-            limit_rate=limit_rate,
-            plain_http=plain_http,
-            progress=progress,
-        )
+        pushed = push_model(chosen[0], remote, store=store, progress=progress, **choices)
     fields = (
         "name=reference remote digest remote_shape=layout unchanged=is_unchanged replaced "
         "dry_run=is_dry_run blobs manifests bytes_sent bytes_resumed bytes_mounted bytes_present "
@@ -128,7 +146,36 @@ def command(
     out.result(
         output.record(pushed, fields),
         [_as_text(pushed), *([render.without_base(pushed.fallbacks)] if pushed.fallbacks else [])],
-        notes=[] if pushed.replaced is None else [replaced],
+        notes=[*pushed.notices, *([] if pushed.replaced is None else [replaced])],
+    )
+
+
+def _push_many(
+    names: Sequence[Reference],
+    remote: str | None,
+    store: LocalStore,
+    choices: dict[str, Any],
+    out: Output,
+) -> None:
+    from blobstore.operations.transfer.many import push_models
+
+    with resumable_progress() as progress:
+        models = push_models(names, remote, store=store, progress=progress, **choices)
+    done = [model.result for model in models if model.result is not None]
+    for pushed in done:
+        output.show_note(*pushed.notices)
+    fields = "remote digest unchanged=is_unchanged bytes_sent bytes_mounted bytes_present"
+    sent = sum(pushed.bytes_sent for pushed in done)
+    there = sum(pushed.bytes_present + pushed.bytes_mounted for pushed in done)
+    dry_run = choices["dry_run"]
+    show_many(
+        models,
+        fields,
+        map(_as_text, done),
+        f"{'would push' if dry_run else 'pushed'} {render.count_of(len(done), 'model')}: "
+        f"{render.human_bytes(sent)} {'to send' if dry_run else 'sent'}, "
+        f"{render.human_bytes(there)} already there",
+        out,
     )
 
 

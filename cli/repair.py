@@ -31,7 +31,7 @@ _ADVICE = (
     "--from",
     "source",
     metavar="SOURCE|STORE",
-    type=arguments.FILE,
+    type=arguments.SOURCE,
     help="The source that a model was created from, or the folder of another store.",
 )
 @click.option(

@@ -23,23 +23,56 @@ _NAMED = 3
 @click.argument(
     "names", metavar="NAME...", nargs=-1, required=True, type=arguments.MODEL_OR_ADDRESS
 )
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Of the models NAME, keep the newest N tags of each name.",
+)
+@options.older_than_option(
+    "Keep the models NAME that were written less than TIME ago, such as 30d."
+)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; report what would be removed.")
-@options.shared("store", "wait", "json")
-def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, out: Output) -> None:
+@options.shared("plain-http", "store", "wait", "json")
+def command(
+    names: tuple[str, ...],
+    store: LocalStore,
+    keep_last: int | None,
+    older_than: float | None,
+    dry_run: bool,
+    plain_http: bool | None,
+    out: Output,
+) -> None:
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
-    No blob is removed. A name is removed even if its manifest cannot be read.
-    """
-    from blobstore.remotes.addresses import is_in_objects
+    No blob is removed. A name is removed even if its manifest cannot be read. NAMEs may be addresses
+    in registries or object storage instead; oci://host/repository@sha256:... removes a manifest with
+    all of its tags.
 
-    if any(map(is_in_objects, names)):
-        if not all(map(is_in_objects, names)):
-            raise click.UsageError("names in the store and in object storage cannot be mixed")
-        _remove_objects(names, out, dry_run=dry_run)
+    With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
+    3". With both, those that neither keeps. Tags of one manifest count once, with the age of the
+    newest.
+    """
+    from blobstore.remotes.addresses import is_address
+
+    if any(map(is_address, names)):
+        if not all(map(is_address, names)):
+            raise click.UsageError("names in the store and addresses cannot be mixed")
+        if keep_last is not None or older_than is not None:
+            raise click.UsageError("--keep-last and --older-than are for models of the store")
+        _remove_remote(names, out, dry_run=dry_run, plain_http=plain_http)
         return
     from blobstore.operations.maintenance.names import remove_models
 
     chosen = arguments.models(store, names, needs_name=True)
+    if keep_last is not None or older_than is not None:
+        from blobstore.operations.maintenance.retention import expired_models
+
+        expired = expired_models(chosen, keep_last=keep_last, older_than=older_than, store=store)
+        kept = len(chosen) - len(expired)
+        if kept:
+            out.line(f"keeps {render.count_of(kept, 'model')}")
+        chosen = tuple(expired)
     removed = remove_models(chosen, store=store, dry_run=dry_run)
     data = {
         "dry_run": dry_run,
@@ -59,23 +92,31 @@ def command(names: tuple[str, ...], store: LocalStore, dry_run: bool, out: Outpu
         )
 
 
-def _remove_objects(names: tuple[str, ...], out: Output, *, dry_run: bool) -> None:
-    from blobstore.objects.source import ObjectSource
+def _remove_remote(
+    names: tuple[str, ...], out: Output, *, dry_run: bool, plain_http: bool | None
+) -> None:
+    from blobstore.operations.maintenance.remote_names import remove_remote
+    from blobstore.remotes.addresses import is_in_objects
 
-    found = [(store, address) for store, address, _ in map(ObjectSource.locate, names)]
-    for store, address in () if dry_run else found:
-        store.remove([address.reference])
+    removed = remove_remote(names, dry_run=dry_run, plain_http=plain_http)
     verb = "would remove" if dry_run else "removed"
+    notes = []
+    if any(map(is_in_objects, names)):
+        notes.append("'blobstore gc --remote' frees what no other model needs")
+    if not all(map(is_in_objects, names)):
+        notes.append("a registry frees space by its own collection of garbage")
     out.result(
-        {"dry_run": dry_run, "removed": [str(address) for _, address in found]},
-        [f"{verb} {render.cell(address)}" for _, address in found],
-        notes=["'blobstore gc --remote' frees what no other model needs"],
+        {"dry_run": dry_run, "removed": [str(address) for address in removed]},
+        [f"{verb} {render.cell(address)}" for address in removed],
+        notes=notes,
     )
 
 
 def _as_text(removed: RemovedModels, *, dry_run: bool) -> str:
     verb = "would remove" if dry_run else "removed"
     lines = [f"{verb} {render.cell(entry.reference)}" for entry in removed.names]
+    if not lines:
+        return "nothing to remove"
     if removed.blobs:
         blobs = render.count_of(removed.blobs, "blob")
         command = f"blobstore gc{' --force' * removed.is_last}"

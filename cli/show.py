@@ -174,7 +174,8 @@ def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> S
             if model.faults:
                 first = model.faults[0].fault
                 raise Damaged(f"{message}, but not all of it can be read: {first}")
-            raise NotFound(message)
+            part = arguments.glob_advice(pattern, [row.name for row in rows])
+            raise NotFound(message, advice=part)
     if not patterns:
         return rows
     return [row for row in rows if any_glob_matches(row.name, patterns)]

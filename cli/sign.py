@@ -35,7 +35,7 @@ _SHOWN = 16
     "--out",
     "file",
     metavar="FILE",
-    type=arguments.FILE,
+    type=arguments.FILE_TO_WRITE,
     help="Write the OMS bundle to this new file, too.",
 )
 @click.option(

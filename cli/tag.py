@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import arguments
+from blobstore.cli import arguments, options
 from blobstore.cli.cp import naming_options, show_named
 
 if TYPE_CHECKING:
@@ -16,11 +16,25 @@ if TYPE_CHECKING:
 
 
 @click.command("tag", short_help="Give a model another tag.")
-@click.argument("name", type=arguments.MODEL)
+@click.argument("name", type=arguments.MODEL_OR_ADDRESS)
 @click.argument("tag")
+@options.shared("plain-http")
 @naming_options
-def command(name: str, tag: str, store: LocalStore, force: bool, out: Output) -> None:
-    """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names."""
+def command(
+    name: str, tag: str, store: LocalStore, force: bool, plain_http: bool | None, out: Output
+) -> None:
+    """Give the model NAME the additional tag TAG. "blobstore cp" does the same with complete names.
+
+    NAME may be the address of a model elsewhere, such as oci://host/repository:tag: the tag is added
+    there.
+    """
+    from blobstore.remotes.addresses import is_address
+
+    if is_address(name):
+        from blobstore.operations.maintenance.remote_names import tag_remote
+
+        show_named(tag_remote(name, tag, force=force, plain_http=plain_http), "copied", out)
+        return
     from blobstore.operations.maintenance.names import copy_model
 
     model = arguments.model(store, name)

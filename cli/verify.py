@@ -27,7 +27,7 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 
 
 @click.command("verify", short_help="Hash all blobs of models and check them.")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_TO_VERIFY)
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
     "--remote", metavar="REMOTE", help="Read a model in a registry or object storage back instead."
@@ -71,9 +71,11 @@ def command(
     is a model that the policy refuses. A folder of manifests that cannot be read is reported, and the
     exit code is 1 unless there are faults.
 
-    With --remote, every byte of the model at the address REMOTE is fetched and hashed, and nothing
-    is written: a registry may send other bytes than those that were pushed.
+    If the only NAME is an address, or with --remote, every byte of the model there is fetched and
+    hashed, and nothing is written: a registry may send other bytes than those that were pushed. The
+    address of a store in object storage stands for all of its models.
     """
+    names, remote = _remote_of(names, remote)
     if remote is not None:
         if names or quick or jobs or signatures:
             raise click.UsageError(
@@ -121,6 +123,17 @@ def command(
     ok = StoreError.exit_code if unreadable else 0
     is_faulty = verified.faults or any(model.is_faulty for model in signed)
     ctx.exit(Damaged.exit_code if is_faulty else ok)
+
+
+def _remote_of(names: tuple[str, ...], remote: str | None) -> tuple[tuple[str, ...], str | None]:
+    """Return the names, and the address of a remote: that of the option, or the only name."""
+    from blobstore.remotes.addresses import is_address
+
+    if not any(map(is_address, names)):
+        return names, remote
+    if remote is not None or len(names) > 1:
+        raise click.UsageError("an address cannot be combined with other models")
+    return (), names[0]
 
 
 def _verify_remote(

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.schemes import check_path
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from blobstore.core.schemes import Role
 
 _SIZE = re.compile(
     r"(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>[kmgt]?i?)b?", re.ASCII | re.IGNORECASE
@@ -23,8 +26,13 @@ _UNITS = {
 }
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path with a leading ``~`` expanded, as shells do."""
+def local_path(path: str | os.PathLike[str], role: Role = "target") -> Path:
+    """Return a path with a leading ``~`` expanded, as shells do.
+
+    Raises:
+        UsageError: it begins with ``scheme://``, so it is no path.
+    """
+    check_path(path, role)
     # Unlike Path.expanduser, this keeps "~" where there is no home folder.
     return Path(os.path.expanduser(path))  # noqa: PTH111
 

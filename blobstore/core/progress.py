@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Progress = Callable[[str, int, int], None]
 """Called with the current item, bytes done and total bytes; never by two threads at once.
 
 The total is 0 as long as it is not known.
 """
+
+
+def of_passes(progress: Progress | None, passes: int) -> Progress | None:
+    """Return what reports bytes that are each processed several times as bytes that are done once."""
+    if progress is None:
+        return None
+    return lambda what, done, total: progress(what, done // passes, total // passes)
+
+
+def of_items(
+    progress: Progress | None,
+    noun: str,
+    names: Sequence[str],
+    sizes: Sequence[int],
+    number: int,
+) -> Progress | None:
+    """Return what reports the progress of one of several items as that of all of them.
+
+    Args:
+        progress: what is called.
+        noun: what the items are, in the plural.
+        names: of the items.
+        sizes: their bytes, whatever each of them reports as its total.
+        number: which item it is.
+    """
+    if progress is None:
+        return None
+    before, size, total = sum(sizes[:number]), sizes[number], sum(sizes)
+    start = f"{number + 1} of {len(names)} {noun}, {names[number]}"
+
+    def report(what: str, done: int, own_total: int) -> None:
+        share = min(done / own_total, 1) if own_total else 0
+        progress(f"{start}: {what}", before + int(share * size), total)
+
+    return report
 
 
 class Meter:

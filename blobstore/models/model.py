@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from blobstore.models.slices import Plan, TensorSlice
     from blobstore.store.protocols import BlobAccess
 
+_INTERNAL = frozenset(("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_json"))
+"""What other packages use, and :func:`dir` does not list: docs/python.md does not describe it."""
+
 
 class Model(ModelFiles, Mapping[str, Array]):
     """The tensors of a stored model by their runtime names.
@@ -110,6 +113,9 @@ class Model(ModelFiles, Mapping[str, Array]):
             }
         if not index.is_cached:  # written when the model is closed, so that a server starts sooner
             self.at_end(write_index, store, manifest, index)
+
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     def __repr__(self) -> str:
         closed = ", closed" if self.is_closed else ""

@@ -90,6 +90,11 @@ class ModelAddress:
         return f"{self.store}/{self.reference}"
 
 
+def has_tag(text: str) -> bool:
+    """Return whether an address ends with the tag of a model, so that it is not that of a store."""
+    return ":" in text.rpartition("/")[2]
+
+
 def model_addresses(text: str) -> Iterator[ModelAddress]:
     """Yield the addresses of models that ``text`` may spell, the one with the shortest name first.
 
@@ -99,10 +104,10 @@ def model_addresses(text: str) -> Iterator[ModelAddress]:
     Raises:
         InvalidReference: it is not the address of a model.
     """
-    whole = StoreAddress.parse(text.rpartition(":")[0] if ":" in text.rpartition("/")[2] else text)
+    whole = StoreAddress.parse(text.rpartition(":")[0] if has_tag(text) else text)
     parts = whole.prefix.split("/")
     tag = text.rpartition("/")[2].partition(":")
-    if not parts[-1]:
+    if not parts[-1] or (has_tag(text) and not tag[0]):
         raise InvalidReference(f"not the address of a model: {quote(text)} has no name")
     if tag[1] and not tag[2]:
         raise InvalidReference(f"not the address of a model: {quote(text)} has an empty tag")

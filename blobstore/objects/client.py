@@ -33,7 +33,7 @@ from blobstore.objects.request_rules import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import datetime
 
     from typing_extensions import Buffer
@@ -229,7 +229,7 @@ class ObjectClient:
         """Delete objects; those that are absent are no error."""
 
         def send() -> None:
-            self._api.delete(self._writing, key)
+            self._api.delete(self._writer(), key)
 
         for key in keys:
             self._send(DELETE, key, send)
@@ -257,13 +257,20 @@ class ObjectClient:
                     yield ObjectInfo(item["path"], item["size"], item["last_modified"])
             page = self._send(request, folder, lambda: next(pages, None), may_repeat=False)
 
+    def folders(self, request: Request = LIST) -> Sequence[str]:
+        """Return the first parts of the keys that have a slash, as far as one response lists them."""
+        found = self._send(request, "", lambda: self._api.list_with_delimiter(self._reading))
+        prefixes = found["common_prefixes"] if found else ()
+        inside = f"{self.address.prefix}/" if self.address.scheme != "file" else ""
+        return [str(one).removeprefix(inside).strip("/").partition("/")[0] for one in prefixes]
+
     def _head(self, key: str, request: Request) -> Any:
         """Return obstore's description of an object, or None if it does not exist."""
         return self._send(request, key, lambda: self._api.head(self._reading, key))
 
     def _put(self, key: str, data: Any, **how: Any) -> None:
         try:
-            self._api.put(self._writing, key, data, **how)
+            self._api.put(self._writer(), key, data, **how)
         except self._api.exceptions.BaseError as error:
             if _NO_TAG not in str(error):  # of an answer that means success
                 raise
@@ -316,9 +323,18 @@ class ObjectClient:
                 self._use(found)
             return True
 
-    def _use(self, settings: Settings) -> None:
+    def _writer(self) -> Any:
+        """Return what writes. The first write makes the folder of a store with the scheme ``file``."""
+        with self._lock:
+            if self._writing is None:
+                self._use(self._settings, is_written=True)
+            return self._writing
+
+    def _use(self, settings: Settings, *, is_written: bool = False) -> None:
         connection: Any = _guarded(
-            quote(self.address), CONNECT, lambda: _connect(self.address, settings)
+            quote(self.address),
+            CONNECT,
+            lambda: _connect(self.address, settings, is_written=is_written),
         )
         self._reading, self._writing = connection
         self._settings = settings
@@ -351,13 +367,18 @@ def _guarded(
             renew = None
 
 
-def _connect(address: StoreAddress, settings: Settings) -> tuple[Any, Any]:
-    """Return what reads, and what writes."""
+def _connect(
+    address: StoreAddress, settings: Settings, *, is_written: bool = False
+) -> tuple[Any, Any]:
+    """Return what reads, and what writes: None for a folder that does not exist, unless it is written."""
     from obstore import store
 
     prefix = address.prefix or None
     if address.scheme == "file":
-        files = store.LocalStore(f"/{address.prefix}", automatic_cleanup=False, mkdir=True)
+        folder = Path("/", address.prefix)
+        if not (is_written or folder.is_dir()):  # reading makes no folders
+            return store.MemoryStore(), None
+        files = store.LocalStore(folder, automatic_cleanup=False, mkdir=True)
         return files, files
     client: dict[str, Any] = {"timeout": _TIMEOUT, "connect_timeout": "10s"}
     options: dict[str, Any] = {}

@@ -100,6 +100,9 @@ LOOK_FOR_COLLECTION: Final = Request("s3:GetObject", _UNLESS_DENIED)
 LIST: Final = Request("s3:ListBucket", frozenset())
 """The names for ``list``; blobs, leases and names for ``gc``."""
 
+LOOK_FOR_STORE: Final = Request("s3:ListBucket", _HINT)
+"""Whether there is a store under a prefix: a new one may lie within another."""
+
 # What ``push``, ``rm`` and ``gc`` write.
 WRITE: Final = Request("s3:PutObject", frozenset())
 WRITE_HEADERS: Final = Request("s3:PutObject", _HINT)

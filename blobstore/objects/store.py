@@ -6,6 +6,7 @@ The bytes of each manifest are a blob as well, so that a digest finds what a nam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -23,9 +24,11 @@ from blobstore.errors import (
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.manifests.reference import Reference
+from blobstore.objects.address import StoreAddress
 from blobstore.objects.client import ObjectClient, ObjectInfo, ObjectTag
 from blobstore.objects.request_rules import (
     LIST_SIGNATURES,
+    LOOK_FOR_STORE,
     READ,
     READ_FORMER,
     READ_SIGNATURE,
@@ -37,12 +40,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from blobstore.objects.address import StoreAddress
     from blobstore.objects.request_rules import Request
 
 PIECE: Final = 8 * 2**20
 """Bytes of a request for the content of a blob."""
 _ATTEMPTS: Final = 5
+_MAX_OVERLAPS: Final = 20
+"""Folders that are looked at for other stores."""
 COLD_INDEXES: Final = ".blobstore/cold"
 HEADERS: Final = ".blobstore/headers"
 _BLOBS, _MANIFESTS = "blobs", "manifests"
@@ -86,6 +90,33 @@ class ObjectStore:
                 yield Reference(*item.key.split("/")[1:]), item
             except (InvalidReference, TypeError):
                 continue
+
+    def has_names(self) -> bool:
+        """Return whether the store has any model, as far as the user may see."""
+        return next(self.client.list(_MANIFESTS, LOOK_FOR_STORE), None) is not None
+
+    def exists_at_all(self) -> bool:
+        """Return whether there is a store: one whose names were all removed has blobs still.
+
+        Raises:
+            RemoteError: the prefix cannot be listed.
+        """
+        return any(next(self.client.list(folder), None) for folder in (_MANIFESTS, _BLOBS))
+
+    def overlapping(self) -> Iterator[StoreAddress]:
+        """Yield stores whose prefixes begin this one's, and those one folder below, as far as the user may see."""
+        here = self.address
+        parts = here.prefix.split("/") if here.prefix else []
+        prefixes = ["/".join(parts[:count]) for count in reversed(range(len(parts)))]
+        below = sorted(
+            set(self.client.folders(LOOK_FOR_STORE)) - {_BLOBS, _MANIFESTS, ".blobstore"}
+        )
+        prefixes += [f"{here.prefix}/{name}".lstrip("/") for name in below[:_MAX_OVERLAPS]]
+        for prefix in prefixes:
+            with contextlib.suppress(InvalidReference):
+                place = StoreAddress(here.scheme, here.bucket, prefix)
+                if ObjectStore(place).has_names():
+                    yield place
 
     def has_model(self, reference: Reference) -> bool:
         """Return whether there is a model of that name, as far as the user may see."""

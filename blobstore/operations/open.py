@@ -170,10 +170,29 @@ def open_model(
         return remote.read_plan() if plan else remote.open(verify, **options)
     if plan:
         return ReadPlan.of(store, store.resolve(reference))
-    reference = Reference.of(reference)
+    reference = _named(reference)
     if thaw:
         _thaw(reference, store, progress)
     return _open_local(reference, store, verify, **options)
+
+
+# The public name, for help() and for the errors of wrong arguments.
+open_model.__name__ = open_model.__qualname__ = "open"
+open_model.__module__ = "blobstore"
+
+
+def _named(reference: str | Reference) -> Reference:
+    """Return the name that a text spells. Raises InvalidReference, with what to do with a path."""
+    try:
+        return Reference.of(reference)
+    except InvalidReference as error:
+        text = str(reference)
+        advice = error.advice
+        if text.endswith(".safetensors"):
+            advice = "blobstore.safetensors.safe_open reads a file, and blobstore.create imports it"
+        elif Path(text).is_dir() or text.startswith((".", "/", "~")):
+            advice = "blobstore.create imports a folder, and names the model"
+        raise InvalidReference(error.message, advice=advice) from None
 
 
 def _open_file(path: str | os.PathLike[str], verify: Verify, **options: Any) -> Model:

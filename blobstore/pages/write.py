@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
 from blobstore.core.gc_pause import gc_paused
@@ -147,9 +148,11 @@ def free_target(file: str | os.PathLike[str]) -> Path:
 
     Raises:
         BlobstoreError: the path is not that of a regular file, or has no parent folder.
+        UsageError: it is an address.
     """
+    path = local_path(file)
     try:
-        target = Path(os.path.realpath(file))
+        target = Path(os.path.realpath(path))
         is_other = not os.fspath(file) or (os.path.lexists(target) and not target.is_file())
         has_folder = target.parent.is_dir()
     except (OSError, ValueError) as error:

@@ -234,6 +234,8 @@ def parse_format(text: str) -> QuantFormat:
     Raises:
         UsageError: there is no such type, or its name is ambiguous.
     """
+    if not isinstance(text, str):
+        raise UsageError(f"a type of quantization is a text such as int4, got {quote(text)}")
     key = text.strip().lower()
     found = _TARGETS.get(key)
     if found is not None:

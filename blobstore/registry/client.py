@@ -47,6 +47,7 @@ _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
 _PULL: Final = "pull"
 _PUSH: Final = "pull,push"
+_DELETE: Final = "pull,delete"
 _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _MAX_TYPE: Final = 255
@@ -217,6 +218,34 @@ class RegistryClient:
         stored = reply.headers.get("docker-content-digest", "")
         if stored.startswith("sha256:") and stored != str(manifest.digest):
             raise BlobDamaged(f"{request.what}: the registry stored {quote(stored)} instead")
+
+    def delete_manifest(self, repository: str, reference: str) -> None:
+        """Remove a tag; or a manifest by its digest, with all of its tags.
+
+        Raises:
+            ModelNotFound: the registry has no such tag or manifest.
+            RemoteRefused: the registry removes no tags, or nothing at all; or access is denied.
+            RemoteError: the registry cannot be reached, or fails.
+        """
+        request = self._manifest_request(
+            "DELETE", repository, reference, request_rules.MANIFEST_DELETE, _DELETE
+        )
+        try:
+            reply = self._transport.ask(request)
+        except RemoteRefused as error:
+            if not request_rules.refuses_deletion(error):
+                raise
+            by_digest = f"'blobstore rm oci://{self.host}/{repository}@sha256:…' removes a manifest"
+            raise RemoteRefused(
+                error.message,
+                advice="the registry may be set up to delete nothing"
+                if ":" in reference
+                else f"the registry deletes no tags; {by_digest} with all of its tags",
+                status=error.status,
+                code=error.code,
+            ) from None
+        if reply is None:
+            raise ModelNotFound(f"{request.what}: the registry has none")
 
     def blob_size(self, repository: str, digest: Digest, *, for_upload: bool = False) -> int | None:
         """Return the size of a blob as the registry states it; None if it has none.
@@ -454,7 +483,7 @@ class RegistryClient:
         )
 
     def _manifest_request(
-        self, method: str, repository: str, reference: str, rule: Rule
+        self, method: str, repository: str, reference: str, rule: Rule, actions: str = _PULL
     ) -> Request:
         check_reference(reference)
         separator = "@" if ":" in reference else ":"
@@ -464,7 +493,7 @@ class RegistryClient:
             url=f"{self._url(repository)}/manifests/{reference}",
             rule=rule,
             headers={"accept": ", ".join(ACCEPTED)},
-            scopes=_scopes(repository, _PULL),
+            scopes=_scopes(repository, actions),
         )
 
     def _url(self, repository: str) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_url
+from blobstore.core.schemes import scheme_of
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 
@@ -58,6 +59,11 @@ class RemoteReference:
             InvalidReference: it has no host, or a part of it is not valid.
             InvalidDigest: the text after ``@`` is not a digest.
         """
+        if (scheme := scheme_of(text)) not in {None, "oci"}:
+            raise InvalidReference(
+                f"not the address of a registry: {quote_url(text)} begins with {scheme}://",
+                advice=_without_scheme(text, scheme),
+            )
         host, slash, rest = text.removeprefix(SCHEME).partition("/")
         if not slash or not (text.startswith(SCHEME) or is_host(host)):
             raise InvalidReference(
@@ -118,6 +124,16 @@ class RemoteReference:
 
     def __repr__(self) -> str:
         return f"RemoteReference({str(self)!r})"
+
+
+def _without_scheme(text: str, scheme: str | None) -> str:
+    """Return what to write instead of an address with the scheme of another tool."""
+    rest = quote_url(text.partition("://")[2])
+    if scheme == "http":
+        return f"write {rest}, with --plain-http unless the registry is on this machine"
+    if scheme in {"https", "docker"}:
+        return f"write {rest}"
+    return "expected [oci://]host[:port]/repository[:tag|@sha256:…], s3://, gs://, az:// or file://"
 
 
 def is_host(text: str) -> bool:

@@ -72,6 +72,8 @@ MANIFEST_LOOK: Final = Rule(is_hint=True, success=(200,), absent=(404,))
 """HEAD of a manifest, before a push and for the IDs of a list."""
 MANIFEST_PUT: Final = Rule(is_hint=False, success=(200, 201, 202, 204))
 """PUT of a manifest. If a refusal names missing blobs, these are sent, and it is put once more."""
+MANIFEST_DELETE: Final = Rule(is_hint=False, success=(202, 200, 204), absent=(404,))
+"""DELETE of a tag or a manifest. Registries may delete only by digest, or nothing."""
 BLOB: Final = Rule(is_hint=False, success=(200, 206), absent=(404,))
 """GET of a blob, or of a range of it."""
 BLOB_SIZE: Final = Rule(is_hint=False, success=(200,), absent=(404,))
@@ -112,4 +114,12 @@ def refuses_form(error: RemoteError) -> bool:
         HTTPStatus.NOT_ACCEPTABLE,
         HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         HTTPStatus.UNPROCESSABLE_ENTITY,
+    )
+
+
+def refuses_deletion(error: RemoteError) -> bool:
+    """Return whether a registry deletes no such thing: distribution answers so to tags."""
+    return error.code in _FORM_CODES | {"DIGEST_INVALID"} or error.status in (
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.METHOD_NOT_ALLOWED,
     )

@@ -48,6 +48,8 @@ _DTYPES: dict[DType, np.dtype[Any]] = {
         DType.U64: "<u8",
     }.items()
 }
+# What scripts import from the reference library.
+_TYPES = {dtype.name: array_type.type for dtype, array_type in _DTYPES.items()} | {"BOOL": bool}
 _EXTENSIONS = {
     DType.F8_E5M2: "float8_e5m2",
     DType.F8_E4M3: "float8_e4m3fn",

@@ -39,9 +39,9 @@ def is_complete(tensor: torch.Tensor) -> bool:
 
 
 def find_shared_tensors(state_dict: Mapping[str, torch.Tensor]) -> list[set[str]]:
-    """Return the names of tensors in groups, within which they share bytes.
+    """Return the names of tensors in groups, within which they share bytes, as the reference library.
 
-    Tensors without bytes share none. A tensor alone is a group if it shares its storage, but no byte of it.
+    A tensor that shares no byte is a group of its own. Those without bytes are in none.
     """
     storages: dict[tuple[object, int, int], list[str]] = defaultdict(list)
     for name, tensor in state_dict.items():
@@ -50,8 +50,7 @@ def find_shared_tensors(state_dict: Mapping[str, torch.Tensor]) -> list[set[str]
             address, size = storage.data_ptr(), storage.nbytes()
             if address and size:
                 storages[tensor.device, address, size].append(name)
-    groups = [names for names in storages.values() if len(names) > 1]
-    return [run for names in groups for run in _overlapping(state_dict, names)]
+    return [run for names in storages.values() for run in _overlapping(state_dict, names)]
 
 
 def remove_duplicate_names(
@@ -85,6 +84,9 @@ def remove_duplicate_names(
 
 def _overlapping(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> Iterator[set[str]]:
     """Return names in groups of byte ranges that overlap."""
+    if len(names) == 1:  # most
+        yield set(names)
+        return
     ranges = [(tensors[name].data_ptr(), end_ptr(tensors[name]), name) for name in names]
     group: set[str] = set()
     group_end = 0

@@ -38,11 +38,16 @@ if TYPE_CHECKING:
     from blobstore.safetensors.slices import Selection
 
 __all__ = [
+    "_SIZE",
+    "_TYPES",
     "_end_ptr",
     "_find_shared_tensors",
     "_getdtype",
     "_is_complete",
     "_remove_duplicate_names",
+    "_to_ndarray",
+    "_tobytes",
+    "_view2torch",
     "load",
     "load_file",
     "load_model",
@@ -75,6 +80,11 @@ _DTYPES = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
+# What scripts import from the reference library.
+_TYPES = {
+    code: _DTYPES[DTYPES[code]] for code in DTYPES if DTYPES[code] in _DTYPES and code != "F8_E8M0"
+}
+_SIZE = {dtype: dtype.itemsize for dtype in _DTYPES.values()} | {torch.float4_e2m1fn_x2: 1}
 _NAMES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.float4_e2m1fn_x2: DType.F4}
 
 
@@ -498,6 +508,26 @@ def _to_ndarray(tensor: torch.Tensor) -> tuple[np.ndarray[Any, Any], torch.Tenso
     # A tensor of one element counts as contiguous, whatever its strides are; view() looks at them.
     flat = held.as_strided((held.numel(),), (1,))
     return flat.view(torch.uint8).numpy(), held
+
+
+def _tobytes(tensor: torch.Tensor, name: str) -> bytes:
+    """Return the bytes of a tensor as a file has them, as earlier versions of the reference library.
+
+    Raises:
+        ValueError: the tensor is sparse or not contiguous.
+    """
+    _check_tensors({name: tensor})
+    return bytes(file_bytes(tensor))
+
+
+def _view2torch(views: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, torch.Tensor]:
+    """Return tensors over the buffers that ``blobstore.safetensors.deserialize`` returned."""
+    return {
+        name: torch.frombuffer(view["data"], dtype=_getdtype(view["dtype"])).reshape(view["shape"])
+        if len(view["data"])
+        else torch.empty(view["shape"], dtype=_getdtype(view["dtype"]))
+        for name, view in views
+    }
 
 
 def file_bytes(tensor: torch.Tensor) -> memoryview:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.schemes import advice_for
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.base import DEFAULT_OPTIONS
@@ -40,6 +41,8 @@ def open_source(
         SourceError: the source cannot be read; see :class:`HuggingFaceFolder` for the kinds.
         UsageError: an option does not apply to the source.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise UsageError(f"a source is a path or the id of a repository, got {quote(text)}")
     name = os.path.expanduser(text)  # noqa: PTH111 - a URL is no path
     path = Path(name)
     try:
@@ -50,11 +53,10 @@ def open_source(
         raise SourceNotFound(f"cannot access {quote(name)}: {error}") from None
     if not exists:
         if not hub.is_hub_id(name) and not hub.is_hub_url(name):
-            advice = f"for the Hub's repository, say {hub.SCHEME}{name}"
-            is_repo = hub.is_hub_id(f"{hub.SCHEME}{name}")
-            raise SourceNotFound(
-                f"no such folder or file: {quote(name)}", advice=advice if is_repo else ""
-            )
+            advice = advice_for(name, "source")
+            if not advice and hub.is_hub_id(f"{hub.SCHEME}{name}"):
+                advice = f"for the Hub's repository, say {hub.SCHEME}{name}"
+            raise SourceNotFound(f"no such folder or file: {quote(name)}", advice=advice)
         if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"

@@ -75,7 +75,7 @@ class LocalStore(BlobReader):
     def __init__(
         self, root: str | os.PathLike[str] | None = None, *, lock_timeout: float = LOCK_TIMEOUT
     ) -> None:
-        path = local_path(default_root() if root is None else root)
+        path = local_path(default_root() if root is None else root, "store")
         # Absolute, because the program may change its working directory while a model is open.
         super().__init__(Layout(path.absolute()))
         self._locks = Locks(self._layout, lock_timeout)

@@ -22,6 +22,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import replacing, write_all
 from blobstore.core.mmap import mapped
+from blobstore.core.progress import of_passes
 from blobstore.core.targets import check_new_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
@@ -124,7 +125,9 @@ def pack_models(
             SizeEstimator(store, level),
             lambda what: progress(what, 0, 0) if progress is not None else None,
         )
-        workers = WorkerPool(jobs, progress, 2 * sum(item.blob.size for item in planned))
+        workers = WorkerPool(
+            jobs, of_passes(progress, 2), 2 * sum(item.blob.size for item in planned)
+        )
         try:
             with replacing(target) as descriptor:
                 writer = _ArchiveWriter(store, level, target.parent, descriptor, workers)

@@ -330,7 +330,7 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
         BlobstoreError: it cannot be read.
         ArchiveDamaged: it is truncated or altered, or breaks the format; also in the block.
     """
-    text = str(local_path(path))
+    text = str(local_path(path, "source"))
     try:
         descriptor, size = open_regular(text)
     except FileNotFoundError:
@@ -340,9 +340,10 @@ def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     try:
         yield ArchiveReader(descriptor, size, text)
     except ArchiveDamaged as error:
-        raise ArchiveDamaged(
-            f"archive {quote(text)}: {error}; copy it again from where it was packed"
-        ) from None
+        advice = "copy it again from where it was packed"
+        if not text.endswith(".bsar"):
+            advice = "archives end in .bsar; 'blobstore create' imports other files"
+        raise ArchiveDamaged(f"archive {quote(text)}: {error}; {advice}") from None
     finally:
         os.close(descriptor)
 

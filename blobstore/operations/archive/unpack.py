@@ -135,7 +135,7 @@ def unpack_archive(
                     store.place(model.reference, model.data, model.manifest.blobs)
                 undo.pop_all()
     return Unpacked(
-        path=local_path(path),
+        path=local_path(path, "source"),
         references=tuple(model.reference for model in models),
         blobs=len(ingested),
         bytes_written=sum(item.size for item in ingested if item.written),
@@ -170,7 +170,7 @@ def check_archive(
 
         workers.run(numbers, check)
     return CheckedArchive(
-        path=local_path(path),
+        path=local_path(path, "source"),
         references=tuple(model.reference for model in models),
         blobs=len(members),
         size=sum(member.size for member in members),
@@ -186,7 +186,7 @@ def _read_signatures(
     manifests = {Digest.of(model.data) for model in models} if files else set()
     found = []
     for file in files:
-        signature = read_signature(local_path(file))
+        signature = read_signature(local_path(file, "source"))
         if signature.manifest not in manifests:
             raise InvalidSignature(f"{quote(file)} signs none of the models that are unpacked")
         found.append((signature.manifest, signature))

@@ -14,6 +14,7 @@ from blobstore.operations.create.create import create
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.hub import cached_repository
 from blobstore.sources.selection import is_model_folder
+from blobstore.sources.sharded import WEIGHTS
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
     from blobstore.core.progress import Progress
     from blobstore.operations.create.create import Created, CreateOptions
+
+
+_OWN_FILES = frozenset(
+    ("config.json", "model_index.json", "modules.json", "adapter_config.json", "params.json")
+)
+"""Any of these makes a folder with weight files one model, whatever its folders have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +58,8 @@ def create_all(
 
     Args:
         folder: a cache of the Hub's client, whose models get the names of their repositories, or a
-            folder of model folders, which get the names of the folders: ``name`` or ``org/name``.
+            folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files of
+            weights beside these are left out; see :func:`loose_files`.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: only list the models.
         progress: called with the model and the current step, bytes done and total bytes.
@@ -65,7 +73,8 @@ def create_all(
     store = LocalStore.of(store)
     first: dict[str, Path] = {}
     results = []
-    for found, source in find_models(local_path(folder)):
+    models = find_models(local_path(folder, "source"))
+    for number, (found, source) in enumerate(models, start=1):
         name, created, error = found, None, None
         try:
             reference = Reference.parse(found)
@@ -74,7 +83,9 @@ def create_all(
             if (other := first.setdefault(name.lower(), source)) is not source:
                 raise NameTaken(f"{quote(other)} already has the name {name}")
             if not dry_run:
-                step = progress and partial(_report, progress, name)
+                step = progress and partial(
+                    _report, progress, f"{number} of {len(models)} models, {name}"
+                )
                 created = create(source, reference, store=store, progress=step, **options)
         except StoreError:
             raise
@@ -97,7 +108,7 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
     """
     if not folder.is_dir():
         raise SourceNotFound(f"no such folder: {quote(folder)}")
-    if _is_model(folder) or cached_repository(folder):
+    if cached_repository(folder) or (_is_model(folder) and not _has_loose_files(folder)):
         raise SourceError(f"{quote(folder)} is a model itself; create it without --all")
     found: list[tuple[str, Path]] = []
     try:
@@ -119,6 +130,26 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
             "model folders"
         )
     return found
+
+
+def loose_files(folder: str | os.PathLike[str]) -> list[str]:
+    """Return the weight files beside the folders of models, which :func:`create_all` does not import."""
+    path = local_path(folder, "source")
+    if not (path.is_dir() and _is_model(path) and _has_loose_files(path)):
+        return []
+    return sorted(item.name for item in path.iterdir() if item.name.endswith(WEIGHTS))
+
+
+def _has_loose_files(folder: Path) -> bool:
+    """Return whether weight files lie beside folders of models, and are not one with them."""
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError:
+        return False
+    has_own = any(item.name in _OWN_FILES or ".index." in item.name for item in inside)
+    return not has_own and any(
+        item.is_dir() and not item.name.startswith(".") and _is_model(item) for item in inside
+    )
 
 
 def _is_model(folder: Path) -> bool:

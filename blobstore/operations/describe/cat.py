@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.core.digest import Digester
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobDamaged, FileNotFound
 from blobstore.models.files import ModelFiles, file_faults_located
+from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
 
@@ -27,7 +29,8 @@ class ModelFile:
     reference: Reference | str
     layer: Descriptor
     """Its name, digest and size."""
-    store: LocalStore
+    read_pieces: Callable[[Digest, int], Iterable[memoryview]] = field(repr=False)
+    """Yields the bytes of a blob."""
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes in order; a piece is valid until the next one.
@@ -38,7 +41,7 @@ class ModelFile:
         """
         digester = Digester()
         with file_faults_located(self.reference, self.layer.name):
-            for piece in self.store.read_pieces(self.layer.digest, self.layer.size):
+            for piece in self.read_pieces(self.layer.digest, self.layer.size):
                 digester.update(piece)
                 yield piece
         if (found := digester.digest()) != self.layer.digest:
@@ -60,28 +63,41 @@ def open_file(
     name: str,
     *,
     store: StoreLike = None,
+    plain_http: bool | None = None,
 ) -> ModelFile:
     """Return a file of a model, other than its weights.
 
     Args:
-        reference: the model's name.
+        reference: the model's name, or the address of a remote one, of which the file is fetched at once.
         name: the name that the file had in the source.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
     Raises:
         ModelNotFound: the store has no such model.
         FileNotFound: the model has no such file.
         InvalidManifest: the manifest is damaged.
+        RemoteError: the remote cannot be reached, refuses access or misbehaves.
     """
     store = LocalStore.of(store)
+    if is_address(reference):
+        with reading_models(store, reference, plain_http=plain_http) as (reader, (own,)):
+            remote = ModelFiles(reference, reader.read_manifest(own), store)
+            layer = _layer(remote, name)
+            data = reader.read_blob(*layer.id)
+        return ModelFile(reference, layer, lambda *_: (memoryview(data),))
     files = ModelFiles.of(reference, store)
+    return ModelFile(files.reference, _layer(files, name), store.read_pieces)
+
+
+def _layer(files: ModelFiles, name: str) -> Descriptor:
     layer = files.files.get(name)
     if layer is None:
         listed = join_some([quote(known) for known in files.files], _MAX_LISTED) or "none"
         raise FileNotFound(
             f"model {files.reference} has no file {quote(name)}; its files are {listed}"
         )
-    return ModelFile(files.reference, layer, store)
+    return layer
 
 
 def read_file(

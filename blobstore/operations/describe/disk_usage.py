@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.files import allocated
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.reference import Reference
-from blobstore.remotes.addresses import reading_models
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.partial_lock import SUFFIX as PARTIAL_LOCK
@@ -124,45 +123,6 @@ class StoreUsage:
         """The share of the bytes of all blobs that compression saves; None if there are no blobs."""
         total = self.hot + self.cold.size + self.saved
         return self.saved / total if total else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteUsage:
-    """What a model in a registry takes, and how much of it a store has."""
-
-    address: str
-    blobs: int
-    size: int
-    """Bytes of its blobs, each counted once."""
-    present: int
-    """Bytes of the blobs that the store has too."""
-
-    @property
-    def missing(self) -> int:
-        """Bytes that a pull would fetch."""
-        return self.size - self.present
-
-
-def measure_remote(
-    address: str,
-    *,
-    store: StoreLike = None,
-    plain_http: bool | None = None,
-) -> RemoteUsage:
-    """Return the size of a model in a registry, and how much of it a store has.
-
-    Raises:
-        InvalidManifest, ModelNotFound, RemoteError: as :func:`describe_model`.
-    """
-    local = LocalStore.of(store)
-    with reading_models(local, address, plain_http=plain_http) as (reader, (name,)):
-        blobs = reader.resolve(name).blobs
-    return RemoteUsage(
-        address=address,
-        blobs=len(blobs),
-        size=sum(blob.size for blob in blobs),
-        present=sum(blob.size for blob in blobs if local.has_blobs([blob])),
-    )
 
 
 def measure_usage(

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.errors import BlobstoreError
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests.reference import Reference
 from blobstore.models.model_card import card_field, decoded_config, small_texts, stated_license
+from blobstore.models.source_layers import read_source_record
 from blobstore.operations.describe.disk_usage import measure_usage
 from blobstore.operations.describe.show import describe_model, model_source
 from blobstore.quantization.formats import type_name
+from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.catalog import read_catalog, read_entry
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.core.digest import Digest
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.operations.describe.show import ModelDescription
 
@@ -32,8 +35,8 @@ class ModelInfo:
     description: ModelDescription
     digest: Digest
     """The digest of the manifest's bytes, whose start is the ID."""
-    modified: float
-    """When the manifest was written, in seconds since the epoch."""
+    modified: float | None
+    """When the manifest was written, in seconds since the epoch; None for a remote model."""
     aliases: tuple[Reference, ...]
     """Other names of the same manifest."""
     types: tuple[tuple[str, int, int], ...]
@@ -46,25 +49,32 @@ class ModelInfo:
     """The models that the model card or a config names as its base."""
     blobs: int
     disk_size: int
-    """Bytes of the blobs on disk, compressed if they are frozen."""
-    unique_size: int
-    """Bytes among them that no model of another ID needs."""
+    """Bytes of the blobs on disk, compressed if they are frozen. Of a remote model, those that are here."""
+    unique_size: int | None
+    """Bytes among them that no model of another ID needs; None for a remote model."""
 
 
-def model_info(reference: str | Reference, *, store: StoreLike = None) -> ModelInfo:
+def model_info(
+    reference: str | Reference, *, store: StoreLike = None, plain_http: bool | None = None
+) -> ModelInfo:
     """Collect what is known about a model. Only headers and small files are read.
 
     Args:
-        reference: the model's name.
+        reference: the model's name, or the address of a remote one.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest: the manifest is damaged.
         BlobDamaged: two blobs of the model have a tensor of the same name.
+        RemoteError: the remote cannot be reached, refuses access or misbehaves.
         StoreError: the store cannot be read.
     """
-    store, reference = LocalStore.of(store), Reference.of(reference)
+    store = LocalStore.of(store)
+    if is_address(reference):
+        return _remote_info(store, reference, plain_http)
+    reference = Reference.of(reference)
     entry = read_entry(store, reference)
     if entry.manifest is None or entry.digest is None:
         raise entry.error or BlobstoreError(f"model {reference} cannot be read")
@@ -92,6 +102,30 @@ def model_info(reference: str | Reference, *, store: StoreLike = None) -> ModelI
         blobs=len(entry.blobs),
         disk_size=usage.together.size,
         unique_size=usage.together_unique.size,
+    )
+
+
+def _remote_info(store: LocalStore, address: str, plain_http: bool | None) -> ModelInfo:
+    description = describe_model(address, store=store, plain_http=plain_http)
+    with reading_models(store, address, plain_http=plain_http) as (reader, (name,)):
+        manifest = reader.resolve(name)
+        digest = Digest.of(reader.read_manifest(name))
+        texts = dict(small_texts(reader, manifest))
+        source = None
+        with contextlib.suppress(Damaged):
+            source = read_source_record(reader, manifest)
+    return ModelInfo(
+        description=description,
+        digest=digest,
+        modified=None,
+        aliases=(),
+        types=_types(description),
+        source=source,
+        license=stated_license(texts),
+        bases=tuple(dict.fromkeys(stated_bases(texts))),
+        blobs=len(manifest.blobs),
+        disk_size=sum(blob.size for blob in manifest.blobs if store.has_blobs([blob])),
+        unique_size=None,
     )
 
 

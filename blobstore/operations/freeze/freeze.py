@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from blobstore.compression.level import Level, check_compression_level
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder
+from blobstore.core.progress import of_passes
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
@@ -161,7 +162,7 @@ def freeze_models(
             run.estimate(WorkerPool(jobs, progress, size))
         elif plan.blobs:
             # Each byte is encoded, then decoded.
-            run.freeze(WorkerPool(jobs, progress, 2 * size))
+            run.freeze(WorkerPool(jobs, of_passes(progress, 2), 2 * size))
     blobs = tuple(run.results[digest] for digest in plan.blobs if digest in run.results)
     shared = [blob.digest for blob in blobs if blob.outcome == "shared"]
     needing = map(store.reference_of, map(Path, plan.needing(shared)))

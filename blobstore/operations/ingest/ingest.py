@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import escape, quote
+from blobstore.core.schemes import scheme_of
 from blobstore.errors import InvalidReference, SourceError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.ingest.executors import open_executor
@@ -252,7 +253,7 @@ def _lost(why: str) -> Outcome:
 
 def _name_of(source: str) -> str:
     """Return the name of a model that a source suggests."""
-    if local_path(source).exists():
+    if scheme_of(source) is None and local_path(source).exists():
         return local_path(source).resolve().name
     repository = source.removeprefix("hf://").partition("@")[0]
     parts = PurePosixPath(repository).parts

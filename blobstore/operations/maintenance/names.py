@@ -150,7 +150,7 @@ def _rename(
 ) -> Named:
     source, target = Reference.of(source), Reference.of(target)
     if source == target:
-        raise UsageError(f"{quote(source)} and {quote(target)} are the same name")
+        raise UsageError(f"{quote(source)} has that name already")
     store.read_manifest(source)  # fails before a lock is created in a store that does not exist
     with store.writing(), store.exclusive_lock():
         data = store.read_manifest(source)

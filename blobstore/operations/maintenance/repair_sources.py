@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
+from blobstore.core.schemes import scheme_of
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
 from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
@@ -222,6 +223,8 @@ def open_other_store(source: str | os.PathLike[str], store: LocalStore) -> Local
     Raises:
         UsageError: ``source`` is ``store`` itself.
     """
+    if scheme_of(source) is not None:  # such as hf://
+        return None
     path = local_path(source)
     if not all((path / part).is_dir() for part in ("blobs", "manifests")):
         return None

@@ -124,7 +124,7 @@ def sign_model(
         store.check_manifest(data, manifest)
     except InvalidManifest as error:
         raise error.at(quote(store.manifest_path(reference))) from None
-    path = local_path(key)
+    path = local_path(key, "source")
     private = PrivateKey.from_pem(read_key(path), quote(path), passphrase)
     try:
         if target is not None or has_folder(manifest):

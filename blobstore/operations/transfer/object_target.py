@@ -10,7 +10,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.objects.address import ModelAddress
+from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model_addresses
 from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
 from blobstore.objects.store import COLD_INDEXES, ObjectStore
@@ -25,23 +25,40 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.reference import Reference
-    from blobstore.objects.address import StoreAddress
     from blobstore.objects.client import ObjectTag
     from blobstore.store.local import LocalStore
+
+
+def find_target(text: str) -> StoreAddress | ModelAddress:
+    """Return the store that an address names, or if it ends with a tag, the model with its store.
+
+    Of the stores that the address of a model may mean, one that has models wins: none is made within it.
+
+    Raises:
+        InvalidReference: the address is not valid.
+        RemoteError: the object storage cannot be reached.
+    """
+    if not has_tag(text):
+        return StoreAddress.parse(text)
+    meanings = list(model_addresses(text))
+    has_models = (place for place in meanings if ObjectStore(place.store).has_names())
+    return next(has_models, meanings[0])
 
 
 @contextlib.contextmanager
 def open_objects(
     store: LocalStore,
     reference: Reference,
-    address: StoreAddress,
+    address: StoreAddress | ModelAddress,
     limiter: RateLimiter | None,
     *,
     dry_run: bool,
 ) -> Iterator[ObjectTarget]:
-    """Yield a store in object storage as the target of a model, which keeps its name there."""
-    objects = ObjectStore(address)
-    target = ObjectTarget(store, reference, objects, limiter)
+    """Yield a store in object storage as the target of a model, which keeps its name unless there is another."""
+    if isinstance(address, StoreAddress):
+        address = ModelAddress(address, reference)
+    target = ObjectTarget(store, reference, ObjectStore(address.store), address.reference, limiter)
+    objects = target.objects
     digests = [blob.digest for blob in target.model.blobs]
     with store.lease_if_writable(digests):
         if dry_run:
@@ -62,10 +79,11 @@ class ObjectTarget:
         store: LocalStore,
         reference: Reference,
         objects: ObjectStore,
+        name: Reference,
         limiter: RateLimiter | None,
     ) -> None:
-        """Read which manifest the name has."""
-        self._store, self._reference, self._objects = store, reference, objects
+        """Read which manifest the name has there."""
+        self._store, self._reference, self.objects = store, name, objects
         self._limiter = limiter
         self._stopping = threading.Event()
         self.check_lease: Callable[[], None] = lambda: None
@@ -75,15 +93,18 @@ class ObjectTarget:
         former: bytes | None = None
         self._tag: ObjectTag | None = None
         with contextlib.suppress(ModelNotFound):
-            former, self._tag = objects.read_version(reference, READ_FORMER)
+            former, self._tag = objects.read_version(name, READ_FORMER)
         self.model = PushedModel(
-            address=ModelAddress(objects.address, reference),
+            address=ModelAddress(objects.address, name),
             digest=Digest.of(self._data),
             layout="store",
             manifests=1,
             blobs=[PushedBlob.of(blob, store) for blob in self._manifest.blobs],
             is_published=former == self._data,
             replaced=None if former in {None, self._data} else Digest.of(former or b""),
+        )
+        self.notices: Sequence[str] = (
+            () if former or objects.has_names() else tuple(_overlaps(objects))
         )
         self._leased = {blob.digest for blob in self.model.blobs}
 
@@ -94,7 +115,7 @@ class ObjectTarget:
         is new.
         """
         with contextlib.suppress(BlobDamaged):  # it has another size, and is replaced
-            return blob.digest in self._leased and self._objects.exists(*blob.id, LOOK_FOR_BLOB)
+            return blob.digest in self._leased and self.objects.exists(*blob.id, LOOK_FOR_BLOB)
         return False
 
     def send(self, blob: PushedBlob, report: Callable[[int], object]) -> Mapping[Sent, int]:
@@ -108,7 +129,7 @@ class ObjectTarget:
                     report(len(piece))
 
         try:
-            self._objects.put_blob(*blob.id, pieces())
+            self.objects.put_blob(*blob.id, pieces())
         except BlobDamaged as error:
             raise error.at(f"layer {quote(blob.label)}") from None
         return {"sent": blob.size}
@@ -116,11 +137,11 @@ class ObjectTarget:
     def publish(self, *_: object) -> None:
         """Write the headers of the blobs, and the manifest if the name still has the former one."""
         if not self.model.is_published:
-            self._objects.put_headers(self.model.digest, pack_headers(self._headers()))
+            self.objects.put_headers(self.model.digest, pack_headers(self._headers()))
         # Last before the name: blobs of a lease that has ended may have been collected.
         self.check_lease()
         if not self.model.is_published:
-            self._objects.place(self._reference, self._data, self._tag)
+            self.objects.place(self._reference, self._data, self._tag)
 
     def _headers(self) -> Mapping[Digest, bytes]:
         """Return the headers of all tensor blobs, so that readers need one request for them.
@@ -145,13 +166,13 @@ class ObjectTarget:
         """Write the signatures that the store has of the manifest; return their number."""
         signatures = list(self._store.signatures(self.model.digest))
         for signature in signatures:
-            self._objects.keep_signature(self.model.digest, signature)
+            self.objects.keep_signature(self.model.digest, signature)
         return len(signatures)
 
     def read_cold_layers(self, *, verify: bool) -> Mapping[Digest, ColdLayer]:
         """Return the cold layers that are listed with the manifest."""
         del verify  # the list is one object, and always read
-        listed = self._objects.read_for_manifest(COLD_INDEXES, self.model.digest)
+        listed = self.objects.read_for_manifest(COLD_INDEXES, self.model.digest)
         return parse_cold_layers(listed or b"")
 
     def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
@@ -165,16 +186,16 @@ class ObjectTarget:
                     listed[layer.blob.digest] = layer
             return format_cold_layers(listed.values())
 
-        self._objects.change_cold_index(self.model.digest, add)
+        self.objects.change_cold_index(self.model.digest, add)
 
     def check_manifests(self) -> None:
         """Read back which manifest the name has. Raises Conflict."""
-        if self._objects.read_manifest(self._reference) != self._data:
+        if self.objects.read_manifest(self._reference) != self._data:
             raise Conflict(f"{quote(self.model.address)} has another model by now")
 
     def read(self, blob: BlobId) -> Generator[memoryview, None, None]:
         """Yield the bytes of a blob, unchecked."""
-        for piece in self._objects.read_pieces(*blob):
+        for piece in self.objects.read_pieces(*blob):
             self._limit(piece)
             yield piece
 
@@ -185,3 +206,14 @@ class ObjectTarget:
     def _limit(self, piece: bytes | memoryview) -> None:
         if self._limiter is not None:
             self._limiter.spend(len(piece), self._stopping.wait)
+
+
+def _overlaps(objects: ObjectStore) -> Iterator[str]:
+    """Yield what to know about a store without models yet: that it lies within another, or around it."""
+    new = objects.address
+    for other in objects.overlapping():
+        outer, inner = sorted((new, other), key=lambda place: len(place.prefix))
+        yield (
+            f"{quote(new)} is a new store {'within' if inner == new else 'around'} {quote(other)}, and they "
+            f"share no blobs; push to {quote(f'{outer}/NAME:TAG')} to keep all models in one"
+        )

@@ -83,6 +83,8 @@ class Pulled:
     """Signatures that came with the model and are kept: with a policy that has keys, those by its keys."""
     replaced: bool
     """Whether the name belonged to another model, which ``restore`` brings back."""
+    is_new: bool
+    """Whether the store had no such name."""
     seconds: float
     notices: tuple[str, ...] = ()
     """What the policy warns about, and what is unusual there."""
@@ -149,6 +151,7 @@ def pull_model(
         data = source.model.manifest
         pull = _Pull(store, reference, source, force)
         pull.check_name()
+        is_new = not store.has_model(reference)
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
         signed = source.root.data if source.files else data
         digest = Digest.of(signed)
@@ -180,6 +183,7 @@ def pull_model(
         repaired=dict(done.repaired),
         signatures=len(signatures.data),
         replaced=done.replaced,
+        is_new=is_new,
         seconds=time.monotonic() - started,
         notices=(
             *(verdict.notices(reference) if verdict is not None else ()),

@@ -25,7 +25,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.freeze.batches import BlobProgress
 from blobstore.operations.freeze.cold_blob_builder import count_blocks
-from blobstore.operations.transfer.object_target import open_objects
+from blobstore.operations.transfer.object_target import find_target, open_objects
 from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.operations.transfer.registry_target import (
     RegistryOptions,
@@ -94,6 +94,8 @@ class Pushed:
     """Cold layers without a base, because their delta or their base is not intact."""
     is_dry_run: bool
     seconds: float
+    notices: tuple[str, ...] = ()
+    """That a new store lies within another."""
 
 
 def push_model(
@@ -124,8 +126,9 @@ def push_model(
     Args:
         reference: the model.
         remote: where to push it, ``[oci://]host[:port]/repository[:tag]``, or a store in object storage,
-            ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``; by default the model's name, if that
-            has a host. The options up to ``sign_key``, and ``plain_http``, are for registries.
+            ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///``, where the model keeps its name unless
+            the address ends with another one and its tag, ``s3://bucket/prefix/name:tag``; by default the
+            model's name, if that has a host. The options up to ``sign_key``, and ``plain_http``, are for registries.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         layout: ``oci`` is a ModelPack artifact, ``ollama`` the local manifest byte for byte, ``image`` a
             container image with the files in ``/models``.
@@ -180,7 +183,7 @@ def push_model(
     opened: AbstractContextManager[PushTarget]
     if isinstance(remote, StoreAddress) or is_in_objects(remote):
         options.check_unused(remote)
-        place = remote if isinstance(remote, StoreAddress) else StoreAddress.parse(remote)
+        place = remote if isinstance(remote, StoreAddress) else find_target(remote)
         opened = open_objects(store, reference, place, limiter, dry_run=dry_run)
     else:
         options.check()
@@ -216,6 +219,7 @@ def push_model(
         fallbacks=0 if cold_blobs is None else cold_blobs.fallbacks,
         is_dry_run=dry_run,
         seconds=time.monotonic() - started,
+        notices=tuple(target.notices),
     )
 
 

@@ -72,6 +72,8 @@ class PushTarget(Protocol):
     checks_manifests: bool
     """Whether it accepts a manifest only with all its blobs: then these need not be looked for."""
     model: PushedModel
+    notices: Sequence[str]
+    """What the user should know about the target."""
 
     def has(self, blob: PushedBlob) -> bool:
         """Return whether the target says that it has a blob and keeps it, which is only a hint."""

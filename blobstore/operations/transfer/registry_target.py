@@ -109,7 +109,7 @@ def open_registry(
     """Yield a repository as the target of a model; ``hashing`` returns workers for layers to be planned."""
     key = None
     if options.sign_key is not None:
-        text = read_key(local_path(options.sign_key))
+        text = read_key(local_path(options.sign_key, "source"))
         key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
     plan = plan_for_registry(store, reference, options.layout, options.max_layers, hashing)
     http, part_size = options.plain_http, options.part_size
@@ -128,6 +128,7 @@ class RegistryTarget:
 
     kind = "the registry"
     checks_manifests = True
+    notices: Sequence[str] = ()
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ which only some clients have. A pull decodes them, and fetches the blobs instead
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,21 +16,24 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
 from blobstore.manifests.descriptor import Descriptor
+from blobstore.objects.address import ModelAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.remotes.addresses import find_model
+from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.remotes.catalog import find_store
 from blobstore.remotes.cold_layers import COLD, parse_cold_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
-    from blobstore.objects.address import ModelAddress
+    from blobstore.objects.address import StoreAddress
+    from blobstore.objects.store import ObjectStore
     from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
 
@@ -42,7 +46,7 @@ class RemoteFault(NamedTuple):
     layer: str
     """The layer's name, or its media type if it has no name."""
     message: str
-    blob: Digest
+    blob: Digest | None
     tensor: str = ""
     """Always empty: a blob with wrong bytes is not parsed."""
 
@@ -51,11 +55,11 @@ class RemoteFault(NamedTuple):
 class VerifiedRemote:
     """The result of :func:`verify_remote`."""
 
-    remote: RemoteReference | ModelAddress
-    digest: Digest
-    """Of the manifest in the registry."""
+    remote: RemoteReference | ModelAddress | StoreAddress
+    digest: Digest | None
+    """Of the manifest there; None for a whole store."""
     blobs: int
-    """Blobs of the model."""
+    """Blobs of the model, or of all models together."""
     cold_blobs: int
     """Blobs of which the registry has a compressed form too."""
     bytes_read: int
@@ -77,7 +81,8 @@ def verify_remote(
     """Read every blob of a model in a registry or object storage, and its compressed forms, and hash them.
 
     Args:
-        remote: the address, as for :func:`pull_model`.
+        remote: the address, as for :func:`pull_model`, or that of a store in object storage: all of its
+            models are read then, and each blob once.
         streams: number of blobs that are read at once.
         limit_rate: maximum number of bytes per second.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
@@ -93,27 +98,64 @@ def verify_remote(
     started = time.monotonic()
     check_jobs(streams)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
+    store = find_store(remote) if is_in_objects(remote) else None
+    with contextlib.ExitStack() as stack:
         faults: list[RemoteFault] = []
+        sources: list[RemoteSource | ObjectSource]
+        if store is not None:
+            sources = list(_sources_of(store, limiter, faults))
+        else:
+            found = find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
+            sources = [stack.enter_context(found)]
+        read = [_blobs_of(source, faults) for source in sources]
+        # A blob of several models is read once.
+        jobs = {
+            blob.id: (source, blob)
+            for source, (blobs, layers) in zip(sources, read, strict=True)
+            for blob in (*blobs, *layers)
+        }
+        workers = WorkerPool(streams, progress, sum(blob.size for _, blob in jobs.values()))
 
-        def report_manifest(digest: Digest, error: BlobstoreError) -> None:
-            faults.append(
-                RemoteFault(str(source.address), "compressed forms", error.message, digest)
-            )
+        def abort() -> None:
+            for source in sources:
+                source.client.abort()
 
-        layers = _cold_layers(source, report_manifest)
-        blobs = [*source.model.blobs, *layers]
-        workers = WorkerPool(streams, progress, sum(blob.size for blob in blobs))
-        read = workers.run(blobs, lambda blob: _verify(source, blob, workers), source.client.abort)
+        results = workers.run(list(jobs.values()), lambda job: _verify(*job, workers), abort)
     return VerifiedRemote(
-        remote=source.address,
-        digest=source.root.digest,
-        blobs=len(source.model.blobs),
-        cold_blobs=len(layers),
-        bytes_read=sum(blob.size for blob, fault in zip(blobs, read, strict=True) if not fault),
-        faults=(*filter(None, read), *faults),
+        remote=sources[0].address if store is None else store.address,
+        digest=sources[0].root.digest if store is None else None,
+        blobs=len({blob.digest for blobs, _ in read for blob in blobs}),
+        cold_blobs=len({blob.digest for _, layers in read for blob in layers}),
+        bytes_read=sum(
+            blob.size for (_, blob), fault in zip(jobs.values(), results, strict=True) if not fault
+        ),
+        faults=(*filter(None, results), *faults),
         seconds=time.monotonic() - started,
+        models=len(sources),
     )
+
+
+def _sources_of(
+    store: ObjectStore, limiter: RateLimiter | None, faults: list[RemoteFault]
+) -> Iterator[ObjectSource]:
+    """Yield the models of a store; manifests that cannot be read are faults."""
+    for name in store.references():
+        place = ModelAddress(store.address, name)
+        try:
+            yield ObjectSource(store, place, store.read_manifest(name), limiter)
+        except InvalidManifest as error:
+            faults.append(RemoteFault(str(place), "manifest", error.message, None))
+
+
+def _blobs_of(
+    source: RemoteSource | ObjectSource, faults: list[RemoteFault]
+) -> tuple[Sequence[Descriptor], Sequence[Descriptor]]:
+    """Return the blobs of a model and their compressed forms; what is wrong with lists of these is added."""
+
+    def report_manifest(digest: Digest, error: BlobstoreError) -> None:
+        faults.append(RemoteFault(str(source.address), "compressed forms", error.message, digest))
+
+    return source.model.blobs, _cold_layers(source, report_manifest)
 
 
 def _cold_layers(

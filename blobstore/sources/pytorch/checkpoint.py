@@ -282,7 +282,7 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
             its subclass :class:`CheckpointUnsupported`.
         UsageError: there is no such subtree.
     """
-    return Checkpoint(local_path(path), subtree=subtree)
+    return Checkpoint(local_path(path, "source"), subtree=subtree)
 
 
 def check_globals(result: Result) -> None:

@@ -76,7 +76,7 @@ def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspe
         SourceError: it cannot be read.
         UsageError: there is no such subtree.
     """
-    path = local_path(path)
+    path = local_path(path, "source")
     size, found = _globals_of(path)
     try:
         with Checkpoint(path, subtree=subtree) as checkpoint:

@@ -58,6 +58,8 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--layout=ollama"),
     "pull": ("%remote", "new"),
+    "lock": ("dense", "-o", "@new.lock"),
+    "sync": ("@models.lock",),
     "login": ("%host", "--username=alice", "--password-stdin"),
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
@@ -81,6 +83,8 @@ VARIANTS = {
     "show oci://": ("show", "%address"),
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
+    "push GLOB": ("push", "tun*", "dense", "%place"),
+    "pull --all": ("pull", "--all", "%place"),
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
@@ -137,6 +141,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
             key_files(folder)
         run("freeze", "cold")
+        run("lock", "dense", "-o", folder / "models.lock")
         run("rm", "gone")
     with StubRegistry() as registry:
         origin = LocalStore(store)
@@ -144,6 +149,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         address = registry.put(origin, plan, "team/dense", "latest")
         (folder / "host").write_text(registry.host)
         (folder / "remote").write_text(address)
+        (folder / "place").write_text(f"file://{folder}/bucket")
+        run("push", "dense", f"file://{folder}/bucket", "--store", store)
         (folder / "address").write_text(f"oci://{address}")
         yield folder
 

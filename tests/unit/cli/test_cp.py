@@ -50,7 +50,7 @@ def test_waits_as_long_as_the_option_says(stored: LocalStore, arguments: tuple[s
 
 @pytest.mark.parametrize("command", ["cp", "mv"])
 def test_the_same_name_is_wrong_usage(stored: LocalStore, command: str) -> None:
-    assert "are the same name" in run(command, "dense", "dense:latest", exit_code=2).stderr
+    assert "has that name already" in run(command, "dense", "dense:latest", exit_code=2).stderr
     assert len(list(stored.references())) == 1
 
 

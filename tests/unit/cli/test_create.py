@@ -91,7 +91,8 @@ def test_skips_tensors_that_the_index_does_not_name_if_requested(
 @pytest.mark.parametrize("form", ["packed", "stacked"])
 def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> None:
     planned = run_json("create", moe, "moe", "--experts", form, "--dry-run")
-    text = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
+    text = run("create", moe, "moe", "--experts", form, "--dry-run", "-v").stdout
+    short = run("create", moe, "moe", "--experts", form, "--dry-run").stdout
     assert not store.root.exists()
 
     run("create", moe, "moe", "--experts", form)
@@ -108,6 +109,7 @@ def test_a_dry_run_prints_the_plan(store: LocalStore, moe: Path, form: str) -> N
     assert planned["files"] == ["config.json"]
     assert all(layer["name"] in text for layer in layers)
     assert text.endswith("nothing was written\n")
+    assert short == text.splitlines(keepends=True)[-1]
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])

@@ -488,3 +488,32 @@ def test_advice_names_options_and_not_arguments_of_python(
     file = tmp_path / "force=True"
     file.touch()
     assert f"'{file}' exists already; choose" in run("export", "moe", file, exit_code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("alias", "command"),
+    [("df", "du"), ("log", "history"), ("search", "find"), ("describe", "info"), ("ls", "list")],
+)
+def test_words_of_other_programs_are_commands(alias: str, command: str) -> None:
+    shown = run(alias, "--help").stdout.partition("\n")[2]
+    assert shown == run(command, "--help").stdout.partition("\n")[2]
+
+
+def test_help_and_version_are_words_too() -> None:
+    assert run("help").stdout == run("--help").stdout
+    assert run("help", "create").stdout == run("create", "--help").stdout
+    assert run("version").stdout == run("--version").stdout
+    assert "no such command 'nothing'" in run("help", "nothing", exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("serve", "docs/serving says how"),
+        ("env", "'blobstore du' shows what is there"),
+        ("doctor", "'blobstore verify' checks a store"),
+        ("clone", "did you mean 'pull'?"),
+    ],
+)
+def test_what_no_command_does_says_where_it_is(word: str, advice: str) -> None:
+    assert advice in run(word, exit_code=2).stderr

@@ -98,3 +98,17 @@ def test_an_id_with_several_names_removes_none(stored: LocalStore) -> None:
 
     assert f"'{digest[:8]}' is the ID of several names: 'copy:latest', 'dense:latest'" in error
     assert len(run_json("list")["models"]) == 2
+
+
+def test_retention_shows_in_a_dry_run_what_gc_would_free(stored: LocalStore, moe: Path) -> None:
+    run("tag", "dense", "same")
+    run("create", moe, "dense:new")
+    shown = run("rm", "dense:*", "--keep-last", "1", "--dry-run").stdout
+    assert shown.startswith("keeps 1 model\nwould remove dense:latest\nwould remove dense:same\n")
+    assert '"blobstore gc" would then free' in shown
+    assert (
+        run("rm", "dense:*", "--older-than", "1h").stdout == "keeps 3 models\nnothing to remove\n"
+    )
+    run("rm", "dense:*", "--keep-last", "1")
+    assert [str(name) for name in stored.references()] == ["dense:new"]
+    run("rm", "s3://bucket/x", "--keep-last", "1", exit_code=2)

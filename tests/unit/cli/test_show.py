@@ -326,3 +326,10 @@ def test_shows_the_scheme_of_a_model_that_is_kept_as_published(
     assert quantized.endswith("awq, kept as published")
     assert "published" not in dense
     assert "QUANTIZATION" not in run("list", "dense").stdout
+
+
+def test_a_part_of_a_name_is_answered_with_the_glob(stored: LocalStore) -> None:
+    part = next(name for name in dense_tensors() if "." in name).partition(".")[2]
+    for words in (("show", "dense", part), ("find", part)):
+        assert f"; '*{part}*' matches " in run(*words, exit_code=3).stderr
+    assert "matches '*" not in run("show", "dense", "nothing-like-it", exit_code=3).stderr

@@ -156,9 +156,26 @@ def test_checks_what_it_can_if_a_folder_of_manifests_is_closed(
     assert error in gc
 
 
-@pytest.mark.parametrize(
-    ("command", "advice"), [("verify", "put --remote before it"), ("freeze", "pull it first")]
-)
-def test_an_address_is_refused_with_advice(command: str, advice: str) -> None:
-    result = run(command, "s3://models/dense", exit_code=2)
-    assert f"this command takes names of the store; {advice}" in result.stderr
+def test_an_address_is_refused_with_advice() -> None:
+    result = run("freeze", "s3://models/dense", exit_code=2)
+    assert "this command takes names of the store; pull it first" in result.stderr
+
+
+def test_an_address_is_read_back_and_a_whole_store_with_each_blob_once(
+    stored: LocalStore, tmp_path: Path
+) -> None:
+    place = f"file://{tmp_path}/bucket"
+    run("push", "dense", place)
+    run("push", "dense", f"{place}/same:v1")
+    one, every = run_json("verify", f"{place}/dense"), run_json("verify", "--remote", place)
+    assert (one["models"], every["models"]) == (1, 2)
+    assert (one["blobs"], one["bytes_read"]) == (every["blobs"], every["bytes_read"])
+    assert (one["digest"] is None, every["digest"]) == (False, None)
+    blob = next((tmp_path / "bucket" / "blobs").iterdir())
+    blob.write_bytes(bytes(blob.stat().st_size))
+    assert len(run_json("verify", place, exit_code=4)["faults"]) == 1
+    manifest = next(path for path in (tmp_path / "bucket" / "manifests").rglob("v1"))
+    manifest.write_bytes(b"{")
+    assert run_json("verify", place, exit_code=4)["models"] == 1
+    run("verify", f"{place}/typo", exit_code=3)
+    run("verify", place, "dense", exit_code=2)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from blobstore.core.progress import Meter
+from blobstore.core.progress import Meter, of_passes
 
 
 def test_adds_up_bytes_and_passes_the_item_on() -> None:
@@ -42,3 +42,12 @@ def test_calls_back_from_one_thread_at_a_time_and_loses_no_bytes() -> None:
         for _ in range(8):
             pool.submit(work)
     assert done == list(range(1, 8001))
+
+
+def test_bytes_that_are_processed_twice_are_done_once() -> None:
+    seen: list[tuple[str, int, int]] = []
+    report = of_passes(lambda *call: seen.append(call), 2)
+    assert report is not None
+    report("x", 3, 10)
+    assert seen == [("x", 1, 5)]
+    assert of_passes(None, 2) is None

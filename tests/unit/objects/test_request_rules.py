@@ -24,6 +24,7 @@ from blobstore.operations.describe.show import describe_model
 from blobstore.operations.maintenance.gc_objects import collect_objects
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.hostile_s3 import DATE, Disturb, HostileS3, action_of, failure, hostile_s3
@@ -241,7 +242,10 @@ RIGHTS: dict[str, tuple[Command, set[str]]] = {
     "open": (load, {"s3:GetObject"}),
     "pull": (pull, {"s3:GetObject"}),
     "push": (push, {"s3:GetObject", "s3:PutObject"}),
-    "list": (lambda server, *_: ObjectStore(server.address).references(), {"s3:ListBucket"}),
+    "list": (
+        lambda server, *_: read_remote_catalog(str(server.address)),
+        {"s3:ListBucket", "s3:GetObject"},
+    ),
     "rm": (remove, {"s3:GetObject", "s3:DeleteObject"}),
     "gc --remote": (
         lambda server, *_: collect_objects(str(server.address), older_than=0),

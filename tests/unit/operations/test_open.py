@@ -35,6 +35,7 @@ from blobstore.errors import (
     BlobstoreError,
     FileNotFound,
     InvalidManifest,
+    InvalidReference,
     ModelNotFound,
     TensorNotFound,
     UnsupportedDType,
@@ -1175,3 +1176,19 @@ def test_blobs_that_are_opened_later_are_kept(store: LocalStore, options: dict[s
         collect_garbage(store, older_than=0)
         check_tensors(model)
     assert not store.read_leases().digests
+
+
+def test_help_and_errors_say_open() -> None:
+    assert (blobstore.open.__name__, blobstore.open.__module__) == ("open", "blobstore")
+    with pytest.raises(TypeError, match=r"^open\(\) got an unexpected keyword"):
+        blobstore.open("x", dtype="float16")  # type: ignore[call-overload]
+    assert pickle.loads(pickle.dumps(blobstore.open)) is blobstore.open
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [("./folder", "create imports a folder"), ("x.safetensors/../y.safetensors", "safe_open")],
+)
+def test_a_path_is_answered_with_what_reads_it(path: str, advice: str) -> None:
+    with pytest.raises(InvalidReference, match=advice):
+        blobstore.open(path)

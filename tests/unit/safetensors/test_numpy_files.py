@@ -229,3 +229,11 @@ def test_other_values_are_errors_of_the_reference(tensors: Any) -> None:
 def test_metadata_is_a_map_of_texts() -> None:
     with pytest.raises(TypeError, match="argument 'metadata'"):
         save({"a": SQUARE}, {"a": 1})  # type: ignore[dict-item]
+
+
+def test_the_table_that_scripts_import_is_that_of_the_reference() -> None:
+    import safetensors.numpy as reference
+
+    from blobstore.safetensors import numpy as own
+
+    assert own._TYPES == reference._TYPES

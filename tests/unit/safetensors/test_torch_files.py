@@ -264,11 +264,12 @@ STATES: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
+def groups(found: list[set[str]]) -> list[list[str]]:
+    return sorted(map(sorted, found))
+
+
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_shared_memory_is_what_the_reference_takes_for_it(state: dict[str, torch.Tensor]) -> None:
-    def groups(found: list[set[str]]) -> list[list[str]]:
-        return sorted(sorted(group) for group in found if len(group) > 1)
-
     assert groups(ours._find_shared_tensors(state)) == groups(reference._find_shared_tensors(state))
     for tensor in state.values():
         if tensor.device.type != "meta":
@@ -511,3 +512,31 @@ def test_a_tensor_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
     tensor = torch.arange(6.0).reshape(2, 3)[1:2, 2]
     save_file({"x": tensor}, tmp_path / "x.safetensors")
     assert load_file(tmp_path / "x.safetensors")["x"].tolist() == [5.0]
+
+
+def test_tables_and_helpers_that_scripts_import_are_those_of_the_reference() -> None:
+    assert ours._SIZE == reference._SIZE
+    assert ours._TYPES == reference._TYPES
+    state = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    state["c"] = state["a"][0]
+    assert groups(ours._find_shared_tensors(state)) == groups(reference._find_shared_tensors(state))
+    tensor = torch.arange(6).reshape(2, 3)
+    assert ours._tobytes(tensor, "x") == tensor.numpy().tobytes()
+    views = [("x", {"dtype": "I64", "shape": [2, 3], "data": bytearray(tensor.numpy().tobytes())})]
+    views.append(("none", {"dtype": "F32", "shape": [0, 2], "data": b""}))
+    for name, value in reference._view2torch(views).items():
+        assert torch.equal(ours._view2torch(views)[name], value)
+
+
+def test_the_message_for_a_tensor_that_is_not_contiguous_is_that_of_the_reference(
+    tmp_path: Path,
+) -> None:
+    state = {"x": torch.ones(2, 3).T}
+    with pytest.raises(ValueError, match="non contiguous") as expected:
+        reference.save_file(state, tmp_path / "x")
+    with pytest.raises(ValueError, match="non contiguous") as found:
+        ours.save_file(state, tmp_path / "x")
+    assert str(found.value) == str(expected.value)
+    with pytest.raises(ValueError, match="non contiguous") as found:
+        ours._tobytes(state["x"], "x")
+    assert str(found.value) == str(expected.value)

@@ -19,7 +19,7 @@ from blobstore.errors import (
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.create.create_all import create_all
+from blobstore.operations.create.create_all import create_all, loose_files
 from blobstore.store.local import LocalStore
 from tests.support.distributed_folders import grid
 from tests.support.distributed_folders import write_folder as write_pieces
@@ -73,7 +73,10 @@ def test_imports_all_models_of_a_folder_and_continues_after_a_failure(
         assert result.created is not None
         assert str(result.created.reference) == result.name
     assert sorted(map(str, store.references())) == ["dense:latest", "org/moe:latest"]
-    assert {step.partition(": ")[0] for step in steps} == {"dense:latest", "org/moe:latest"}
+    assert {step.partition(": ")[0] for step in steps} == {
+        "2 of 3 models, dense:latest",
+        "3 of 3 models, org/moe:latest",
+    }
 
 
 def test_folders_with_pieces_are_models(store: LocalStore, tmp_path: Path) -> None:
@@ -191,3 +194,23 @@ def test_importing_a_model_reads_no_manifest_of_another(
     assert resolved == []
     again = create(tmp_path / "hub" / "models--org--model3", "again", store=store)
     assert again.notices == ("org/model3:latest was imported from the same commit of org/model3",)
+
+
+def test_weights_beside_folders_of_models_are_left_out(models: Path, tmp_path: Path) -> None:
+    for name in ("loose.safetensors", "model.pth"):
+        (models / name).write_bytes(b"x")
+    found = create_all(models, store=tmp_path / "store", dry_run=True)
+    assert [model.name for model in found] == ["broken:latest", "dense:latest", "org/moe:latest"]
+    assert loose_files(models) == ["loose.safetensors", "model.pth"]
+    assert loose_files(models / "dense") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "adapter_config.json", "model.safetensors.index.json"]
+)
+def test_a_model_with_checkpoints_in_folders_stays_one_model(models: Path, name: str) -> None:
+    (models / "model.safetensors").write_bytes(b"x")
+    (models / name).write_text("{}")
+    assert loose_files(models) == []
+    with pytest.raises(SourceError, match="is a model itself"):
+        create_all(models, dry_run=True)

@@ -130,7 +130,7 @@ def test_the_same_model_under_the_name_is_no_obstacle(store: LocalStore, give: G
 @pytest.mark.parametrize("source", ["a", "registry.ollama.ai/library/a:latest"])
 def test_a_name_cannot_become_itself(store: LocalStore, give: Give, source: str) -> None:
     make(store, "a", b"one")
-    with pytest.raises(UsageError, match="are the same name"):
+    with pytest.raises(UsageError, match="has that name already"):
         give(source, A, store=store, force=True)
     assert listed(store) == ["a:latest"]
 

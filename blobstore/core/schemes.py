@@ -1,0 +1,72 @@
+"""Texts that begin with ``scheme://``. No path of this machine begins so: such a path would make a folder ``s3:``.
+
+What names a thing elsewhere is refused where a path is expected, with the command that takes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, Literal
+
+from blobstore.core.escape import quote_url
+from blobstore.errors import UsageError
+
+Role = Literal["source", "store", "target"]
+"""What a path is for: something to read, the folder of a store, or something to write."""
+OBJECTS: Final = ("s3", "gs", "az", "file")
+"""The schemes of stores in object storage, and of stores in folders that are used as if they were there."""
+REGISTRY: Final = "oci"
+HUB: Final = "hf"
+_REGISTRIES: Final = (REGISTRY, "docker", "http", "https")
+# A path object has lost one of the slashes.
+_SCHEME = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://|({'|'.join((*OBJECTS, REGISTRY, HUB))}):/")
+_SHORT_HUB = re.compile(rf"{HUB}:(?!/)(.+)", re.DOTALL)
+_PUSH: Final = "'blobstore push' sends models there"
+_PULL: Final = "'blobstore pull' fetches models from there"
+_STORE: Final = (
+    "the own store is a folder; push, pull, list, du and verify take others by their address"
+)
+
+
+def scheme_of(text: object) -> str | None:
+    """Return the scheme that a text or path begins with, in lower case; None if it has none."""
+    if not isinstance(text, str | os.PathLike):
+        return None
+    found = _SCHEME.match(str(os.fspath(text)))
+    return (found[1] or found[2]).lower() if found else None
+
+
+def advice_for(text: str, role: Role) -> str:
+    """Return which command does what a user wants who gave an address instead of a path; empty if unknown."""
+    if short := _SHORT_HUB.match(text):
+        return f"for the Hub's repository, say hf://{short[1]}" if role == "source" else ""
+    scheme = scheme_of(text)
+    if scheme == "file":
+        return "write the path without file://"
+    if scheme not in (*OBJECTS, *_REGISTRIES, HUB):
+        return ""
+    if role == "store":
+        return _STORE
+    if scheme == HUB:
+        return "'blobstore export' writes a folder, and 'hf upload' sends it there"
+    rest = text.partition("://")[2]
+    if role == "target":
+        return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {rest}"
+    if scheme in (*OBJECTS, REGISTRY):
+        return _PULL
+    return f"'blobstore pull {rest}' fetches a model of a registry; download other files first"
+
+
+def check_path(path: str | os.PathLike[str], role: Role) -> None:
+    """Check that a text may be a path of this machine.
+
+    Raises:
+        UsageError: it begins with ``scheme://``.
+    """
+    if scheme_of(path) is not None:
+        text = str(os.fspath(path))
+        raise UsageError(
+            f"{quote_url(text)} is an address, not the path of a file or folder",
+            advice=advice_for(text, role),
+        )

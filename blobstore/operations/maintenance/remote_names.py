@@ -1,0 +1,137 @@
+"""The operations ``rm`` and ``tag`` of remote models: names in registries and object storage."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.errors import ModelNotFound, NameTaken, UsageError
+from blobstore.objects.request_rules import READ_FORMER
+from blobstore.objects.source import ObjectSource
+from blobstore.objects.store import ObjectStore
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference, check_reference
+from blobstore.remotes.addresses import is_in_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from blobstore.objects.address import ModelAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteTag:
+    """The result of :func:`tag_remote`."""
+
+    source: RemoteReference | ModelAddress
+    target: RemoteReference | ModelAddress
+    digest: Digest
+    """Of the manifest."""
+    is_new: bool
+    """Whether the tag was not that of this model already."""
+    replaced: bool
+    """Whether the tag was that of another model."""
+
+
+def remove_remote(
+    addresses: Sequence[str], *, dry_run: bool = False, plain_http: bool | None = None
+) -> list[RemoteReference | ModelAddress]:
+    """Remove names of remote models, and return them. Blobs stay until garbage is collected there.
+
+    An address in a registry with a digest stands for the manifest, which is removed with all of its tags.
+
+    Raises:
+        InvalidReference: an address is not valid.
+        ModelNotFound: there is no such name; then none is removed.
+        RemoteRefused: the registry removes no tags, or access is denied.
+        RemoteError: a remote cannot be reached.
+    """
+    found: list[RemoteReference | ModelAddress] = []
+    for address in addresses:
+        if is_in_objects(address):
+            found.append(ObjectSource.locate(address)[1])
+            continue
+        remote = RemoteReference.parse(address)
+        with RegistryClient(remote.host, plain_http=plain_http) as client:
+            client.get_manifest(remote.repository, remote.reference)
+        found.append(remote)
+    for place in () if dry_run else found:
+        if isinstance(place, RemoteReference):
+            with RegistryClient(place.host, plain_http=plain_http) as client:
+                client.delete_manifest(place.repository, place.reference)
+        else:
+            ObjectStore(place.store).remove([place.reference])
+    return found
+
+
+def tag_remote(
+    address: str, tag: str, *, force: bool = False, plain_http: bool | None = None
+) -> RemoteTag:
+    """Give a remote model another tag, without reading its blobs.
+
+    Args:
+        address: the model.
+        tag: the new tag.
+        force: take the tag from another model.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
+
+    Raises:
+        InvalidReference: an address or the tag is not valid.
+        ModelNotFound: there is no such model.
+        NameTaken: another model has the tag.
+        Conflict: another process gave the tag another model in the meantime.
+        RemoteError: the remote cannot be reached, or denies access.
+    """
+    return (_tag_object if is_in_objects(address) else _tag_in_registry)(
+        address, tag, force, plain_http
+    )
+
+
+def _tag_object(address: str, tag: str, force: bool, plain_http: bool | None) -> RemoteTag:
+    del plain_http
+    store, source, data = ObjectSource.locate(address)
+    target = replace(source, reference=replace(source.reference, tag=tag))
+    former, version = None, None
+    with contextlib.suppress(ModelNotFound):
+        former, version = store.read_version(target.reference, READ_FORMER)
+    _check_taken(target, former not in {None, data}, force)
+    if former != data:
+        store.place(target.reference, data, version)
+    return RemoteTag(
+        source=source,
+        target=target,
+        digest=Digest.of(data),
+        is_new=former != data,
+        replaced=former not in {None, data},
+    )
+
+
+def _tag_in_registry(address: str, tag: str, force: bool, plain_http: bool | None) -> RemoteTag:
+    source = RemoteReference.parse(address)
+    target = replace(source, tag=tag, digest=None)
+    if ":" in tag:
+        raise UsageError(f"{quote(tag)} is no tag")
+    check_reference(tag)
+    with RegistryClient(source.host, plain_http=plain_http) as client:
+        manifest = client.get_manifest(source.repository, source.reference)
+        former = client.head_manifest(source.repository, tag)
+        _check_taken(target, former not in {None, manifest.digest}, force)
+        if former != manifest.digest:
+            client.put_manifest(source.repository, tag, manifest)
+    return RemoteTag(
+        source=source,
+        target=target,
+        digest=manifest.digest,
+        is_new=former != manifest.digest,
+        replaced=former not in {None, manifest.digest},
+    )
+
+
+def _check_taken(target: RemoteReference | ModelAddress, is_taken: bool, force: bool) -> None:
+    if is_taken and not force:
+        raise NameTaken(
+            f"another model has the name {quote(target)}", advice="replace it with force=True"
+        )

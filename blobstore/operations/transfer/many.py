@@ -1,0 +1,206 @@
+"""Pushes and pulls of several models, one after the other. One that fails does not keep others from following."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from blobstore.core.escape import quote
+from blobstore.core.globs import glob_matches
+from blobstore.core.progress import of_items
+from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
+from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.objects.address import StoreAddress, has_tag
+from blobstore.operations.transfer.pull import Pulled, pull_model
+from blobstore.operations.transfer.push import Pushed, push_model
+from blobstore.registry.reference import SCHEME, RemoteReference
+from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.remotes.catalog import RemoteEntry, read_remote_catalog
+from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.name_patterns import is_pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from blobstore.core.progress import Progress
+
+_MAX_NAME_PARTS: Final = 3
+_Result = TypeVar("_Result", Pushed, Pulled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transferred(Generic[_Result]):
+    """What became of one model: a result or an error."""
+
+    name: str
+    """The name here of a push, the address of a pull."""
+    result: _Result | None = None
+    error: BlobstoreError | None = None
+
+
+def push_models(
+    references: Sequence[str | Reference],
+    remote: str | None = None,
+    *,
+    store: StoreLike = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[Transferred[Pushed]]:
+    """Push several models, and return what became of each.
+
+    Args:
+        references: the models.
+        remote: a store in object storage, or the start of the repositories of a registry, such as
+            ``host/team``: each model gets the repository of its name there. By default each goes to its host.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        progress: called with the number of the model and its name, and the bytes of all models.
+        options: as for :func:`push_model`.
+
+    Raises:
+        ModelNotFound: the store has no such model; nothing is pushed.
+        UsageError: an argument is invalid, or ``remote`` has a tag.
+    """
+    local = LocalStore.of(store)
+    names = list(dict.fromkeys(map(Reference.of, references)))
+    sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
+    places = [None if remote is None else place_of(remote, name) for name in names]
+
+    def push(number: int, step: Progress | None) -> Pushed:
+        return push_model(names[number], places[number], store=local, progress=step, **options)
+
+    return list(_each([str(name) for name in names], sizes, progress, push))
+
+
+def pull_models(
+    addresses: Sequence[RemoteEntry],
+    *,
+    store: StoreLike = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[Transferred[Pulled]]:
+    """Fetch several models, which get the names that they have there, and return what became of each.
+
+    Args:
+        addresses: what :func:`find_remote_models` returned.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        progress: called with the number of the model and its address, and the bytes of all models.
+        options: as for :func:`pull_model`.
+
+    Raises:
+        UsageError: an argument is invalid.
+    """
+    local = LocalStore.of(store)
+
+    def pull(number: int, step: Progress | None) -> Pulled:
+        entry = addresses[number]
+        if entry.error is not None:
+            raise entry.error
+        return pull_model(entry.address, store=local, progress=step, **options)
+
+    sizes = [entry.size or 0 for entry in addresses]
+    return list(_each([entry.address for entry in addresses], sizes, progress, pull))
+
+
+def find_remote_models(
+    texts: Iterable[str], *, all_models: bool = False, plain_http: bool | None = None
+) -> list[RemoteEntry]:
+    """Return the remote models that texts name, each once.
+
+    Args:
+        texts: addresses of models; or with a glob after the address of a store or repository,
+            ``s3://bucket/prefix/team/*`` or ``oci://host/repository:v*``.
+        all_models: the texts are addresses of stores or repositories, and stand for all of their models.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
+
+    Raises:
+        InvalidReference: an address is not valid.
+        NotFound: there is no such store, model or repository, or a glob matches nothing.
+        RemoteError: a remote cannot be reached, or denies access.
+    """
+    found: dict[str, RemoteEntry] = {}
+    for text in texts:
+        if all_models:
+            entries = read_remote_catalog(text, plain_http=plain_http)
+        elif is_pattern(text):
+            entries = _matches(text, plain_http)
+        else:
+            with find_model(text, plain_http=plain_http, with_files=True) as source:
+                blobs = tuple(source.model.blobs)
+            entries = [RemoteEntry(address=text, digest=source.root.digest, blobs=blobs)]
+        found |= {entry.address: entry for entry in entries}
+    return list(found.values())
+
+
+def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
+    """Return the models that a glob matches, which follows the address of a store or repository."""
+    fixed = text[: min(text.index(character) for character in "*?[" if character in text)]
+    if is_in_objects(text):
+        places = [fixed.rpartition("/")[0]]
+        while len(places) < _MAX_NAME_PARTS and places[-1].rpartition("/")[0].count("/") > 1:
+            places.append(places[-1].rpartition("/")[0])  # a namespace may precede the glob
+        # The address of a bucket alone ends with its slash.
+        starts = [str(StoreAddress.parse(place)) for place in places]
+    else:
+        places = [fixed.rpartition(":")[0]]
+        starts = [places[0].removeprefix(SCHEME)]
+        if "/" not in starts[0]:
+            raise UsageError(
+                f"{quote(text)}: a registry lists the tags of one repository only",
+                advice="write the repository, and the glob after a colon: host/repository:v*",
+            )
+    failure: NotFound | None = None
+    for place, start in zip(places, starts, strict=True):
+        try:
+            entries = read_remote_catalog(place, plain_http=plain_http)
+        except NotFound as error:
+            failure = failure or error
+            continue
+        pattern = text[len(place) + 1 :]
+        found = [entry for entry in entries if _is_match(entry.address[len(start) + 1 :], pattern)]
+        if found:
+            return found
+        failure = failure or ModelNotFound(f"no model matches {quote(text)}")
+    raise failure or ModelNotFound(f"no model matches {quote(text)}")
+
+
+def _is_match(name: str, pattern: str) -> bool:
+    return any(glob_matches(one, pattern) for one in (name, name.removesuffix(":latest")))
+
+
+def place_of(remote: str, name: Reference) -> str:
+    """Return where a model goes of several that are pushed to one place.
+
+    Raises:
+        InvalidReference: it is no place, or a registry allows no such name.
+        UsageError: it is the address of one model.
+    """
+    if is_in_objects(remote):
+        if has_tag(remote):
+            raise UsageError(
+                f"{quote(remote)} is the address of one model",
+                advice="give that of the store to push several",
+            )
+        return remote
+    start = RemoteReference.parse(f"{remote.rstrip('/')}/x")
+    own = RemoteReference.of(replace(name, host=DEFAULT_HOST))
+    path = own.repository.removeprefix("library/")
+    repository = f"{start.repository.removesuffix('/x')}/{path}"
+    return f"oci://{RemoteReference(start.host, repository, name.tag)}"
+
+
+def _each(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    progress: Progress | None,
+    transfer: Callable[[int, Progress | None], _Result],
+) -> Iterator[Transferred[_Result]]:
+    for number, name in enumerate(names):
+        step = of_items(progress, "models", names, sizes, number)
+        try:
+            result = transfer(number, step)
+        except BlobstoreError as error:
+            if isinstance(error, UsageError) and not isinstance(error, InvalidReference):
+                raise  # an option is wrong, for all of them
+            yield Transferred(name=name, error=error)
+        else:
+            yield Transferred(name=name, result=result)

@@ -1,0 +1,203 @@
+"""The operations ``lock`` and ``sync``: one machine says which models it has, and another gets the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.progress import of_items
+from blobstore.errors import (
+    BlobDamaged,
+    BlobstoreError,
+    Damaged,
+    ModelNotFound,
+    NameTaken,
+    UnsupportedSource,
+)
+from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.create.create import create
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.transfer.lock_file import LockedModel
+from blobstore.operations.transfer.many import place_of
+from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.transfer_cache import PullRecord
+from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.store.local import LocalStore, StoreLike
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from blobstore.core.progress import Progress
+
+State = Literal["present", "missing", "other model", "fetched", "replaced"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncedModel:
+    """What became of a model of a lock file."""
+
+    reference: Reference
+    state: State
+    """What it was with ``check``, or became."""
+    manifest: Digest
+    """As the lock file says."""
+    found: Digest | None = None
+    """Of the manifest that the name had before; None if there was none, or it cannot be read."""
+    error: BlobstoreError | None = None
+    """Why it could not be fetched."""
+
+
+def lock_models(
+    references: Iterable[str | Reference], *, remote: str | None = None, store: StoreLike = None
+) -> list[LockedModel]:
+    """Return what a lock file says about models: digests, and where each came from.
+
+    Args:
+        references: the models.
+        remote: a store in object storage, or the start of repositories in a registry, that has the models
+            that came neither from a remote nor from the Hub.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+
+    Raises:
+        ModelNotFound: the store has no such model, or ``remote`` has not.
+        InvalidManifest, BlobMissing, BlobDamaged: a model is damaged.
+        BlobDamaged: ``remote`` has another model of that name.
+        RemoteError: ``remote`` cannot be reached.
+    """
+    local = LocalStore.of(store)
+    return [
+        _locked(local, name, remote)
+        for name in sorted(dict.fromkeys(map(Reference.of, references)))
+    ]
+
+
+def _locked(store: LocalStore, name: Reference, remote: str | None) -> LockedModel:
+    data, manifest = store.parse(name)
+    model = LockedModel(reference=name, manifest=Digest.of(data))
+    if pulled := PullRecord.read(store, name):
+        address = pulled.remote
+        if not is_in_objects(address):
+            place = RemoteReference.parse(address)
+            address = str(replace(place, digest=Digest.parse(pulled.digest)))
+        return replace(model, remote=address)
+    record = read_source_record(store, manifest)
+    if record is not None and record.repository and record.commit:
+        return replace(
+            model,
+            repository=record.repository,
+            commit=record.commit,
+            options=dict(record.options),
+        )
+    if remote is None:
+        return model
+    place_there = place_of(remote, name)
+    if is_in_objects(remote):
+        place_there = f"{place_there.rstrip('/')}/{name}"
+    with find_model(place_there) as source:
+        if Digest.of(source.data) != model.manifest:
+            raise BlobDamaged(
+                f"{quote(place_there)} is another model than {quote(name)}; push it first"
+            )
+        if isinstance(source.address, RemoteReference):
+            return replace(model, remote=str(replace(source.address, digest=source.root.digest)))
+        return replace(model, remote=str(source.address))
+
+
+def sync_models(
+    models: Sequence[LockedModel],
+    *,
+    store: StoreLike = None,
+    check: bool = False,
+    replace_others: bool = True,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[SyncedModel]:
+    """Make a store have the models of a lock file, with the same manifests, and return what became of each.
+
+    One that fails does not keep others from being fetched. Other models of the store stay.
+
+    Args:
+        models: what :func:`~blobstore.operations.transfer.lock_file.parse_lock` returned.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        check: fetch nothing; return what differs.
+        replace_others: replace other models that have the names; ``restore`` brings them back.
+        progress: called with the number of the model and its name.
+        options: as for :func:`pull_model`.
+
+    Raises:
+        StoreError: the store cannot be used.
+        UsageError: an argument is invalid.
+    """
+    local = LocalStore.of(store)
+    names = [str(model.reference) for model in models]
+    results = []
+    for number, model in enumerate(models):
+        found, error = _digest_of(local, model.reference), None
+        state: State = "missing" if found is None else "other model"
+        if found == model.manifest:
+            state = "present"
+        elif not check:
+            step = of_items(progress, "models", names, [0] * len(names), number)
+            try:
+                if found is not None and not replace_others:
+                    raise NameTaken(f"another model has the name {quote(model.reference)}")
+                _fetch(local, model, step, options)
+                state = "fetched" if found is None else "replaced"
+            except BlobstoreError as failure:
+                error = failure
+        results.append(
+            SyncedModel(
+                reference=model.reference,
+                state=state,
+                manifest=model.manifest,
+                found=found,
+                error=error,
+            )
+        )
+    return results
+
+
+def _digest_of(store: LocalStore, name: Reference) -> Digest | None:
+    try:
+        return Digest.of(store.read_manifest(name))
+    except (ModelNotFound, Damaged):
+        return None
+
+
+def _fetch(
+    store: LocalStore, model: LockedModel, progress: Progress | None, options: dict[str, Any]
+) -> None:
+    """Fetch a model. Its manifest is compared before it gets the name where that is possible."""
+    name = model.reference
+    if model.remote:
+        if is_in_objects(model.remote):
+            with find_model(model.remote) as source:
+                _check(Digest.of(source.data), model, model.remote)
+        pull_model(model.remote, name, store=store, force=True, progress=progress, **options)
+    elif model.repository:
+        ImportOptions.from_json(model.options)  # they are those of create
+        create(
+            f"hf://{model.repository}@{model.commit}",
+            name,
+            store=store,
+            progress=progress,
+            **model.options,
+        )
+    else:
+        raise UnsupportedSource(
+            f"the lock file does not say where {quote(name)} comes from",
+            advice="push it, and lock it with --remote",
+        )
+    _check(Digest.of(store.read_manifest(name)), model, model.remote or model.repository)
+
+
+def _check(found: Digest, model: LockedModel, origin: str) -> None:
+    if found != model.manifest:
+        raise BlobDamaged(
+            f"{quote(origin)} has the manifest {found.short} now, and the lock file says "
+            f"{model.manifest.short}"
+        )

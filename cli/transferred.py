@@ -1,0 +1,51 @@
+"""What pushes and pulls of several models print: totals last, and then what failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from blobstore.cli import output, render
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from blobstore.cli.output import Output
+    from blobstore.operations.transfer.many import Transferred
+
+
+def show_many(
+    models: Sequence[Transferred[Any]],
+    fields: str,
+    lines: Iterable[str],
+    total: str,
+    out: Output,
+) -> None:
+    """Print what became of several models, and exit if any failed.
+
+    Args:
+        models: the models.
+        fields: those of a result that JSON has.
+        lines: one for each model that succeeded, printed with --verbose.
+        total: what was done in all.
+        out: where to print.
+    """
+    failed = [model for model in models if model.error is not None]
+    if failed:
+        total += f"; {len(failed)} of {render.count_of(len(models), 'model')} failed"
+    text = [
+        *(lines if output.is_verbose() else ()),
+        f"{total}; {render.human_seconds(out.seconds)}",
+    ]
+    empty = dict.fromkeys(part.partition("=")[0] for part in fields.split())
+    data = [
+        {"name": model.name, "error": None if model.error is None else str(model.error)}
+        | (empty if model.result is None else output.record(model.result, fields))
+        for model in models
+    ]
+    out.result({"models": data, "seconds": out.seconds}, text)
+    if failed:
+        output.show_note("the same command goes on where it stopped")
+    output.exit_with(
+        (f"{model.name}: {model.error}" for model in failed),
+        max((model.error.exit_code for model in failed if model.error is not None), default=0),
+    )

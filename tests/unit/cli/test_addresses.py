@@ -1,0 +1,118 @@
+"""One rule for addresses: what names a thing elsewhere is never a folder here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.store.local import LocalStore
+from tests.unit.cli.running import run, run_json
+
+PUSH = "'blobstore push' sends models there"
+PULL = "'blobstore pull' fetches models from there"
+OTHERS = "push, pull, list, du and verify take others by their address"
+
+
+@pytest.fixture
+def here(stored: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (("cp", "dense", "--to", "s3://bucket/team"), PUSH),
+        (("export", "dense", "s3://bucket/x"), PUSH),
+        (("link", "dense", "oci://host/x"), PUSH),
+        (("pack", "dense", "s3://bucket/x.bsar"), PUSH),
+        (("page", "s3://bucket/p.html"), PUSH),
+        (("convert", "x.pt", "s3://bucket/x.safetensors"), PUSH),
+        (("unpack", "s3://bucket/x.bsar"), PULL),
+        (("list", "--store", "s3://bucket/team"), OTHERS),
+        (("--store", "gs://bucket/team", "list"), OTHERS),
+        (("list", "--store", "file:///team"), "write the path without file://"),
+    ],
+)
+def test_an_address_in_place_of_a_path_is_refused_and_makes_nothing(
+    words: tuple[str, ...], advice: str, here: Path
+) -> None:
+    before = sorted(here.iterdir())
+    result = run(*words, exit_code=2)
+    assert result.stderr.endswith(f"{advice}\n")
+    assert sorted(here.iterdir()) == before
+
+
+def test_the_variable_of_the_store_is_no_address_either(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOBSTORE_HOME", "s3://bucket/team")
+    run("create", here / "dense", "again", exit_code=2)
+    assert not (here / "s3:").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("s3://bucket/x", PULL),
+        ("hf:org/x", "for the Hub's repository, say hf://org/x"),
+        ("https://host.example/x", "'blobstore pull host.example/x' fetches a model of a registry"),
+    ],
+)
+def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_it(
+    source: str, advice: str, here: Path
+) -> None:
+    assert advice in run("create", source, "new", exit_code=3).stderr
+
+
+@pytest.mark.parametrize(
+    ("remote", "advice"),
+    [
+        ("http://host.example/r", "write 'host.example/r', with --plain-http"),
+        ("https://host.example/r", "write 'host.example/r'"),
+        ("docker://host.example/r", "write 'host.example/r'"),
+        ("ftp://host.example/r", "expected [oci://]host"),
+    ],
+)
+def test_schemes_of_other_tools_are_explained(remote: str, advice: str, here: Path) -> None:
+    assert advice in run("push", "dense", remote, exit_code=2).stderr
+
+
+def test_whole_remote_stores_and_their_models_are_shown(here: Path) -> None:
+    place = f"file://{here}/bucket/team"
+    run("push", "dense", place)
+    run("push", "dense", f"{place}/other:v1")
+    listed = run_json("list", place)["models"]
+    assert [model["name"] for model in listed] == [f"{place}/dense:latest", f"{place}/other:v1"]
+    assert listed[0]["bytes"] == listed[0]["shared_bytes"] > 0
+    assert listed[0]["digest"].startswith("sha256:")
+    assert "together: 2 models" in run("du", place).stdout
+    assert "in the store  " in run("info", f"{place}/other:v1").stdout
+    assert run("cat", f"{place}/other:v1", "merges.txt").stdout == "a b\n"
+    assert "to file" in run("tag", f"{place}/other:v1", "v2").stdout
+    assert run_json("rm", f"{place}/other:v1")["removed"] == [f"{place}/other:v1"]
+    assert run("-q", "list", place).stdout.split() == [f"{place}/dense:latest", f"{place}/other:v2"]
+    run("pull", f"{place}/other:v2")
+
+
+@pytest.mark.parametrize("command", ["list", "du", "verify", "info", "rm"])
+def test_a_mistyped_store_is_not_found(command: str, here: Path) -> None:
+    run("push", "dense", f"file://{here}/bucket/team")
+    run(command, f"file://{here}/bucket/taem/x", exit_code=3)
+    assert [path.name for path in (here / "bucket").iterdir()] == ["team"]
+
+
+def test_a_folder_that_is_no_store_is_not_an_empty_one(here: Path) -> None:
+    (here / "models").mkdir()
+    assert run("list", "--store", here / "models").stdout == ""
+    (here / "models" / "dense").symlink_to(here / "dense")
+    for command in ("list", "du"):
+        result = run(command, "--store", here / "models", exit_code=3)
+        assert "'blobstore create --all PATH' imports them" in result.stderr
+        run(command, "--store", here / "typo", exit_code=3)
+
+
+def test_the_address_of_a_registry_that_is_taken_for_a_name_is_explained(here: Path) -> None:
+    result = run("list", "localhost:5000/team/repo", exit_code=3)
+    assert "write 'oci://localhost:5000/team/repo'" in result.stderr

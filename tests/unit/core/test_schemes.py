@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.schemes import advice_for, check_path, scheme_of
+from blobstore.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("s3://bucket/x", "s3"),
+        ("S3://bucket", "s3"),
+        (Path("s3://bucket"), "s3"),  # which has one slash left
+        ("git+ssh://host", "git+ssh"),
+        ("hf:/x", "hf"),
+        ("hf:org/x", None),
+        ("./s3:/x", None),
+        ("model:tag", None),
+        ("c:/x", None),
+        (3, None),
+    ],
+)
+def test_a_scheme_is_what_precedes_two_slashes(text: object, scheme: str | None) -> None:
+    assert scheme_of(text) == scheme
+
+
+@pytest.mark.parametrize("role", ["source", "store", "target"])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "oci", "file", "hf", "https", "docker"])
+def test_every_known_scheme_is_refused_with_advice(role: str, scheme: str) -> None:
+    with pytest.raises(UsageError, match="is an address, not the path") as caught:
+        check_path(f"{scheme}://host/x", role)  # type: ignore[arg-type]
+    assert caught.value.advice
+
+
+def test_an_unknown_scheme_is_refused_too_and_secrets_are_not_shown() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_path("ftp://user:word@host/x", "target")
+    assert "word" not in str(caught.value)
+
+
+def test_a_short_hub_id_gets_its_slashes() -> None:
+    assert advice_for("hf:org/x", "source") == "for the Hub's repository, say hf://org/x"
+    assert not advice_for("org/x", "source")

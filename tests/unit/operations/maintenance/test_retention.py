@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import ModelNotFound, UsageError
+from blobstore.operations.maintenance.retention import expired_models
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """Models of two names, of which the one of tag vN is N days old; ``run:best`` is ``run:v3`` too."""
+    store, now = LocalStore(tmp_path / "store"), time.time()
+    for name, value in (("run:v1", 1), ("run:v2", 2), ("run:v3", 3), ("run:best", 3), ("x:v9", 9)):
+        frozen.put(store, name, {"w": value})
+        days = {"best": 3}.get(name[-4:]) or int(name[-1])
+        moment = now - days * DAY
+        os.utime(store.manifest_path(name), (moment, moment))
+    return store
+
+
+def expired(store: LocalStore, **rules: float) -> list[str]:
+    return [str(name) for name in expired_models(store.references(), store=store, **rules)]  # type: ignore[arg-type]
+
+
+def test_the_newest_of_each_name_are_kept(store: LocalStore) -> None:
+    assert expired(store, keep_last=1) == ["run:best", "run:v3", "run:v2"]
+    assert expired(store, keep_last=2) == ["run:best", "run:v3"]
+    assert expired(store, keep_last=3) == []
+    assert len(expired(store, keep_last=0)) == 5
+
+
+def test_what_is_young_is_kept(store: LocalStore) -> None:
+    assert expired(store, older_than=2.5 * DAY) == ["x:v9", "run:best", "run:v3"]
+    assert expired(store, older_than=1.5 * DAY, keep_last=2) == ["run:best", "run:v3"]
+
+
+def test_a_manifest_is_as_old_as_its_newest_tag(store: LocalStore) -> None:
+    os.utime(store.manifest_path("run:best"))
+    assert expired(store, older_than=2.5 * DAY) == ["x:v9"]
+
+
+def test_a_manifest_that_cannot_be_read_is_kept(store: LocalStore) -> None:
+    store.manifest_path("run:v2").write_bytes(b"{")
+    assert "run:v2" not in expired(store, keep_last=0)
+
+
+def test_a_rule_is_needed(store: LocalStore) -> None:
+    with pytest.raises(UsageError, match="give keep_last or older_than"):
+        expired_models(["x:v9"], store=store)
+    with pytest.raises(UsageError, match="at least 0"):
+        expired_models(["x:v9"], keep_last=-1, store=store)
+    with pytest.raises(ModelNotFound):
+        expired_models(["none"], keep_last=1, store=store)

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
+
+DIGEST = Digest.of(b"x")
+HEAD = f'name = "a"\nmanifest = "{DIGEST}"\n'
+MODELS = [
+    LockedModel(reference=Reference.parse("b:v1"), manifest=DIGEST, remote='s3://x/"b"\\:v1'),
+    LockedModel(
+        reference=Reference.parse("a"),
+        manifest=DIGEST,
+        repository="org/a",
+        commit="c" * 40,
+        options={"quantize": "int4", "exclude": ["*.é"]},
+    ),
+]
+
+
+def test_a_lock_file_is_sorted_toml_and_is_read_back() -> None:
+    text = format_lock(MODELS)
+    assert [item["name"] for item in tomllib.loads(text)["models"]] == ["a:latest", "b:v1"]
+    assert parse_lock(text, "file") == sorted(MODELS, key=lambda model: model.reference)
+    assert format_lock(reversed(MODELS)) == text
+    assert parse_lock(format_lock([]), "file") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the version is 'None', expected 1"),
+        ("version = 2", "the version is '2'"),
+        ("version = 1\nmodels = 3", "models must be tables"),
+        ("version = 1\nmodels = [3]", "model 1: expected a table of texts"),
+        ("version = 1\n[[models]]\nname = 3", "expected a table of texts"),
+        ("version = 1\n[[models]]\nname = 'a'", "manifest is missing"),
+        (f"version = 1\n[[models]]\n{HEAD}more = 'x'", "unknown key 'more'"),
+        (f"version = 1\n[[models]]\n{HEAD}options = 'x'", "options: "),
+        (
+            f"version = 1\n[[models]]\n{HEAD}[[models]]\n{HEAD}",
+            "model 2: 'a:latest' is listed twice",
+        ),
+        ("version = 1\n[[models]]\n" + HEAD.replace('"a"', '"../a"'), "not a model name"),
+        ("version = 1\n[[models]]\nname = 'a'\nmanifest = 'sha256:0'", "model 1: "),
+        ("version = ", "not a lock file"),
+        ("version = 1\nx = " + "[" * 5000, "not a lock file"),
+    ],
+)
+def test_what_is_no_lock_file_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_lock(text, "file")
+    assert str(caught.value).startswith("file: ")
+    assert message in str(caught.value)

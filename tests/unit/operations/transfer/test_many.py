@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobMissing, ModelNotFound, NotFound, UsageError
+from blobstore.operations.transfer.many import find_remote_models, pull_models, push_models
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+from tests.support.damage import blob_path
+from tests.support.registry import Server
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "local")
+    for name, value in (("one", 1), ("team/two:v1", 2), ("team/three:v1", 3)):
+        frozen.put(store, name, {"shared": 9, name.rpartition("/")[2].partition(":")[0]: value})
+    return store
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket"
+
+
+def test_models_travel_together_and_progress_ends_at_the_size_of_all(
+    local: LocalStore, bucket: str, tmp_path: Path
+) -> None:
+    steps: list[tuple[str, int, int]] = []
+    names = list(local.references())
+    done = push_models(names, bucket, store=local, progress=lambda *step: steps.append(step))
+    assert [model.name for model in done] == list(map(str, names))
+    assert all(model.error is None for model in done)
+    size = sum(sum(blob.size for blob in local.resolve(name).blobs) for name in names)
+    assert steps[-1][1:] == (size, size)
+    assert steps[0][0].startswith("1 of 3 models, one:latest: ")
+    assert [at for _, at, _ in steps] == sorted(at for _, at, _ in steps)
+
+    found = find_remote_models([bucket], all_models=True)
+    pulled = pull_models(found, store=tmp_path / "other")
+    assert [str(model.result.reference) for model in pulled if model.result] == list(
+        map(str, names)
+    )
+
+
+def test_one_that_fails_does_not_keep_others_from_following(local: LocalStore, bucket: str) -> None:
+    blob_path(local, "two", "team/two:v1").unlink()
+    done = push_models(list(local.references()), bucket, store=local)
+    assert [type(model.error) for model in done] == [type(None), type(None), BlobMissing]
+    assert [entry.address for entry in find_remote_models([f"{bucket}/team/*"])] == [
+        f"{bucket}/team/three:v1"
+    ]
+    with pytest.raises(ModelNotFound):
+        push_models(["one", "nothing"], bucket, store=local)
+
+
+def test_globs_select_models_of_a_store(local: LocalStore, bucket: str) -> None:
+    push_models(list(local.references()), bucket, store=local)
+    assert [entry.address for entry in find_remote_models([f"{bucket}/on?", f"{bucket}/one"])] == [
+        f"{bucket}/one:latest",
+        f"{bucket}/one",
+    ]
+    with pytest.raises(ModelNotFound, match="no model matches"):
+        find_remote_models([f"{bucket}/x*"])
+    with pytest.raises(NotFound):
+        find_remote_models([f"{bucket}/typo/x*"])
+
+
+def test_several_models_need_a_place_and_no_name(local: LocalStore, bucket: str) -> None:
+    with pytest.raises(UsageError, match="the address of one model"):
+        push_models(list(local.references()), f"{bucket}/one:v1", store=local)
+    with pytest.raises(UsageError, match="the tags of one repository only"):
+        find_remote_models(["host.example/*"])
+
+
+def test_in_a_registry_each_model_gets_the_repository_of_its_name(
+    local: LocalStore, server: Server, remote: str, tmp_path: Path
+) -> None:
+    done = push_models(list(local.references()), remote, store=local)
+    assert [str(model.result.remote) for model in done if model.result] == [
+        f"{remote}/one:latest",
+        f"{remote}/team/three:v1",
+        f"{remote}/team/two:v1",
+    ]
+    found = find_remote_models([f"{remote}/team/two:v*", f"oci://{remote}/one"])
+    assert [entry.address for entry in found] == [f"{remote}/team/two:v1", f"oci://{remote}/one"]
+    errors = [model.error for model in pull_models(found, store=tmp_path / "other")]
+    assert all("give a NAME for it" in str(error) for error in errors)

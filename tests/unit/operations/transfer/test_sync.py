@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.core.digest import Digest
+from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, UnsupportedSource
+from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
+from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.push import push_model
+from blobstore.operations.transfer.sync import lock_models, sync_models
+from blobstore.store.local import LocalStore
+from tests.support import frozen
+from tests.support.registry import Server
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "local")
+    frozen.put(store, "one", {"own": 1})
+    return store
+
+
+@pytest.fixture
+def bucket(local: LocalStore, tmp_path: Path) -> str:
+    address = f"file://{tmp_path}/bucket"
+    push_model("one", address, store=local)
+    return address
+
+
+def states(models: list[LockedModel], store: LocalStore, **options: bool) -> list[str]:
+    return [model.state for model in sync_models(models, store=store, **options)]  # type: ignore[arg-type]
+
+
+def test_another_machine_gets_the_same_models(
+    local: LocalStore, bucket: str, other: LocalStore
+) -> None:
+    locked = lock_models(["one"], remote=bucket, store=local)
+    assert [model.remote for model in locked] == [f"{bucket}/one:latest"]
+    locked = parse_lock(format_lock(locked), "file")
+    assert states(locked, other, check=True) == ["missing"]
+    assert states(locked, other) == ["fetched"]
+    assert states(locked, other) == ["present"]
+    assert other.read_manifest("one") == local.read_manifest("one")
+    assert lock_models(["one"], store=other) == locked  # what was pulled has an origin
+
+
+def test_another_model_of_the_name_is_replaced_unless_that_is_not_wanted(
+    local: LocalStore, bucket: str, other: LocalStore
+) -> None:
+    locked = lock_models(["one"], remote=bucket, store=local)
+    frozen.put(other, "one", {"own": 7})
+    assert states(locked, other, check=True) == ["other model"]
+    (kept,) = sync_models(locked, store=other, replace_others=False)
+    assert isinstance(kept.error, NameTaken)
+    (done,) = sync_models(locked, store=other)
+    assert (done.state, done.error) == ("replaced", None)
+    assert Digest.of(other.read_manifest("one")) == locked[0].manifest
+
+
+def test_a_name_that_has_moved_is_not_taken_for_the_model(
+    local: LocalStore, bucket: str, other: LocalStore
+) -> None:
+    locked = lock_models(["one"], remote=bucket, store=local)
+    frozen.put(local, "one", {"own": 8})
+    with pytest.raises(BlobDamaged, match="is another model than 'one:latest'; push it first"):
+        lock_models(["one"], remote=bucket, store=local)
+    push_model("one", bucket, store=local)
+    (result,) = sync_models(locked, store=other)
+    assert "and the lock file says" in str(result.error)
+    assert not list(other.references())
+
+
+def test_a_model_without_an_origin_is_locked_and_cannot_be_fetched(
+    local: LocalStore, other: LocalStore, tmp_path: Path
+) -> None:
+    locked = lock_models(["one"], store=local)
+    assert not locked[0].has_origin
+    (result,) = sync_models(locked, store=other)
+    assert isinstance(result.error, UnsupportedSource)
+    with pytest.raises(ModelNotFound):
+        lock_models(["one"], remote=f"file://{tmp_path}/empty", store=local)
+
+
+def test_a_registry_is_pinned_by_digest(
+    local: LocalStore, other: LocalStore, server: Server, remote: str
+) -> None:
+    push_model("one", f"{remote}:v1", store=local)
+    pull_model(f"{remote}:v1", "one", store=local)
+    locked = lock_models(["one"], store=local)
+    assert locked[0].remote.startswith(f"{remote}@sha256:")
+    frozen.put(local, "two", {"own": 9})
+    push_model("two", f"{remote}:v1", store=local)  # the tag moves, the digest does not
+    assert states(locked, other) == ["fetched"]
+    assert lock_models(["one"], store=other) == locked
