@@ -157,9 +157,9 @@ class Library:
                 seen.append(artifact)
                 yield artifact
         for reference in self.tags(repository):
-            artifact = self.artifact(reference)
-            if artifact is not None and artifact not in seen:
-                yield artifact
+            current = self.artifact(reference)
+            if current is not None and current not in seen:
+                yield current
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only: registries have small letters."""

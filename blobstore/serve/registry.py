@@ -69,13 +69,10 @@ def error_response(request: Request, status: int, code: str, message: str) -> Re
     return json_response(request, value, status, API_VERSION)
 
 
-def _manifest(
-    request: Request, repository: Reference, what: str, library: Library
-) -> Response:
+def _manifest(request: Request, repository: Reference, what: str, library: Library) -> Response:
     candidates = list(_named(repository, what, library))
     accepted = [
-        part.partition(";")[0].strip()
-        for part in request.headers.get("accept", "").split(",", 100)
+        part.partition(";")[0].strip() for part in request.headers.get("accept", "").split(",", 100)
     ]
     is_any = not any(accepted) or "*/*" in accepted
     for manifest in candidates:
@@ -116,9 +113,7 @@ def _named(repository: Reference, what: str, library: Library) -> Sequence[Remot
     return []
 
 
-def _blob(
-    request: Request, repository: Reference, digest: Digest, library: Library
-) -> Response:
+def _blob(request: Request, repository: Reference, digest: Digest, library: Library) -> Response:
     for artifact in library.artifacts(repository):
         content = artifact.blobs.get(digest)
         if content is not None:

@@ -89,9 +89,7 @@ def serve(
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], log: Callable[[str], object] | None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], log: Callable[[str], object] | None) -> None:
         from pathlib import Path
 
         self._path = Path(path)

@@ -47,9 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {word: number for number, word in enumerate(["[UNK]", "[PAD]", "hello", "world"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
     fast.save_pretrained(folder)
     return folder
 
@@ -160,9 +158,7 @@ def test_one_file_of_a_tag_of_a_commit_and_into_a_folder(
     assert found["commit"] == found["sha"]
 
 
-def test_what_clients_ask_about_a_repository(
-    server: Serving, source: Path, tmp_path: Path
-) -> None:
+def test_what_clients_ask_about_a_repository(server: Serving, source: Path, tmp_path: Path) -> None:
     found = run(
         server,
         tmp_path,

@@ -53,9 +53,7 @@ def test_pull_gets_the_same_model(server: Serving, models: LocalStore, tmp_path:
         assert not verify_models(name, store=other).faults
 
 
-def test_pull_of_a_frozen_model_gets_its_blobs(
-    models: LocalStore, tmp_path: Path
-) -> None:
+def test_pull_of_a_frozen_model_gets_its_blobs(models: LocalStore, tmp_path: Path) -> None:
     freeze_models(["org/moe"], store=models)
     other = LocalStore(tmp_path / "other")
     with serving(models, tmp_path) as server:
@@ -63,9 +61,7 @@ def test_pull_of_a_frozen_model_gets_its_blobs(
     assert not verify_models("org/moe", store=other).faults
 
 
-def test_pull_brings_the_signatures_that_a_policy_needs(
-    models: LocalStore, tmp_path: Path
-) -> None:
+def test_pull_brings_the_signatures_that_a_policy_needs(models: LocalStore, tmp_path: Path) -> None:
     files = key_files(tmp_path)
     sign_model("org/dense", files.private, store=models)
     other = LocalStore(tmp_path / "other")

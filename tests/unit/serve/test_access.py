@@ -24,13 +24,23 @@ def basic(text: str) -> str:
     ["Bearer hf_first-token", "bearer the-second-token", basic("anyone:hf_first-token")],
 )
 def test_a_token_is_a_bearer_or_a_password(library: Library, header: str) -> None:
-    response = ask(library, "/api/models/org/model", headers={"authorization": header}, access=ACCESS)
+    response = ask(
+        library, "/api/models/org/model", headers={"authorization": header}, access=ACCESS
+    )
     assert response.status == 200
 
 
 @pytest.mark.parametrize(
     "header",
-    ["", "Bearer", "Bearer hf_first", "Token hf_first-token", "Basic ???", basic("hf_first-token"), basic("a:b")],
+    [
+        "",
+        "Bearer",
+        "Bearer hf_first",
+        "Token hf_first-token",
+        "Basic ???",
+        basic("hf_first-token"),
+        basic("a:b"),
+    ],
 )
 def test_nothing_is_told_without_a_token(library: Library, header: str) -> None:
     for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/none", "/v2/"):
