@@ -63,8 +63,12 @@ _HEADERS = (
 class Server:
     """A server while it runs."""
 
-    def __init__(self, store: LocalStore, log: Log | None) -> None:
-        """Send blobs of ``store``. A line of JSON for each request goes to ``log``."""
+    def __init__(self, store: LocalStore, log: Log | None, *, in_threads: bool = False) -> None:
+        """Send blobs of ``store``. A line of JSON for each request goes to ``log``.
+
+        With ``in_threads``, the function that answers may take its time.
+        """
+        self._in_threads = in_threads
         threads = max(4, min(16, 2 * (os.cpu_count() or 1)))
         self.metrics = Metrics()
         self._executor = ThreadPoolExecutor(threads, "serve")
@@ -194,7 +198,12 @@ class Server:
         """Return the response to a request, after preparing what it needs."""
         for _ in range(_STEPS):
             try:
-                return answer(request, self._metrics_text)
+                if not self._in_threads:
+                    return answer(request, self._metrics_text)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(
+                    self._executor, answer, request, self._metrics_text
+                )
             except NotPrepared as first:
                 future = self._prepared(first)
                 done, _ = await asyncio.wait([future], timeout=PATIENCE_SECONDS)
@@ -366,6 +375,7 @@ def run_server(
     on_ready: Callable[[str], object],
     tidy: Callable[[], object] = lambda: None,
     log: Log | None = None,
+    in_threads: bool = False,
 ) -> None:
     """Serve until the process is asked to stop.
 
@@ -377,6 +387,7 @@ def run_server(
         on_ready: called with the address, once the port is open.
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
+        in_threads: call ``answer`` on threads, because it takes its time.
 
     Raises:
         MissingLibrary: aiohttp is not installed.
@@ -390,7 +401,9 @@ def run_server(
     async def run(listener: socket.socket) -> None:
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
-        await Server(store, log).run(answer, listener, on_ready=lambda: on_ready(url), tidy=tidy)
+        await Server(store, log, in_threads=in_threads).run(
+            answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
+        )
 
     # The loop looks for a request to stop itself. Raised while a response is sent, it would end them all.
     with listening(host, port) as listener, interrupts.deferred():
