@@ -109,7 +109,7 @@ class BodySender:
             def forget(done: asyncio.Future[None]) -> None:
                 del self._verifying[key]
                 if not done.cancelled():
-                    done.exception()  # whoever waits for it gets it; nobody may
+                    done.exception()  # read it: maybe nobody waits for this check
 
             running.add_done_callback(forget)
         return running

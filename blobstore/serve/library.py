@@ -1,8 +1,8 @@
 """The models of a store, as a server looks at them again and again.
 
 A look costs one status of a manifest's file. All else is done once for each model, takes from milliseconds to
-minutes, and happens in :class:`NotPrepared`: whoever catches it runs the work on a thread, and asks again. A
-model that nobody has prepared is one way of not being there yet; a model that has to be fetched first is another.
+minutes, and is what :class:`NotPrepared` holds: the caller runs the work on a thread, and asks again. A model
+that has to be fetched from elsewhere can become such work, too.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Library:
     def _read(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
-        # If it was replaced meanwhile, its version is another one, and it will be read again.
+        # If it was replaced since, its version is another one, and it will be read again.
         self._names[reference] = version, self._add(data, manifest)
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:

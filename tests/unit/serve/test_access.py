@@ -42,7 +42,7 @@ def test_a_token_is_a_bearer_or_a_password(library: Library, header: str) -> Non
         basic("a:b"),
     ],
 )
-def test_nothing_is_told_without_a_token(library: Library, header: str) -> None:
+def test_without_a_token_nothing_is_answered(library: Library, header: str) -> None:
     for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/none", "/v2/"):
         response = ask(library, target, headers={"authorization": header}, access=ACCESS)
         assert response.status == 401

@@ -39,7 +39,7 @@ def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path)
         assert response.headers["X-Repo-Commit"] == info["sha"]
 
 
-def test_sizes_and_digests_of_files_are_told_on_request(library: Library, folder: Path) -> None:
+def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, folder: Path) -> None:
     info = json_of(ask(library, "/api/models/org/model?blobs=true"))
     source = files_of(folder)
     assert {item["rfilename"]: item["size"] for item in info["siblings"]} == {

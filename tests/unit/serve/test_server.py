@@ -175,7 +175,7 @@ def test_a_response_is_finished_before_the_server_ends(store: LocalStore, tmp_pa
         assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-def test_a_model_that_is_removed_meanwhile_is_sent_to_its_end(
+def test_a_model_that_is_removed_while_it_is_sent_is_sent_to_its_end(
     store: LocalStore, tmp_path: Path
 ) -> None:
     data = large_model(store, tmp_path)
