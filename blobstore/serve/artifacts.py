@@ -43,6 +43,7 @@ _EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 class Artifact:
     """A version of a model as registries have it."""
 
+    reference: Reference
     roots: tuple[RemoteManifest, ...]
     """The manifests that the tag stands for; each has another media type."""
     manifests: dict[Digest, RemoteManifest] = field(repr=False)
@@ -52,6 +53,8 @@ class Artifact:
     """Tags that clients derive from the digest of a manifest."""
     referrers: dict[Digest, list[Mapping[str, Any]]] = field(default_factory=dict)
     """Descriptors of what refers to a manifest."""
+    key: object = None
+    """What the library keeps it under."""
 
 
 def make_artifact(
@@ -70,7 +73,7 @@ def make_artifact(
     manifests = {one.digest: one for one in (*plan.manifests, *roots)}
     blobs = {layer.digest: whole_blob(layer) for layer in manifest.blobs}
     blobs |= {digest: Content((made,)) for digest, made in plan.made.items()}
-    artifact = Artifact(tuple(roots), manifests, blobs)
+    artifact = Artifact(reference, tuple(roots), manifests, blobs)
     signed = list(envelopes(store.signatures(Digest.of(data))))
     for root in roots:
         _add_bundles(artifact, root, [one for one in signed if one.kind == "oms"])

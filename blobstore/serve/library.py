@@ -88,7 +88,7 @@ class Library:
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
-        self._artifacts: _Kept[tuple[Reference, FileVersion, int], Artifact] = _Kept(MAX_MODELS)
+        self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -152,7 +152,8 @@ class Library:
         Raises as :meth:`model`, when the first that is not prepared is asked for.
         """
         seen = []
-        for (reference, *_), artifact in self._artifacts.items():
+        for artifact in self._artifacts.values():
+            reference = artifact.reference
             if reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference):
                 seen.append(artifact)
                 yield artifact
@@ -193,6 +194,13 @@ class Library:
     def models(self) -> Iterator[Reference]:
         """Yield the names of all models that may be served. Raises StoreError."""
         return filter(self.is_allowed, self.store.references())
+
+    def keep(self, served: ServedModel | Artifact) -> None:
+        """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
+        if isinstance(served, ServedModel):
+            self._models.get(served.key)
+        else:
+            self._artifacts.get(served.key)
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
@@ -239,7 +247,8 @@ class Library:
         signed = self._signed_at(key)
         with self._leased(manifest) as lease:
             made = make_artifact(self.store, reference, data, manifest)
-            self._artifacts.add((reference, version, signed), made, lease)
+            made.key = (reference, version, signed)
+            self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
 
     def _signed_at(self, manifest: Digest) -> int:
@@ -292,9 +301,9 @@ class _Kept(Generic[_Key, _Value]):
             self._used[key] = time.monotonic()
         return found
 
-    def items(self) -> list[tuple[_Key, _Value]]:
+    def values(self) -> list[_Value]:
         with self._lock:
-            return list(self._values.items())
+            return list(self._values.values())
 
     def add(self, key: _Key, value: _Value, lease: contextlib.ExitStack) -> None:
         """Keep a value, and the lease until it is forgotten."""

@@ -8,6 +8,7 @@ the manifest of Ollama's layout if it accepts no other. Bytes are exact: digests
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.digest import Digest
@@ -118,7 +119,8 @@ def _blob(request: Request, repository: Reference, digest: Digest, library: Libr
         content = artifact.blobs.get(digest)
         if content is not None:
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
-            return content_response(request, content, str(digest), headers)
+            in_use = partial(library.keep, artifact)
+            return content_response(request, content, str(digest), headers, in_use)
     return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
 
 
