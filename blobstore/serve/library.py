@@ -24,7 +24,7 @@ from blobstore.manifests.reference import (
     Reference,
     name_matches,
 )
-from blobstore.serve.artifacts import Artifact, make_artifact
+from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.store.scan import list_names
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+IMAGE = ".image"
+"""The end of tags of images, which have the name of a model before it."""
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
@@ -136,6 +138,8 @@ class Library:
         Raises as :meth:`model`.
         """
         version = self.store.manifest_version(reference)
+        if version is None and reference.tag.endswith(IMAGE):
+            return self._image(reference)
         if version is None or not self.is_allowed(reference):
             return None
         known = self._names.get(reference)
@@ -144,6 +148,16 @@ class Library:
             found = self._artifacts.get((reference, version, self._signed_at(known[1])))
         if found is None:
             raise NotPrepared(self._make_artifact, reference, version)
+        return found
+
+    def _image(self, tag: Reference) -> Artifact | None:
+        reference = Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        found = self._artifacts.get((tag, version))
+        if found is None:
+            raise NotPrepared(self._make_image, tag, reference, version)
         return found
 
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
@@ -250,6 +264,12 @@ class Library:
             made.key = (reference, version, signed)
             self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
+
+    def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
+        with self._leased(self.store.resolve(reference)) as lease:
+            made = make_image(self.store, reference)
+            made.key = (tag, version)
+            self._artifacts.add(made.key, made, lease)
 
     def _signed_at(self, manifest: Digest) -> int:
         """Return when a model got its last signature; 0 if it has none."""

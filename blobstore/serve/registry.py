@@ -2,7 +2,8 @@
 
 A repository is a model of the store. Names of repositories have small letters there, so ``org/model-7b`` is
 ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
-the manifest of Ollama's layout if it accepts no other. Bytes are exact: digests are made of them.
+the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an image, which
+runtimes mount. Bytes are exact: digests are made of them.
 """
 
 from __future__ import annotations
