@@ -53,6 +53,7 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/pages/family_view.py": "a view of the page, and each has its module",
+    "blobstore/serve/metrics.py": "a format of its own: what Prometheus reads",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}

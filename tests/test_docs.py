@@ -16,7 +16,7 @@ import pytest
 import blobstore
 from blobstore.cli.main import program
 from tests.support.objects import running_object_store
-from tests.support.registry import PROGRAM, running_registry
+from tests.support.registry import PROGRAM, free_port, running_registry
 from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -54,6 +54,7 @@ WITH_EXAMPLES = {
     "docs/signatures.md": 5,
     "docs/registries.md": 10,
     "docs/object-storage.md": 15,
+    "docs/serve.md": 20,
 }
 REGISTRY = "localhost:5000"
 OBJECTS = "http://localhost:8333"
@@ -81,6 +82,14 @@ def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path)
             OBJECTS,
             **server.environment,
         )
+
+
+@pytest.mark.skipif(
+    find_spec("aiohttp") is None, reason="it is in the test group, and in the extra [serve]"
+)
+def test_commands_print_what_the_document_of_serving_says(tmp_path: Path) -> None:
+    # Only the port is another one: the commands start the server.
+    check_examples("docs/serve.md", tmp_path, str(free_port()), "8080")
 
 
 def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:

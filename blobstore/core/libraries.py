@@ -19,8 +19,6 @@ _PACKAGES = {
     "mlx_lm": "'tensor-blobstore[mlx]' mlx-lm",
     "vllm": "vllm",
     "aiohttp": "'tensor-blobstore[serve]'",
-    "starlette": "'tensor-blobstore[page]'",
-    "uvicorn": "'tensor-blobstore[page]'",
     "cryptography": "'tensor-blobstore[sign]'",
     "obstore": "'tensor-blobstore[objects]'",
     "distributed": "'tensor-blobstore[dask]'",

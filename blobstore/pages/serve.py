@@ -8,7 +8,6 @@ DNS rebinding makes them, and requests that browsers say another site has caused
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import json
@@ -17,9 +16,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-from blobstore.core import interrupts
 from blobstore.core.escape import quote
-from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, NotFound
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.pages.measure import measure_model
@@ -28,23 +25,29 @@ from blobstore.pages.parents import find_parents
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
 from blobstore.pages.write import page_data
+from blobstore.serve.access import Access
+from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.server import run_server
+from blobstore.serve.targets import InvalidTarget, parse_target
 from blobstore.store.scan import scan_folder
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
-
     from blobstore.manifests.reference import Reference
+    from blobstore.serve.messages import Request
+    from blobstore.serve.targets import Target
     from blobstore.store.local import LocalStore
 
 HOST = "127.0.0.1"
-_HOSTS = ("127.0.0.1", "localhost")
-_OWN_SITE = {"same-origin", "none"}
-"""What browsers say of requests that this page makes, and of addresses that a person types."""
+_HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+}
 _TOKEN_BYTES = 24
 
 
@@ -64,123 +67,92 @@ def serve_page(
         on_ready: called with the address, which has the token, once the port is open.
 
     Raises:
-        MissingLibrary: starlette or uvicorn is not installed.
+        MissingLibrary: aiohttp is not installed.
         BlobstoreError: the port is taken.
     """
-    import socket
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    run_server(
+        LivePage(store, references, token=token).answer,
+        store,
+        host=HOST,
+        port=port,
+        on_ready=lambda address: on_ready(f"{address}/{token}/"),
+        in_threads=True,
+    )
 
-    with optional_libraries():
-        import uvicorn
 
-        token = secrets.token_urlsafe(_TOKEN_BYTES)
-        app = page_app(store, references, token=token)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+class LivePage:
+    """Answers the requests of the page, whose paths begin with ``token``. Threads may share it."""
+
+    def __init__(
+        self, store: LocalStore, references: Sequence[Reference] = (), *, token: str
+    ) -> None:
+        self._store = store
+        self._references = references
+        self._token = token
+        self._access = Access(hosts=())
+        # One at a time: each reads the whole store, or whole models, on all processors.
+        self._reading, self._measuring = threading.Lock(), threading.Lock()
+        self._routes: dict[tuple[str, str], Callable[[Request, Target], Response]] = {
+            ("GET", ""): self._page,
+            ("GET", "data"): lambda request, _: json_response(request, self._data()),
+            ("GET", "state"): lambda request, _: json_response(request, live_state(store)),
+            ("POST", "measure"): self._measure,
+        }
+
+    def answer(self, request: Request, metrics: Callable[[], str]) -> Response:
+        """Return the response to a request."""
+        del metrics
         try:
-            listener.bind((HOST, port))
-        except OSError as error:
-            raise BlobstoreError(f"cannot listen on {HOST}:{port}: {error.strerror}") from error
-        listener.listen()
-        config = uvicorn.Config(app, log_level="error", access_log=False)
-        on_ready(f"http://{HOST}:{listener.getsockname()[1]}/{token}/")
+            response = self._response(request, parse_target(request.target))
+        except InvalidTarget as error:
+            response = json_response(request, {"error": str(error)}, 400)
+        except BlobstoreError as error:
+            status = 404 if isinstance(error, NotFound) else 500
+            response = json_response(request, {"error": shown(error)}, status)
+        return Response(response.status, {**response.headers, **_HEADERS}, response.parts)
 
-        class Server(uvicorn.Server):
-            # A request to stop that came before the server had its own handlers.
-            async def on_tick(self, counter: int) -> bool:
-                return interrupts.is_requested() or await super().on_tick(counter)
+    def _response(self, request: Request, target: Target) -> Response:
+        refused = self._access.refusal(request, target) or _refusal(request, target, self._token)
+        if refused is not None:
+            return refused
+        path = "/".join(target.segments[1:])
+        act = self._routes.get((request.method, path))
+        if act is not None:
+            return act(request, target)
+        status = 405 if any(known == path for _, known in self._routes) else 404
+        return json_response(request, {"error": "the page has nothing at this address"}, status)
 
-        Server(config).run(sockets=[listener])
-        interrupts.check()
+    def _data(self) -> dict[str, Any]:
+        with self._reading:
+            return page_data(self._store, self._references) | {"live": live_state(self._store)}
 
+    def _page(self, request: Request, target: Target) -> Response:
+        del target
+        data = self._data()
+        text = render_page(f"{data['root']} \u2013 blobstore", data, is_live=True)
+        return bytes_response(request, text.encode(), media_type="text/html; charset=utf-8")
 
-def page_app(store: LocalStore, references: Sequence[Reference] = (), *, token: str) -> Starlette:
-    """Return the server's application, whose paths begin with ``token``."""
-    from starlette.applications import Starlette
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-    from starlette.responses import HTMLResponse, JSONResponse
-    from starlette.routing import Route
-
-    # One at a time: each reads the whole store, or whole models, on all processors.
-    reading, measuring = threading.Lock(), threading.Lock()
-    headers = {
-        "cache-control": "no-store",
-        "x-content-type-options": "nosniff",
-        "x-frame-options": "DENY",
-        "cross-origin-resource-policy": "same-origin",
-        "referrer-policy": "no-referrer",
-    }
-
-    def answered(
-        act: Callable[[Request], Response],
-    ) -> Callable[[Request], Response]:
-        @functools.wraps(act)
-        def answer(request: Request) -> Response:
-            try:
-                response = _refusal(request, token) or act(request)
-            except BlobstoreError as error:
-                status = 404 if isinstance(error, NotFound) else 500
-                response = JSONResponse({"error": shown(error)}, status_code=status)
-            response.headers.update(headers)
-            return response
-
-        return answer
-
-    def read() -> dict[str, Any]:
-        with reading:
-            return page_data(store, references) | {"live": live_state(store)}
-
-    @answered
-    def page(request: Request) -> Response:  # noqa: ARG001 - starlette's signature
-        data = read()
-        return HTMLResponse(render_page(f"{data['root']} \u2013 blobstore", data, is_live=True))
-
-    @answered
-    def data(request: Request) -> Response:  # noqa: ARG001
-        return JSONResponse(read())
-
-    @answered
-    def state(request: Request) -> Response:  # noqa: ARG001
-        return JSONResponse(live_state(store))
-
-    @answered
-    def measure(request: Request) -> Response:
-        name = request.query_params.get("model", "")
-        disk = read_disk(store)
+    def _measure(self, request: Request, target: Target) -> Response:
+        name = target.first("model")
+        disk = read_disk(self._store)
         found = next((item for item in disk.entries if shown(item) == name), None)
         if found is None:
             raise NotFound(f"the store has no model {quote(name)}")
         parents = find_parents(disk)
         base = parents[found].reference if found in parents else None
-        with measuring:
-            measured = {found: measure_model(store, found, base)}
-        return JSONResponse(model_views(disk, [found], parents, measured, disk.owners())[name])
-
-    return Starlette(
-        routes=[
-            Route("/{token}/", page),
-            Route("/{token}/data", data),
-            Route("/{token}/state", state),
-            Route("/{token}/measure", measure, methods=["POST"]),
-            Route("/{other:path}", state),  # has no token, so it is refused
-        ],
-        middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(_HOSTS), www_redirect=False)
-        ],
-    )
+        with self._measuring:
+            measured = {found: measure_model(self._store, found, base)}
+        views = model_views(disk, [found], parents, measured, disk.owners())
+        return json_response(request, views[name])
 
 
-def _refusal(request: Request, token: str) -> Response | None:
-    """Return the answer to a request that must not be served, before anything is read for it."""
-    from starlette.responses import JSONResponse
-
-    if request.headers.get("sec-fetch-site", "none") not in _OWN_SITE:
-        return JSONResponse({"error": "another site has caused this request"}, 403)
-    given = request.path_params.get("token", "")
-    if hmac.compare_digest(given.encode(), token.encode()):
+def _refusal(request: Request, target: Target, token: str) -> Response | None:
+    """Return the response to a request without the token, before anything is read for it."""
+    if hmac.compare_digest(target.segments[0].encode(), token.encode()):
         return None
     message = "the address has no valid token; open the one that 'blobstore page --serve' printed"
-    return JSONResponse({"error": message}, 403)
+    return json_response(request, {"error": message}, 403)
 
 
 def live_state(store: LocalStore) -> dict[str, Any]:

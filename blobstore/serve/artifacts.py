@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import InvalidSignature, RemoteRefused
 from blobstore.operations.sign.require_trust import envelopes
 from blobstore.operations.transfer.model_metadata import model_metadata
 from blobstore.operations.transfer.referrers import image_manifest
+from blobstore.operations.transfer.registry_plan import plan_for_registry
 from blobstore.registry.layouts.image import IMAGE_CONFIG
-from blobstore.registry.layouts.oci import plan_oci
+from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
 from blobstore.signatures import cosign
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.registry.layouts.tar import TarLayer
     from blobstore.registry.manifest import RemoteManifest
+    from blobstore.serve.messages import Part
     from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
 
@@ -43,6 +48,7 @@ _EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 class Artifact:
     """A version of a model as registries have it."""
 
+    reference: Reference
     roots: tuple[RemoteManifest, ...]
     """The manifests that the tag stands for; each has another media type."""
     manifests: dict[Digest, RemoteManifest] = field(repr=False)
@@ -52,6 +58,8 @@ class Artifact:
     """Tags that clients derive from the digest of a manifest."""
     referrers: dict[Digest, list[Mapping[str, Any]]] = field(default_factory=dict)
     """Descriptors of what refers to a manifest."""
+    key: object = None
+    """What the library keeps it under."""
 
 
 def make_artifact(
@@ -70,12 +78,37 @@ def make_artifact(
     manifests = {one.digest: one for one in (*plan.manifests, *roots)}
     blobs = {layer.digest: whole_blob(layer) for layer in manifest.blobs}
     blobs |= {digest: Content((made,)) for digest, made in plan.made.items()}
-    artifact = Artifact(tuple(roots), manifests, blobs)
+    artifact = Artifact(reference, tuple(roots), manifests, blobs)
     signed = list(envelopes(store.signatures(Digest.of(data))))
     for root in roots:
         _add_bundles(artifact, root, [one for one in signed if one.kind == "oms"])
         _add_cosign(artifact, root, [one for one in signed if one.kind != "oms"])
     return artifact
+
+
+def make_image(store: LocalStore, reference: Reference) -> Artifact:
+    """Return the image of a model, which container runtimes mount. Its layers are put together when they are sent.
+
+    All blobs are read once for the digests of the layers, unless ``push`` has noted them.
+
+    Raises as :func:`make_artifact`.
+    """
+    plan = plan_for_registry(
+        store, reference, "image", MAX_LAYERS, lambda size, _: WorkerPool(None, None, size)
+    )
+    blobs = {digest: Content((made,)) for digest, made in plan.made.items()}
+    blobs |= {digest: _tar_content(tar) for digest, tar in plan.tars.items()}
+    manifests = {one.digest: one for one in plan.manifests}
+    return Artifact(reference, (plan.root,), manifests, blobs)
+
+
+def _tar_content(tar: TarLayer) -> Content:
+    parts: list[Part] = []
+    for file in tar.files:
+        parts.append(tar_header(file.path, file.size))
+        parts += whole_blob(file).parts
+        parts.append(bytes(padding(file.size)))
+    return Content([*parts, TAR_END])
 
 
 def _add_bundles(artifact: Artifact, root: RemoteManifest, signed: list[Envelope]) -> None:

@@ -131,14 +131,10 @@ class BlobReader:
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:
-    buffer = memoryview(bytearray(min(size, PIECE)))
     offset = 0
-    while offset < size:
-        count = os.preadv(descriptor, [buffer[: size - offset]], offset)
-        if not count:
-            return  # it became shorter, and will have another digest
-        yield buffer[:count]
-        offset += count
+    while piece := os.pread(descriptor, min(PIECE, size - offset), offset):
+        yield memoryview(piece)  # if it became shorter, it has another digest
+        offset += len(piece)
 
 
 def is_in_memory(descriptor: int, offset: int, count: int) -> bool:
@@ -158,6 +154,5 @@ def is_in_memory(descriptor: int, offset: int, count: int) -> bool:
 
 def read_ahead(descriptor: int, offset: int, count: int) -> None:
     """Read a range into the page cache."""
-    buffer = bytearray(min(count, PIECE))
     for place in range(offset, offset + count, PIECE):
-        os.preadv(descriptor, [memoryview(buffer)[: offset + count - place]], place)
+        os.pread(descriptor, min(PIECE, offset + count - place), place)

@@ -109,7 +109,7 @@ class BodySender:
             def forget(done: asyncio.Future[None]) -> None:
                 del self._verifying[key]
                 if not done.cancelled():
-                    done.exception()  # whoever waits for it gets it; nobody may
+                    done.exception()  # read it: maybe nobody waits for this check
 
             running.add_done_callback(forget)
         return running
@@ -138,13 +138,11 @@ class BodySender:
     ) -> None:
         loop = asyncio.get_running_loop()
         end = part.begin + part.length
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+        with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             for begin in range(part.begin, end, WINDOW):
                 count = min(WINDOW, end - begin)
                 if not is_in_memory(descriptor, begin, count):
-                    await loop.run_in_executor(
-                        self._executor, read_ahead, descriptor, begin, count
-                    )
+                    await loop.run_in_executor(self._executor, read_ahead, descriptor, begin, count)
                 async with asyncio.timeout(STALL_SECONDS):
                     if count < _SMALL:
                         data = os.pread(descriptor, count, begin)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
@@ -339,4 +340,4 @@ def _resolve(
         "X-Linked-Size": str(content.size),
         "X-Content-Type-Options": "nosniff",
     }
-    return content_response(request, content, digest, headers)
+    return content_response(request, content, digest, headers, partial(library.keep, model))

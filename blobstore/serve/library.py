@@ -1,8 +1,8 @@
 """The models of a store, as a server looks at them again and again.
 
 A look costs one status of a manifest's file. All else is done once for each model, takes from milliseconds to
-minutes, and happens in :class:`NotPrepared`: whoever catches it runs the work on a thread, and asks again. A
-model that nobody has prepared is one way of not being there yet; a model that has to be fetched first is another.
+minutes, and is what :class:`NotPrepared` holds: the caller runs the work on a thread, and asks again. A model
+that has to be fetched from elsewhere can become such work, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blobstore.manifests.reference import (
     Reference,
     name_matches,
 )
-from blobstore.serve.artifacts import Artifact, make_artifact
+from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.store.scan import list_names
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+IMAGE = ".image"
+"""The end of tags of images, which have the name of a model before it."""
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
@@ -88,7 +90,7 @@ class Library:
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
-        self._artifacts: _Kept[tuple[Reference, FileVersion, int], Artifact] = _Kept(MAX_MODELS)
+        self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -136,6 +138,8 @@ class Library:
         Raises as :meth:`model`.
         """
         version = self.store.manifest_version(reference)
+        if version is None and reference.tag.endswith(IMAGE):
+            return self._image(reference)
         if version is None or not self.is_allowed(reference):
             return None
         known = self._names.get(reference)
@@ -146,20 +150,31 @@ class Library:
             raise NotPrepared(self._make_artifact, reference, version)
         return found
 
+    def _image(self, tag: Reference) -> Artifact | None:
+        reference = Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
+        version = self.store.manifest_version(reference)
+        if version is None or not self.is_allowed(reference):
+            return None
+        found = self._artifacts.get((tag, version))
+        if found is None:
+            raise NotPrepared(self._make_image, tag, reference, version)
+        return found
+
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
         """Yield what a registry has of a repository, also of versions that no tag names any more.
 
         Raises as :meth:`model`, when the first that is not prepared is asked for.
         """
         seen = []
-        for (reference, *_), artifact in self._artifacts.items():
+        for artifact in self._artifacts.values():
+            reference = artifact.reference
             if reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference):
                 seen.append(artifact)
                 yield artifact
         for reference in self.tags(repository):
-            artifact = self.artifact(reference)
-            if artifact is not None and artifact not in seen:
-                yield artifact
+            current = self.artifact(reference)
+            if current is not None and current not in seen:
+                yield current
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only: registries have small letters."""
@@ -194,6 +209,13 @@ class Library:
         """Yield the names of all models that may be served. Raises StoreError."""
         return filter(self.is_allowed, self.store.references())
 
+    def keep(self, served: ServedModel | Artifact) -> None:
+        """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
+        if isinstance(served, ServedModel):
+            self._models.get(served.key)
+        else:
+            self._artifacts.get(served.key)
+
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
         self._models.release_idle(seconds)
@@ -209,7 +231,7 @@ class Library:
     def _read(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
-        # If it was replaced meanwhile, its version is another one, and it will be read again.
+        # If it was replaced since, its version is another one, and it will be read again.
         self._names[reference] = version, self._add(data, manifest)
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
@@ -239,8 +261,15 @@ class Library:
         signed = self._signed_at(key)
         with self._leased(manifest) as lease:
             made = make_artifact(self.store, reference, data, manifest)
-            self._artifacts.add((reference, version, signed), made, lease)
+            made.key = (reference, version, signed)
+            self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
+
+    def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
+        with self._leased(self.store.resolve(reference)) as lease:
+            made = make_image(self.store, reference)
+            made.key = (tag, version)
+            self._artifacts.add(made.key, made, lease)
 
     def _signed_at(self, manifest: Digest) -> int:
         """Return when a model got its last signature; 0 if it has none."""
@@ -292,9 +321,9 @@ class _Kept(Generic[_Key, _Value]):
             self._used[key] = time.monotonic()
         return found
 
-    def items(self) -> list[tuple[_Key, _Value]]:
+    def values(self) -> list[_Value]:
         with self._lock:
-            return list(self._values.items())
+            return list(self._values.values())
 
     def add(self, key: _Key, value: _Value, lease: contextlib.ExitStack) -> None:
         """Keep a value, and the lease until it is forgotten."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core import strict_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
 
@@ -19,6 +19,10 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
 OCTETS = "application/octet-stream"
 JSON = "application/json"
+
+
+def _nothing() -> None:
+    """Do nothing: most responses use no blobs."""
 
 
 class BlobPart(NamedTuple):
@@ -52,6 +56,8 @@ class Response:
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
+    in_use: Callable[[], object] = _nothing
+    """Is called from time to time while the parts are sent, so that their blobs are kept."""
 
     def __post_init__(self) -> None:
         """Refuse headers that a text from elsewhere would split. Raises ValueError."""
@@ -117,7 +123,11 @@ def bytes_response(
 
 
 def content_response(
-    request: Request, content: Content, etag: str, headers: Mapping[str, str]
+    request: Request,
+    content: Content,
+    etag: str,
+    headers: Mapping[str, str],
+    in_use: Callable[[], object] = _nothing,
 ) -> Response:
     """Return the content, or the range of it that the request is for.
 
@@ -143,7 +153,8 @@ def content_response(
     if request.method == "HEAD":
         return Response(status, described)
     is_all = (begin, end) == (0, content.size)
-    return Response(status, described, content.parts if is_all else content.cut(begin, end))
+    parts = content.parts if is_all else content.cut(begin, end)
+    return Response(status, described, parts, in_use)
 
 
 UNSATISFIABLE = (-1, -1)

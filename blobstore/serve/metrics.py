@@ -27,9 +27,7 @@ class Metrics:
         """Return the numbers in Prometheus' text format."""
         lines = ["# TYPE blobstore_requests_total counter"]
         for (method, status), count in sorted(self.requests.items()):
-            lines.append(
-                f'blobstore_requests_total{{method="{method}",status="{status}"}} {count}'
-            )
+            lines.append(f'blobstore_requests_total{{method="{method}",status="{status}"}} {count}')
         for name, kind, value in (
             ("sent_bytes_total", "counter", self.bytes_sent),
             ("verified_bytes_total", "counter", self.bytes_verified),

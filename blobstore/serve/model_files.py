@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.operations.export.folder import FolderTensor
     from blobstore.operations.export.shards import WeightFile
+    from blobstore.registry.layouts.tar import FolderFile
     from blobstore.serve.messages import Part
     from blobstore.store.local import LocalStore
 
@@ -87,7 +88,7 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
     return found.files
 
 
-def whole_blob(layer: Descriptor) -> Content:
+def whole_blob(layer: Descriptor | FolderFile) -> Content:
     """Return a blob as the content of a file."""
     return Content((BlobPart(layer.digest, layer.size, 0, layer.size),))
 

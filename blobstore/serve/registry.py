@@ -2,12 +2,14 @@
 
 A repository is a model of the store. Names of repositories have small letters there, so ``org/model-7b`` is
 ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
-the manifest of Ollama's layout if it accepts no other. Bytes are exact: digests are made of them.
+the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an image, which
+runtimes mount. Bytes are exact: digests are made of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.digest import Digest
@@ -69,13 +71,10 @@ def error_response(request: Request, status: int, code: str, message: str) -> Re
     return json_response(request, value, status, API_VERSION)
 
 
-def _manifest(
-    request: Request, repository: Reference, what: str, library: Library
-) -> Response:
+def _manifest(request: Request, repository: Reference, what: str, library: Library) -> Response:
     candidates = list(_named(repository, what, library))
     accepted = [
-        part.partition(";")[0].strip()
-        for part in request.headers.get("accept", "").split(",", 100)
+        part.partition(";")[0].strip() for part in request.headers.get("accept", "").split(",", 100)
     ]
     is_any = not any(accepted) or "*/*" in accepted
     for manifest in candidates:
@@ -116,14 +115,13 @@ def _named(repository: Reference, what: str, library: Library) -> Sequence[Remot
     return []
 
 
-def _blob(
-    request: Request, repository: Reference, digest: Digest, library: Library
-) -> Response:
+def _blob(request: Request, repository: Reference, digest: Digest, library: Library) -> Response:
     for artifact in library.artifacts(repository):
         content = artifact.blobs.get(digest)
         if content is not None:
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
-            return content_response(request, content, str(digest), headers)
+            in_use = partial(library.keep, artifact)
+            return content_response(request, content, str(digest), headers, in_use)
     return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
 
 

@@ -46,7 +46,7 @@ def serve(
         allow: globs of the names that are served; none means all.
         token_file: a file of tokens, one on each line, of which a request must have one. It is read again
             when it changes.
-        anonymous: serve everyone on an address that other machines reach.
+        anonymous: serve everyone, under any host name: a proxy that asks for tokens, for example.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
@@ -68,7 +68,7 @@ def serve(
     if token_file is not None:
         access: Callable[[], Access] = _TokenFile(token_file, log)
     else:
-        fixed = Access(hosts=(host.lower(),) if is_local else None)
+        fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
         access = lambda: fixed  # noqa: E731
     access()
 
@@ -89,9 +89,7 @@ def serve(
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], log: Callable[[str], object] | None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], log: Callable[[str], object] | None) -> None:
         from pathlib import Path
 
         self._path = Path(path)

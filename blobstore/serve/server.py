@@ -11,7 +11,10 @@ import contextlib
 import os
 import socket
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from blobstore.core import interrupts
@@ -25,7 +28,7 @@ from blobstore.serve.messages import Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from aiohttp import web
 
@@ -51,6 +54,10 @@ PATIENCE_SECONDS = 8.0
 """How long a client waits for a model that is not prepared. Those of the Hub give up after ten."""
 _RETRY_AFTER = "5"
 _STEPS = 16
+_PREPARERS = 4
+"""Models that are prepared at once. Those that are sent already have other threads."""
+_CLIENT_LEFT = 499
+"""What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
 _TIDY_SECONDS = 30.0
 _HEADERS = (
@@ -60,19 +67,35 @@ _HEADERS = (
 """The headers that anything here reads."""
 
 
+@dataclass(slots=True)
+class _Exchange:
+    """A request, and what came of it so far."""
+
+    request: Request
+    status: int = 0
+    sent: int = 0
+    """Bytes of the body."""
+    begun: float = field(default_factory=time.monotonic)
+
+
 class Server:
     """A server while it runs."""
 
-    def __init__(self, store: LocalStore, log: Log | None) -> None:
-        """Send blobs of ``store``. A line of JSON for each request goes to ``log``."""
+    def __init__(self, store: LocalStore, log: Log | None, *, in_threads: bool = False) -> None:
+        """Send blobs of ``store``. A line of JSON for each request goes to ``log``.
+
+        With ``in_threads``, the function that answers may take its time.
+        """
+        self._in_threads = in_threads
         threads = max(4, min(16, 2 * (os.cpu_count() or 1)))
         self.metrics = Metrics()
         self._executor = ThreadPoolExecutor(threads, "serve")
+        self._preparers = ThreadPoolExecutor(_PREPARERS, "prepare")
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs, self._executor)
         self._preparing: dict[object, asyncio.Future[Any]] = {}
         self._log = log
-        self._lines: list[str] = []
+        self._lines: deque[str] = deque()
         self._connections: Callable[[], int] = lambda: 0
 
     async def run(
@@ -115,74 +138,92 @@ class Server:
         ]
         try:
             on_ready()
-            while not interrupts.is_requested():
-                await asyncio.sleep(interrupts.POLL)
+            await _until(interrupts.is_requested)
         finally:
             listening.close()
             manager.pre_shutdown()  # closes what is idle, and the others after their response
-            while self.metrics.open_requests:
-                await asyncio.sleep(interrupts.POLL / 2)
+            await _until(lambda: not self.metrics.open_requests)
             await manager.shutdown(1)
             for chore in chores:
                 chore.cancel()
-            await loop.run_in_executor(None, self._executor.shutdown)
+            for executor in (self._executor, self._preparers):
+                shutdown = partial(executor.shutdown, cancel_futures=True)
+                await loop.run_in_executor(None, shutdown)
             self._blobs.save()
             self._flush()
 
     async def _handle(self, raw: web.BaseRequest, answer: Answer) -> web.StreamResponse:
-        from aiohttp import web
-
-        started = time.monotonic()
+        """Answer a request, and note what came of it."""
+        exchange = _Exchange(Request(raw.method, raw.raw_path, _headers_of(raw)))
         self.metrics.open_requests += 1
-        request = Request(raw.method, raw.raw_path, _headers_of(raw))
-        status, sent = 0, 0
-
-        def count(size: int) -> None:
-            nonlocal sent
-            sent += size
-
         try:
-            if raw.method == "POST":
-                body = await self._body(raw)
-                if body is None:
-                    status = 413
-                    return web.Response(status=status)
-                request = Request(raw.method, raw.raw_path, request.headers, body)
-            response = await self._response(request, answer)
-            if len(response.parts) <= 1 and all(isinstance(one, bytes) for one in response.parts):
-                status = response.status
-                body = cast("bytes", response.parts[0]) if response.parts else None
-                sent = len(body or b"")
-                return web.Response(status=status, headers=_named(response), body=body)
-            response = await self._checked(request, response)
-            status = response.status
-            stream = web.StreamResponse(status=status, headers=_named(response))
-            await stream.prepare(raw)
-            transport = raw.transport
-            if transport is None:
-                raise ConnectionResetError("the client has left")
-            try:
-                await self._sender.send(response.parts, stream, transport, count)
-                await stream.write_eof()
-            except BlobstoreError as error:
-                # What was sent is right, so the client may go on there when the blob is repaired.
-                self._note_error(request, error)
-                transport.close()
-                raise ConnectionResetError("a blob is damaged") from error
-            except TimeoutError:
-                transport.abort()
-                raise ConnectionResetError("the client is too slow") from None
+            return await self._answer(raw, exchange, answer)
         except (ConnectionError, asyncio.CancelledError):
             self.metrics.broken += 1
-            status = status or 499
+            exchange.status = exchange.status or _CLIENT_LEFT
             raise
-        else:
-            return stream
         finally:
             self.metrics.open_requests -= 1
-            self.metrics.bytes_sent += sent
-            self.metrics.requests[_known_method(raw.method), status] += 1
-            self._note_request(raw, request, status, sent, time.monotonic() - started)
+            self.metrics.bytes_sent += exchange.sent
+            self.metrics.requests[_known_method(raw.method), exchange.status] += 1
+            self._note_exchange(raw, exchange)
+
+    async def _answer(
+        self, raw: web.BaseRequest, exchange: _Exchange, answer: Answer
+    ) -> web.StreamResponse:
+        from aiohttp import web
+
+        if raw.method == "POST":
+            body = await self._body(raw)
+            if body is None:
+                exchange.status = 413
+                return web.Response(status=413)
+            exchange.request = replace(exchange.request, body=body)
+        response = await self._response(exchange.request, answer)
+        if any(not isinstance(part, bytes) for part in response.parts):
+            response = await self._checked(exchange.request, response)
+        exchange.status = response.status
+        if all(isinstance(part, bytes) for part in response.parts):
+            body = b"".join(cast("Sequence[bytes]", response.parts))
+            exchange.sent = len(body)
+            return web.Response(status=response.status, headers=_named(response), body=body or None)
+        stream = web.StreamResponse(status=response.status, headers=_named(response))
+        await stream.prepare(raw)
+        if raw.transport is None:
+            raise ConnectionResetError("the client has left")
+        await self._send(exchange, response, stream, raw.transport)
+        await stream.write_eof()
+        return stream
+
+    async def _send(
+        self,
+        exchange: _Exchange,
+        response: Response,
+        stream: web.StreamResponse,
+        transport: asyncio.Transport,
+    ) -> None:
+        """Send the body of a response, or end the connection. Raises ConnectionError."""
+
+        def count(size: int) -> None:
+            exchange.sent += size
+            response.in_use()
+
+        try:
+            await self._sender.send(response.parts, stream, transport, count)
+        except BlobstoreError as error:
+            # What was sent is right, so the client may go on there when the blob is repaired.
+            self._note_error(exchange.request, error)
+            transport.close()
+            raise ConnectionResetError("a blob is damaged") from error
+        except ConnectionError:
+            raise
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError("the client is too slow") from None
+        except OSError as error:
+            self._note_error(exchange.request, BlobstoreError(f"a blob cannot be read: {error}"))
+            transport.close()
+            raise ConnectionResetError("a blob cannot be read") from error
 
     async def _checked(self, request: Request, response: Response) -> Response:
         """Return the response, or that of an error if its first blob is missing or damaged."""
@@ -196,7 +237,12 @@ class Server:
         """Return the response to a request, after preparing what it needs."""
         for _ in range(_STEPS):
             try:
-                return answer(request, self._metrics_text)
+                if not self._in_threads:
+                    return answer(request, self._metrics_text)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(
+                    self._executor, answer, request, self._metrics_text
+                )
             except NotPrepared as first:
                 future = self._prepared(first)
                 done, _ = await asyncio.wait([future], timeout=PATIENCE_SECONDS)
@@ -217,7 +263,7 @@ class Server:
         if running is None:
             self.metrics.prepared += 1
             loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._executor, first.prepare)
+            running = loop.run_in_executor(self._preparers, first.prepare)
             self._preparing[first.key] = running
 
             def forget(done: asyncio.Future[Any]) -> None:
@@ -250,19 +296,18 @@ class Server:
 
     # The log
 
-    def _note_request(
-        self, raw: web.BaseRequest, request: Request, status: int, sent: int, seconds: float
-    ) -> None:
+    def _note_exchange(self, raw: web.BaseRequest, exchange: _Exchange) -> None:
         if self._log is None:
             return
+        request = exchange.request
         # Without the query and the headers, which may have tokens.
         self._note(
             client=raw.remote or "",
             method=request.method,
             path=request.target.partition("?")[0],
-            status=status,
-            bytes=sent,
-            seconds=round(seconds, 4),
+            status=exchange.status,
+            bytes=exchange.sent,
+            seconds=round(time.monotonic() - exchange.begun, 4),
             range=request.headers.get("range", ""),
             agent=request.headers.get("user-agent", ""),
         )
@@ -282,7 +327,10 @@ class Server:
         self._lines.append(json.dumps({"time": round(time.time(), 3), **shown}))
 
     def _flush(self) -> None:
-        lines, self._lines = self._lines, []
+        lines = []
+        with contextlib.suppress(IndexError):  # the loop may add some at the same time
+            while True:
+                lines.append(self._lines.popleft())
         if lines and self._log is not None:
             self._log("\n".join(lines))
 
@@ -299,6 +347,12 @@ class Server:
 
     def _count_verified(self, size: int) -> None:
         self.metrics.bytes_verified += size
+
+
+async def _until(is_reached: Callable[[], bool]) -> None:
+    """Wait for what nobody announces: a handler of signals must not touch the loop."""
+    while not is_reached():  # noqa: ASYNC110 - see above
+        await asyncio.sleep(interrupts.POLL)
 
 
 class _Refusal(asyncio.Protocol):
@@ -362,6 +416,7 @@ def run_server(
     on_ready: Callable[[str], object],
     tidy: Callable[[], object] = lambda: None,
     log: Log | None = None,
+    in_threads: bool = False,
 ) -> None:
     """Serve until the process is asked to stop.
 
@@ -373,6 +428,7 @@ def run_server(
         on_ready: called with the address, once the port is open.
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
+        in_threads: call ``answer`` on threads, because it takes its time.
 
     Raises:
         MissingLibrary: aiohttp is not installed.
@@ -386,7 +442,7 @@ def run_server(
     async def run(listener: socket.socket) -> None:
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
-        await Server(store, log).run(
+        await Server(store, log, in_threads=in_threads).run(
             answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
         )
 

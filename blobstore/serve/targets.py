@@ -22,7 +22,7 @@ class InvalidTarget(ValueError):
 
 
 class Target(NamedTuple):
-    """A target, decoded. A segment may have any printable characters, also a slash: it is no path yet."""
+    """A target, decoded. A segment may have any printable characters, also a slash, so it must not become a path."""
 
     segments: tuple[str, ...]
     query: dict[str, list[str]]

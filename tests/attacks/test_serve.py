@@ -13,7 +13,7 @@ import pytest
 from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
-from tests.support.serve_process import Serving, serving
+from tests.support.serve_process import Serving, connect, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
@@ -37,11 +37,6 @@ def data(store: LocalStore, tmp_path: Path) -> bytes:
 def server(data: bytes, store: LocalStore, tmp_path: Path) -> Iterator[Serving]:
     with serving(store, tmp_path) as running:
         yield running
-
-
-def connect(server: Serving) -> socket.socket:
-    host, _, port = server.host.partition(":")
-    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def exchange(server: Serving, sent: bytes) -> bytes:
@@ -149,7 +144,6 @@ def test_a_body_without_an_end_is_refused(server: Serving) -> None:
         with contextlib.suppress(ConnectionError):
             for _ in range(64):
                 client.sendall(b"10000\r\n" + b"a" * 0x10000 + b"\r\n")
-        assert b" 413 " in rest_of(client)[:20] or server.metric("requests_total") >= 1
     assert server.wait_for_log("status", "413")
 
 
@@ -191,9 +185,7 @@ def test_connections_beyond_the_limit_are_refused(store: LocalStore, tmp_path: P
             assert rest_of(other).startswith(b"HTTP/1.1 503")
 
 
-def test_a_thousand_idle_connections_cost_little(
-    server: Serving, data: bytes
-) -> None:
+def test_a_thousand_idle_connections_cost_little(server: Serving, data: bytes) -> None:
     with contextlib.ExitStack() as held:
         for _ in range(900):
             client = held.enter_context(connect(server))

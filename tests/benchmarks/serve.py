@@ -15,6 +15,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from tests.support.registry import free_port
 from tests.support.serve_process import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _BLOBS = 130
 _BYTES = 1_420_000_000
@@ -183,10 +184,10 @@ def main() -> None:
         size, small = download(ours, hot), download(ours, frozen)
         common.warm(source)
         for count in (1, 4):
-            cases = {
-                "nginx, sendfile": lambda count=count: downloads(theirs, f"/{name}", count),
-                "blobstore serve": lambda count=count: downloads(ours, hot, count),
-                "nginx, sendfile, again": lambda count=count: downloads(theirs, f"/{name}", count),
+            cases: dict[str, Callable[[], float]] = {
+                "nginx, sendfile": partial(downloads, theirs, f"/{name}", count),
+                "blobstore serve": partial(downloads, ours, hot, count),
+                "nginx, sendfile, again": partial(downloads, theirs, f"/{name}", count),
             }
             print(f"{size / 1e9:.2f} GB in {_BLOBS} blobs, connections: {count}\n")
             common.table(common.rounds(cases, options.rounds), "nginx, sendfile", size * count)
@@ -206,7 +207,9 @@ def main() -> None:
         for case, seconds in found.items():
             print(f"{case}: {_HEADS / statistics.median(seconds):.0f} a second")
         first = [first_byte(ours, hot) for _ in range(20)]
-        print(f"\nfirst byte: median {statistics.median(first) * 1000:.1f} ms, max {max(first) * 1000:.1f} ms")
+        print(
+            f"\nfirst byte: median {statistics.median(first) * 1000:.1f} ms, max {max(first) * 1000:.1f} ms"
+        )
         idle = [stack.enter_context(connect(ours)) for _ in range(_IDLE)]
         for client in idle:
             request(client, "HEAD", hot)

@@ -47,9 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {word: number for number, word in enumerate(["[UNK]", "[PAD]", "hello", "world"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
     fast.save_pretrained(folder)
     return folder
 
@@ -106,6 +104,73 @@ def test_a_snapshot_has_the_files_of_the_source(
     assert contents(Path(found[0])) == contents(source)
 
 
+def test_clients_ask_what_they_asked_when_this_was_recorded(
+    server: Serving, source: Path, tmp_path: Path
+) -> None:
+    """If a new version of a client asks for more, the server may have to answer it."""
+    pytest.importorskip("torch")
+    server.request("/begin")
+    entry = server.wait_for_log("path", "/begin")
+    begin = server.log().index(entry) + 1
+    sha = run(
+        server,
+        tmp_path,
+        """
+        from huggingface_hub import HfApi, snapshot_download
+        from transformers import AutoModel
+        snapshot_download("org/tiny", allow_patterns="config.json")
+        AutoModel.from_pretrained("org/tiny")
+        print(json.dumps(HfApi().model_info("org/tiny").sha))
+        """,
+    )
+    server.request("/healthz")
+    server.wait_for_log("path", "/healthz")
+    asked = {
+        f"{entry['method']} {entry['path'].replace(sha, 'SHA')} {entry['status']}"
+        for entry in server.log()[begin:]
+        # The Hub's client looks once in a while for more than models.
+        if entry["path"] not in ("/healthz", "/api/agent-harnesses")
+    }
+    recorded = Path(__file__).parents[1] / "data" / "hub_requests.json"
+    assert sorted(asked) == json.loads(recorded.read_bytes())
+
+
+def test_mlx_lm_loads_a_quantized_model(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm", reason="MLX does not run on this machine")
+    pytest.importorskip("torch")
+    import torch
+    import transformers
+
+    from tests.real.tiny import write_tokenizer
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    folder = tmp_path / "llama"
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    store = LocalStore(tmp_path / "store")
+    create(folder, "org/llama", store=store, quantize="int4")
+    with serving(store, tmp_path) as server:
+        text = run(
+            server,
+            tmp_path,
+            """
+            from mlx_lm import generate, load
+            model, tokenizer = load("org/llama")
+            print(json.dumps(generate(model, tokenizer, "w1 w2", max_tokens=3)))
+            """,
+        )
+    assert text
+
+
 def test_the_cache_verifies(server: Serving, tmp_path: Path) -> None:
     run(
         server,
@@ -160,9 +225,7 @@ def test_one_file_of_a_tag_of_a_commit_and_into_a_folder(
     assert found["commit"] == found["sha"]
 
 
-def test_what_clients_ask_about_a_repository(
-    server: Serving, source: Path, tmp_path: Path
-) -> None:
+def test_what_clients_ask_about_a_repository(server: Serving, source: Path, tmp_path: Path) -> None:
     found = run(
         server,
         tmp_path,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from blobstore.core.digest import Digest
@@ -17,8 +19,10 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.push import push_model
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
+from tests.support.registry import running_registry
 from tests.support.serve_process import Serving, serving
 from tests.support.signing import key_files, policy
 
@@ -53,9 +57,7 @@ def test_pull_gets_the_same_model(server: Serving, models: LocalStore, tmp_path:
         assert not verify_models(name, store=other).faults
 
 
-def test_pull_of_a_frozen_model_gets_its_blobs(
-    models: LocalStore, tmp_path: Path
-) -> None:
+def test_pull_of_a_frozen_model_gets_its_blobs(models: LocalStore, tmp_path: Path) -> None:
     freeze_models(["org/moe"], store=models)
     other = LocalStore(tmp_path / "other")
     with serving(models, tmp_path) as server:
@@ -63,9 +65,7 @@ def test_pull_of_a_frozen_model_gets_its_blobs(
     assert not verify_models("org/moe", store=other).faults
 
 
-def test_pull_brings_the_signatures_that_a_policy_needs(
-    models: LocalStore, tmp_path: Path
-) -> None:
+def test_pull_brings_the_signatures_that_a_policy_needs(models: LocalStore, tmp_path: Path) -> None:
     files = key_files(tmp_path)
     sign_model("org/dense", files.private, store=models)
     other = LocalStore(tmp_path / "other")
@@ -110,3 +110,40 @@ def test_a_password_is_a_token(models: LocalStore, tmp_path: Path) -> None:
         assert TOKEN not in server.log_file.read_text()
         with pytest.raises(RemoteError):
             pull_model(f"oci://{server.host}/org/dense", "x", store=tmp_path / "other")
+
+
+def test_pull_of_the_image_gets_the_same_model(
+    server: Serving, models: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    pull_model(f"oci://{server.host}/org/moe:latest.image", "org/moe", store=other)
+    assert other.read_manifest("org/moe") == models.read_manifest("org/moe")
+    assert not verify_models("org/moe", store=other).faults
+
+
+@needs_skopeo
+def test_the_image_is_the_one_that_push_sends(
+    server: Serving, models: LocalStore, tmp_path: Path
+) -> None:
+    target = tmp_path / "image"
+    source = f"docker://{server.host}/org/moe:latest.image"
+    skopeo("copy", "--src-tls-verify=false", source, f"dir:{target}")
+    manifest = json.loads((target / "manifest.json").read_bytes())
+    found = {}
+    for layer in manifest["layers"]:
+        path = target / layer["digest"].removeprefix("sha256:")
+        assert str(Digest.of(path.read_bytes())) == layer["digest"]
+        with tarfile.open(path) as tar:
+            for member in tar.getmembers():
+                if member.isfile():
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    found[member.name] = file.read()
+    assert found["models/config.json"] == (tmp_path / "moe" / "config.json").read_bytes()
+    with running_registry(tmp_path) as registry:
+        push_model("org/moe", f"{registry.host}/org/moe", layout="image", store=models)
+        accept = {"accept": "application/vnd.oci.image.index.v1+json"}
+        url = f"http://{registry.host}/v2/org/moe/manifests/latest"
+        pushed = httpx2.get(url, headers=accept).content
+    served = server.request("/v2/org/moe/manifests/latest.image", accept=accept["accept"])
+    assert served[2] == pushed

@@ -25,9 +25,7 @@ def ask(
     """Return the response, after doing what has to be done first."""
     for _ in range(10):
         try:
-            return answer(
-                Request(method, target, headers or {}, body), library, access or Access()
-            )
+            return answer(Request(method, target, headers or {}, body), library, access or Access())
         except NotPrepared as first:
             first.prepare()
     raise AssertionError(f"{target} is never prepared")

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -75,9 +76,18 @@ class Serving:
         return self.process.wait(timeout=SECONDS)
 
 
+def connect(server: Serving) -> socket.socket:
+    """Return a connection to a server."""
+    host, _, port = server.host.partition(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
 @contextlib.contextmanager
 def serving(
-    store: LocalStore, folder: Path, *options: str, limits: Mapping[str, float] = MappingProxyType({})
+    store: LocalStore,
+    folder: Path,
+    *options: str,
+    limits: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Serving]:
     """Run the command; its log is in ``folder``. ``limits`` has other values of constants, by module and name."""
     log_file = folder / "serve.log"

@@ -15,23 +15,23 @@ from blobstore.errors import MissingLibrary
 def test_a_library_that_lacks_a_part_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "starlette"
+    package = tmp_path / "aiohttp"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "core.so").write_bytes(b"no library")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiohttp"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
 
     with (
         pytest.raises(
-            MissingLibrary, match=r"^starlette is installed, but cannot be loaded: .*core"
+            MissingLibrary, match=r"^aiohttp is installed, but cannot be loaded: .*core"
         ) as caught,
         optional_libraries(),
     ):
-        import_module("starlette.core")
+        import_module("aiohttp.core")
 
-    assert caught.value.advice == "run: pip install 'tensor-blobstore[page]'"
+    assert caught.value.advice == "run: pip install 'tensor-blobstore[serve]'"
 
 
 def test_an_import_error_of_other_code_stays_what_it_is() -> None:

@@ -23,7 +23,7 @@ from tests.support.browser import Browser
 from tests.support.frozen import put
 from tests.support.models import quantizable_tensors, write_folder
 
-pytest.importorskip("starlette", reason="it is in the test group, and in the extra [page]")
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [page]")
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def test_a_page_of_another_site_gets_nothing(models: LocalStore) -> None:
         own = request(f"{address}data", Sec_Fetch_Site="same-origin")
         preflight = request(f"{address}measure", "OPTIONS", Origin="http://evil.example")
 
-    assert rebound[0] == 400
+    assert rebound[0] == 421
     assert {answer[0] for answer in (*caused, measured)} == {403}
     assert status == own[0] == 200
     assert headers["x-frame-options"] == "DENY"

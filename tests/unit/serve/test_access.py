@@ -24,15 +24,25 @@ def basic(text: str) -> str:
     ["Bearer hf_first-token", "bearer the-second-token", basic("anyone:hf_first-token")],
 )
 def test_a_token_is_a_bearer_or_a_password(library: Library, header: str) -> None:
-    response = ask(library, "/api/models/org/model", headers={"authorization": header}, access=ACCESS)
+    response = ask(
+        library, "/api/models/org/model", headers={"authorization": header}, access=ACCESS
+    )
     assert response.status == 200
 
 
 @pytest.mark.parametrize(
     "header",
-    ["", "Bearer", "Bearer hf_first", "Token hf_first-token", "Basic ???", basic("hf_first-token"), basic("a:b")],
+    [
+        "",
+        "Bearer",
+        "Bearer hf_first",
+        "Token hf_first-token",
+        "Basic ???",
+        basic("hf_first-token"),
+        basic("a:b"),
+    ],
 )
-def test_nothing_is_told_without_a_token(library: Library, header: str) -> None:
+def test_without_a_token_nothing_is_answered(library: Library, header: str) -> None:
     for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/none", "/v2/"):
         response = ask(library, target, headers={"authorization": header}, access=ACCESS)
         assert response.status == 401

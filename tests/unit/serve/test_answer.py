@@ -15,20 +15,37 @@ from blobstore.store.local import LocalStore
 from tests.support.serve import ask
 
 
-@pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+@pytest.mark.parametrize(
+    "method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"]
+)
 def test_the_server_only_reads(library: Library, method: str) -> None:
-    for target in ("/api/models/org/model", "/org/model/resolve/main/config.json", "/v2/x/blobs/uploads/"):
+    for target in (
+        "/api/models/org/model",
+        "/org/model/resolve/main/config.json",
+        "/v2/x/blobs/uploads/",
+    ):
         response = ask(library, target, method)
         assert (response.status, response.headers["Allow"]) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize("target", ["/a%0d%0aX: y", "/../../etc/passwd\0", "//[", "*", "/" + "a" * 10**5])
+@pytest.mark.parametrize(
+    "target", ["/a%0d%0aX: y", "/../../etc/passwd\0", "//[", "*", "/" + "a" * 10**5]
+)
 def test_a_malformed_target_is_a_bad_request(library: Library, target: str) -> None:
     assert ask(library, target).status in (400, 404)
 
 
 def test_an_unknown_address_is_absent(library: Library) -> None:
-    for target in ("/", "/none", "/api", "/api/whoami-v2", "/favicon.ico", "/../x", "//", "/%2e%2e/%2e%2e"):
+    for target in (
+        "/",
+        "/none",
+        "/api",
+        "/api/whoami-v2",
+        "/favicon.ico",
+        "/../x",
+        "//",
+        "/%2e%2e/%2e%2e",
+    ):
         assert ask(library, target).status == 404
 
 

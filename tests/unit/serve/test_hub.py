@@ -39,7 +39,7 @@ def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path)
         assert response.headers["X-Repo-Commit"] == info["sha"]
 
 
-def test_sizes_and_digests_of_files_are_told_on_request(library: Library, folder: Path) -> None:
+def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, folder: Path) -> None:
     info = json_of(ask(library, "/api/models/org/model?blobs=true"))
     source = files_of(folder)
     assert {item["rfilename"]: item["size"] for item in info["siblings"]} == {
@@ -61,9 +61,7 @@ def test_files_are_those_of_the_source_byte_for_byte(library: Library, folder: P
         head = ask(library, f"/org/model/resolve/main/{name}", "HEAD")
         assert (head.status, head.headers, head.parts) == (200, response.headers, ())
         end = len(data) - 1
-        part = ask(
-            library, f"/org/model/resolve/main/{name}", headers={"range": f"bytes=1-{end}"}
-        )
+        part = ask(library, f"/org/model/resolve/main/{name}", headers={"range": f"bytes=1-{end}"})
         assert body_of(library.store, part) == data[1:]
 
 
@@ -106,7 +104,9 @@ def test_pages_of_a_tree_are_all_of_it(library: Library) -> None:
         found += json_of(response)
         if "Link" not in response.headers:
             break
-        match = re.fullmatch(r'<http://127\.0\.0\.1:8080(/.*)>; rel="next"', response.headers["Link"])
+        match = re.fullmatch(
+            r'<http://127\.0\.0\.1:8080(/.*)>; rel="next"', response.headers["Link"]
+        )
         assert match is not None
         target = match[1]
     assert found == everything
@@ -138,9 +138,7 @@ def test_a_commit_stays_valid_when_its_name_gets_another_model(
     library: Library, folder: Path, tmp_path: Path
 ) -> None:
     before = json_of(ask(library, "/api/models/org/model"))["sha"]
-    create(
-        write_folder(tmp_path / "other", moe_tensors()), "org/model", store=library.store
-    )
+    create(write_folder(tmp_path / "other", moe_tensors()), "org/model", store=library.store)
     assert json_of(ask(library, "/api/models/org/model"))["sha"] != before
     for known in (library, Library(library.store)):
         response = ask(known, f"/org/model/resolve/{before}/config.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-from tests.support.serve_process import Serving, serving
+from tests.support.serve_process import Serving, connect, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
@@ -131,9 +132,7 @@ def test_a_port_that_is_taken_is_an_error(store: LocalStore) -> None:
 def test_tokens_are_read_again_and_never_logged(library: Library, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{TOKEN}\n")
-    with serving(
-        library.store, tmp_path, "--host=0.0.0.0", f"--token-file={tokens}"
-    ) as server:
+    with serving(library.store, tmp_path, "--host=0.0.0.0", f"--token-file={tokens}") as server:
         target = f"/api/models/org/model?token={TOKEN}"
         assert server.request("/healthz")[0] == 200
         assert server.request(target)[0] == 401
@@ -154,38 +153,39 @@ def test_tokens_are_read_again_and_never_logged(library: Library, tmp_path: Path
     assert "secret" not in text
 
 
-def test_a_response_is_finished_before_the_server_ends(
-    store: LocalStore, tmp_path: Path
-) -> None:
+def test_a_response_is_finished_before_the_server_ends(store: LocalStore, tmp_path: Path) -> None:
     data = large_model(store, tmp_path)
     with (
         serving(store, tmp_path) as server,
-        socket.create_connection(server.host.split(":")) as client,
+        connect(server) as client,
     ):
         client.sendall(
             b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         received = client.recv(1000)
         server.process.send_signal(signal.SIGTERM)
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection(server.host.split(":")).close()
+        is_open = True
+        while is_open:
+            try:
+                connect(server).close()
+            except ConnectionRefusedError:
+                is_open = False
+            except ConnectionError:  # it was waiting to be accepted
                 continue
-            break
         while piece := client.recv(1 << 20):
             received += piece
         assert received.partition(b"\r\n\r\n")[2] == data
         assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-def test_a_model_that_is_removed_meanwhile_is_sent_to_its_end(
+def test_a_model_that_is_removed_while_it_is_sent_is_sent_to_its_end(
     store: LocalStore, tmp_path: Path
 ) -> None:
     data = large_model(store, tmp_path)
     create(write_folder(tmp_path / "other", moe_tensors()), "other", store=store)
     with (
         serving(store, tmp_path) as server,
-        socket.create_connection(server.host.split(":")) as client,
+        connect(server) as client,
     ):
         client.sendall(
             b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
@@ -236,8 +236,6 @@ def test_a_damaged_blob_ends_the_connection_before_its_first_byte(
 
 
 def test_blobs_that_were_verified_are_not_hashed_again(store: LocalStore, tmp_path: Path) -> None:
-    import os
-
     data = large_model(store, tmp_path)
     for path in store.folder("blobs").iterdir():
         os.utime(path, (1, 1))
