@@ -130,7 +130,9 @@ class BlockFields:
         count, rest = divmod(size, self.kind.size)
         if rest:
             return ()
-        singles = (count * (end - begin) for begin, end in (self._ranges[at] for at in self._single))
+        singles = (
+            count * (end - begin) for begin, end in (self._ranges[at] for at in self._single)
+        )
         return (*singles, *([count * self._codes] if self._codes else []))
 
     def encode(self, chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
@@ -161,7 +163,5 @@ class BlockFields:
                 blocks[:, slice(*self._ranges[number])] = part
 
 
-FIELDS: Final = {
-    number: BlockFields(kind) for number, kind in TYPES.items() if kind.name in _SIZES
-}
+FIELDS: Final = {number: BlockFields(kind) for number, kind in TYPES.items() if kind.name in _SIZES}
 """By the numbers of types in GGUF files."""
