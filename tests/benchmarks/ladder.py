@@ -31,16 +31,16 @@ EMBEDDINGS = "token_embd.weight"
 ALIGNMENT = 32
 
 
-def write_ladder(folder: Path, tensors: int | None = None) -> Iterator[Path]:
+def write_ladder(folder: Path, tensors: int = 0) -> Iterator[Path]:
     """Write the files of the ladder and yield their paths, the one with the weights first.
 
     Args:
         folder: where they are written.
-        tensors: how many tensors they have; by default those of the model.
+        tensors: how many of the last tensors of the model they have; by default all.
     """
     source = package(PIN) / FILE
     reader = gguf.GGUFReader(source)
-    chosen = reader.tensors[:tensors]
+    chosen = reader.tensors[-tensors:]
     # Magic number, version, counts and metadata.
     start = source.read_bytes()[: reader.tensors[0].field.offset]
     start = start[:8] + struct.pack("<Q", len(chosen)) + start[16:]
