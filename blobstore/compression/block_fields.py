@@ -82,21 +82,23 @@ class _Merge(NamedTuple):
         codes = _bits(low.reshape(count, *self.low_shape), self.low_bits, 8 // self.low_bits)
         codes = codes.reshape(count, -1)
         upper = _bits(high.reshape(count, *self.high_shape), self.high_bits, 8 // self.high_bits)
-        codes |= upper.reshape(count, -1) << self.low_bits
+        codes |= upper.reshape(count, -1) << np.uint8(self.low_bits)
         if self.are_pairs:
             half = codes.shape[1] // 2
-            codes = codes[:, :half] | codes[:, half:] << 4
+            codes = codes[:, :half] | codes[:, half:] << np.uint8(4)
         return codes
 
     def split(self, codes: Bytes) -> tuple[Bytes, Bytes]:
         """Return the low and the high bits of codes, ``[n, bytes]`` each."""
         count = len(codes)
         if self.are_pairs:
-            codes = np.concatenate([codes & 15, codes >> 4], axis=1)
+            codes = np.concatenate([codes & np.uint8(15), codes >> np.uint8(4)], axis=1)
         fields = (*self.low_shape[:-1], 8 // self.low_bits, self.low_shape[-1])
-        low = _packed((codes & ((1 << self.low_bits) - 1)).reshape(count, *fields), self.low_bits)
+        mask = np.uint8((1 << self.low_bits) - 1)
+        low = _packed((codes & mask).reshape(count, *fields), self.low_bits)
         fields = (*self.high_shape[:-1], 8 // self.high_bits, self.high_shape[-1])
-        high = _packed((codes >> self.low_bits).reshape(count, *fields), self.high_bits)
+        upper = codes >> np.uint8(self.low_bits)
+        high = _packed(upper.reshape(count, *fields), self.high_bits)
         return low.reshape(count, -1), high.reshape(count, -1)
 
 
@@ -130,7 +132,9 @@ class BlockFields:
         count, rest = divmod(size, self.kind.size)
         if rest:
             return ()
-        singles = (count * (end - begin) for begin, end in (self._ranges[at] for at in self._single))
+        singles = (
+            count * (end - begin) for begin, end in (self._ranges[at] for at in self._single)
+        )
         return (*singles, *([count * self._codes] if self._codes else []))
 
     def encode(self, chunk: Bytes, _base: Bytes | None) -> Sequence[Bytes] | None:
@@ -161,7 +165,5 @@ class BlockFields:
                 blocks[:, slice(*self._ranges[number])] = part
 
 
-FIELDS: Final = {
-    number: BlockFields(kind) for number, kind in TYPES.items() if kind.name in _SIZES
-}
+FIELDS: Final = {number: BlockFields(kind) for number, kind in TYPES.items() if kind.name in _SIZES}
 """By the numbers of types in GGUF files."""

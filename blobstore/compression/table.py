@@ -170,7 +170,9 @@ def decode_table(data: FileBytes) -> Table:
     if least > len(content):
         raise ColdDamaged(f"the chunks of {size} bytes do not fit in the table")
     chunks = [
-        _decode_chunk(reader, part, number, has_blocks) for part in parts for number in range(part.chunks)
+        _decode_chunk(reader, part, number, has_blocks)
+        for part in parts
+        for number in range(part.chunks)
     ]
     if reader.rest:
         raise ColdDamaged(f"the table goes on for {reader.rest} bytes after its last chunk")

@@ -67,7 +67,11 @@ _BLOCKS: Final = 4
 
 
 def choose_pipelines(
-    chunk: Bytes, base: Bytes | None, dtype: DType | None, level: Level, blocks: GgufType | None = None
+    chunk: Bytes,
+    base: Bytes | None,
+    dtype: DType | None,
+    level: Level,
+    blocks: GgufType | None = None,
 ) -> Choice:
     """Return pipelines for the chunks that resemble ``chunk``, which may be ``blocks`` of a type."""
     settings = _SETTINGS[level]

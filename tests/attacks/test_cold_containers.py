@@ -20,6 +20,7 @@ from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span, mark_duplicates, spans_of
 from blobstore.compression.table import (
     PREFIX,
+    PREFIXES,
     Chunk,
     Part,
     StoredFactors,
@@ -358,3 +359,23 @@ def test_rejects_factors_for_elements_that_are_not_numbers() -> None:
 
     with pytest.raises(ColdDamaged, match="factors cannot predict elements of transform 35"):
         blob.read_into(bytearray(100))
+
+
+@pytest.mark.parametrize("head", [0, 1024])
+def test_blocks_of_many_weights_take_memory_for_a_chunk(head: int) -> None:
+    rule = QuantRule("TQ1_0", DType.F32, 4096 if head else 0, head)
+    weights_of_head = 4096 * max(head, 1)
+    size = -(-19_000 * 256 // weights_of_head) * weights_of_head // 256 * 54
+    base = BlobId(Digest.of(b"zeros"), rule.source_size(size))
+    part = Part(size, 1, 1_000_000 // 54 * 54, base_begin=0, rule=rule)
+    chunks = [Chunk(0, 32, (StoredPlane(Method.RAW, 9),)) for _ in range(part.chunks)]
+    table = Table(DIGEST, size, base, [part], chunks, has_blocks=True)
+    decoder = ColdBlobDecoder(PREFIXES[1] + bytes(9 * part.chunks) + encode_table(table))
+
+    def read_into(out: memoryview, begin: int) -> None:
+        assert begin + len(out) <= base.size
+        out[:] = bytes(len(out))
+
+    decoder.give_base(BaseBlob(base, read_into))  # type: ignore[arg-type]
+    with little_memory(80 << 20 if head else 16 << 20), pytest.raises(ColdDamaged):
+        decoder.read_into(bytearray(500_000))

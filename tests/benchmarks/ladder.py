@@ -31,17 +31,21 @@ EMBEDDINGS = "token_embd.weight"
 ALIGNMENT = 32
 
 
-def write_ladder(folder: Path) -> Iterator[Path]:
-    """Write the files of the ladder and yield their paths, the one with the weights first."""
+def write_ladder(folder: Path, tensors: int = 0) -> Iterator[Path]:
+    """Write the files of the ladder and yield their paths, the one with the weights first.
+
+    Args:
+        folder: where they are written.
+        tensors: how many of the last tensors of the model they have; by default all.
+    """
     source = package(PIN) / FILE
     reader = gguf.GGUFReader(source)
-    start = source.read_bytes()[
-        : reader.tensors[0].field.offset
-    ]  # magic, version, counts, metadata
+    chosen = reader.tensors[-tensors:]
+    # Magic number, version, counts and metadata.
+    start = source.read_bytes()[: reader.tensors[0].field.offset]
+    start = start[:8] + struct.pack("<Q", len(chosen)) + start[16:]
     bf16 = gguf.GGMLQuantizationType.BF16
-    weights = {
-        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors
-    }
+    weights = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in chosen}
     rounded = {
         name: gguf.dequantize(gguf.quantize(item, bf16), bf16) if item.ndim > 1 else item
         for name, item in weights.items()

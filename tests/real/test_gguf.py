@@ -16,6 +16,7 @@ import blobstore
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.store.local import LocalStore
+from tests.benchmarks.ladder import write_ladder
 from tests.real.packages import package
 from tests.support.registry import Server, running_registry
 
@@ -84,3 +85,27 @@ def test_transformers_loads_a_folder_of_links(store: LocalStore, tmp_path: Path)
     with blobstore.open("smol", store=store, framework="torch", dequantize=True) as opened:
         for name, other in names.items():
             assert torch.equal(weights[other], opened[name])
+
+
+def test_a_ladder_comes_back_from_its_weights(server: Server, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    files = {path.suffixes[-2][1:].lower(): path for path in write_ladder(tmp_path, tensors=12)}
+    for name, path in files.items():
+        blobstore.create(path, name, store=store)
+    frozen = blobstore.freeze(list(files), store=store)
+    weights = {
+        blob.name: blob.digest for blob in frozen.blobs if blob.base is None and blob.size > 1 << 16
+    }
+    deltas = [blob for blob in frozen.blobs if blob.base is not None]
+    assert {blob.base for blob in deltas} == set(weights.values())
+    assert sum(blob.stored for blob in deltas) < 0.01 * sum(blob.size for blob in deltas)
+    other = LocalStore(tmp_path / "other")
+    for name in files:
+        remote = f"{server.host}/ladder/{name}"
+        blobstore.push(name, remote, store=store, cold=True)
+        blobstore.pull(remote, name, store=other)
+    for name, path in files.items():
+        for one in (store, other):
+            blobstore.export(name, tmp_path / one.root.name / name, store=one)
+            exported = tmp_path / one.root.name / name / path.name
+            assert filecmp.cmp(exported, path, shallow=False)

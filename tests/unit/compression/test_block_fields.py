@@ -30,7 +30,7 @@ def blocks_of(number: int, count: int) -> bytes:
     found = columns[0] & columns[1]
     first = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}.get(TYPES[number].name, 0)
     found[:, first : first + 2] &= 3
-    return found.tobytes()
+    return bytes(found.tobytes())
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=name_of)
@@ -81,7 +81,7 @@ def test_joined_codes_are_those_of_the_weights(name: str, lowest: int) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=name_of)
-def test_blobs_of_blocks_are_coded_by_fields(number: int) -> None:
+def test_blobs_of_blocks_are_compressed_field_for_field(number: int) -> None:
     kind = TYPES[number]
     rows = blocks_of(number, 1000)
     name = kind.name.lower()

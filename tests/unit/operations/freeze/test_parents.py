@@ -105,7 +105,7 @@ def test_one_of_several_tensors_of_a_blob_can_be_the_parent(store: LocalStore) -
     assert store.read_blob(child, len(blobs["up"])) == blobs["up"]
 
 
-def test_weights_of_a_fine_tune_are_told_from_those_of_its_base(store: LocalStore) -> None:
+def test_weights_of_a_fine_tune_are_found_and_not_those_of_its_base(store: LocalStore) -> None:
     matrix = source(1)
     tuned = matrix.copy()
     tuned[1:] ^= 1
