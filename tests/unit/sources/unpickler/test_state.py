@@ -153,7 +153,9 @@ def test_calls_and_makes_objects_of_globals_and_tuples_only(function: Any, argum
     assert refusal(state().new, function, arguments) == message
 
 
-@pytest.mark.parametrize("made", [Reduced(FUNCTION, (), 0), Record(FUNCTION, (), 0)], ids=["reduced", "record"])
+@pytest.mark.parametrize(
+    "made", [Reduced(FUNCTION, (), 0), Record(FUNCTION, (), 0)], ids=["reduced", "record"]
+)
 def test_a_call_of_what_a_class_made_is_unsupported(made: Any) -> None:
     message = "a call is of an object that is not a global"
     assert refusal(state().call, made, (), 0, kind=CheckpointUnsupported) == message
