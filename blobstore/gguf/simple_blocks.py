@@ -38,7 +38,7 @@ _E4M3: Final = _e4m3()
 
 def half(blocks: Array, at: int) -> Array:
     """Return the float16 at a byte of each block, as float32 ``[n, 1]``."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+    return blocks[:, at : at + 2].view("<f2").astype(np.float32)
 
 
 def nibbles(packed: Array) -> Array:
