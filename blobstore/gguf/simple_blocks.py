@@ -60,7 +60,7 @@ def fields(packed: Array, bits: int) -> Array:
 def _fives(blocks: Array, at: int) -> Array:
     codes = nibbles(blocks[:, at + 4 :]).reshape(-1, 32)
     high = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
-    high <<= 4
+    high *= 16  # numpy multiplies many bytes at once, and shifts them one by one
     codes |= high
     return codes
 
