@@ -22,7 +22,7 @@ _EVEN_SIGNS: Final = _SIGNS[
 
 
 def _words(blocks: Array, begin: int, end: int, kind: str) -> Array:
-    return np.ascontiguousarray(blocks[:, begin:end]).view(kind)
+    return blocks[:, begin:end].view(kind)
 
 
 def _fill(out: Array, scales: Array, points: Array, signs: Array) -> None:

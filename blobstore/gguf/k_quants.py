@@ -37,7 +37,7 @@ def _q2_k(blocks: Array, out: Array) -> None:
 def _q3_k(blocks: Array, out: Array) -> None:
     codes = fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
     high = fields(blocks[:, :32], 1)
-    high <<= 2
+    high *= 4  # numpy multiplies many bytes at once, and shifts them one by one
     codes |= high
     signed = codes.view(np.int8)
     signed -= 4
@@ -55,7 +55,7 @@ def _q4_k(blocks: Array, out: Array) -> None:
 def _q5_k(blocks: Array, out: Array) -> None:
     codes = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     high = fields(blocks[:, 16:48], 1)
-    high <<= 4
+    high *= 16
     codes |= high
     _minus(blocks, 0, codes, out)
 
@@ -63,7 +63,7 @@ def _q5_k(blocks: Array, out: Array) -> None:
 def _q6_k(blocks: Array, out: Array) -> None:
     codes = nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 256)
     high = fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)
-    high <<= 4
+    high *= 16
     codes |= high
     signed = codes.view(np.int8)
     signed -= 32
