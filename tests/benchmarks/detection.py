@@ -1,7 +1,7 @@
 """What the detection of quantized weights adds to an import.
 
-1 GiB of 8-bit floats in 300 weights with scales, input scales and markers of ComfyUI is imported with detection and
-with ``--as-is``, which detects nothing. All blobs are there, so that the disk does not matter.
+1 GiB of 8-bit floats in 300 weights with scales, input scales and markers of ComfyUI is imported, and planned with
+detection and without it. All blobs are there, so that the disk does not matter.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import numpy as np
 
 import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.operations.create.plan import plan_source
+from blobstore.sources.open import open_source
 from tests.benchmarks import common
 
 _WEIGHTS = 300
 _MARKER = b'{"format": "float8_e4m3fn"}'
-_FIRST = "create --as-is"
+_FIRST = "create, all present"
 
 
 def make_model(folder: Path, nbytes: int) -> Path:
@@ -47,20 +49,16 @@ def main() -> None:
         nbytes = int(common.GIB * options.scale)
         source = make_model(folder / "model", nbytes)
 
-        def create(name: str, *, as_is: bool) -> float:
-            store = blobstore.LocalStore(folder / name)
-            return common.timed(
-                lambda: blobstore.create(source, "m", store=store, jobs=2, as_is=as_is)
-            )
-
+        store = blobstore.LocalStore(folder / "store")
+        opened = open_source(source)
         cases = {
-            _FIRST: lambda: create("plain", as_is=True),
-            "create": lambda: create("detected", as_is=False),
+            _FIRST: lambda: blobstore.create(source, "m", store=store, jobs=2),
+            "plan with detection": lambda: plan_source(opened),
+            "plan of --as-is": lambda: plan_source(opened, as_is=True),
         }
+        timed = {name: lambda case=case: common.timed(case) for name, case in cases.items()}
         print(f"{nbytes / common.GIB:.2f} GiB, {_WEIGHTS} weights with 3 neighbours each\n")
-        common.table(
-            common.rounds(cases, options.rounds, lambda: common.warm(source)), _FIRST, nbytes
-        )
+        common.table(common.rounds(timed, options.rounds, lambda: common.warm(source)), _FIRST)
 
 
 if __name__ == "__main__":
