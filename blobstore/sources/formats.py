@@ -39,6 +39,7 @@ _BY_ENDING: Final = {
     ".npz": "a NumPy archive",
     ".npy": "a numpy array",
     ".msgpack": "a msgpack file of Flax",
+    ".ot": "a weight file of tch",
     ".tflite": "a TensorFlow Lite file",
     ".pb": "a TensorFlow graph",
     ".mlmodel": "a Core ML file",

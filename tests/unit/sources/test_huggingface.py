@@ -252,6 +252,7 @@ def test_training_state_alone_is_not_a_model(tmp_path: Path, name: str) -> None:
     [
         ("tf_model.h5", "an HDF5 file"),
         ("flax_model.msgpack", "a msgpack file of Flax"),
+        ("rust_model.ot", "a weight file of tch"),
         ("onnx/model.onnx", "an ONNX file"),
         ("weights.npz", "a NumPy archive"),
         ("x.tflite", "a TensorFlow Lite file"),
@@ -266,10 +267,12 @@ def test_formats_that_are_not_read_are_named(tmp_path: Path, name: str, what: st
 
 
 def test_other_formats_are_left_out_with_a_notice(tmp_path: Path) -> None:
-    touch(put(tmp_path, model=ONE), "pytorch_model.bin", "onnx/model.onnx", ".git/x", ".cache/y")
+    files = ("pytorch_model.bin", "rust_model.ot", "onnx/model.onnx", ".git/x", ".cache/y")
+    touch(put(tmp_path, model=ONE), *files)
     assert Found(tmp_path).notices == [
         f"left out: folder '{tmp_path}/onnx'",
         f"left out: '{tmp_path}/pytorch_model.bin', not part of the model's weights",
+        f"left out: '{tmp_path}/rust_model.ot', not part of the model's weights",
     ]
 
 
