@@ -83,16 +83,24 @@ class ParentFinder:
         if not children:
             return chosen
         parents: dict[BlobId, list[BlobId]] = defaultdict(list)
+        needed: dict[Digest, list[BlobId]] = defaultdict(list)
+        for digest, base in others.items():
+            needed[base.digest].append(self._frozen[digest].id)
         for child, parent in self._find(children, models, others):
-            parents[parent].append(child.blob.id)
+            blob = child.blob.id
+            lost = sum(self._size(one) - self._size(one, blob) for one in needed[blob.digest])
+            if lost < self._size(blob):  # a base has no base itself
+                parents[parent].append(blob)
+        ladders: set[Digest] = set()
         for parent, ladder in parents.items():
-            if parent.digest in chosen:  # a base has no base itself
+            if parent.digest in chosen:
                 saved = self._size(parent) - self._size(parent, chosen[parent.digest])
                 if saved >= sum(self._size(blob) for blob in ladder):
                     continue
                 del chosen[parent.digest]
             chosen.update((blob.digest, parent) for blob in ladder)
-        return {blob: base for blob, base in chosen.items() if base.digest not in chosen}
+            ladders.update(blob.digest for blob in ladder)
+        return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
     def _children(self) -> Iterator[_Child]:
         """Yield the blobs to be frozen whose only tensor is blocks of a type that is quantized without a search."""

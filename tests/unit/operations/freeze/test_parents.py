@@ -178,6 +178,20 @@ def test_weights_that_nearly_equal_a_base_are_deltas_and_their_quantization_is_n
     assert found == {base: None, parent: base, child: None}
 
 
+def test_blocks_that_are_the_base_of_many_have_no_parent(store: LocalStore) -> None:
+    """The fine-tunes would lose more than one quantization takes."""
+    matrix = source(1)
+    put(store, "weights", {NAME: weight_blob(NAME, matrix)})
+    base = put(store, "q", {NAME: block_blob(NAME, "Q8_0", matrix)})[NAME]
+    tuned = {}
+    for seed in (1, 2, 3):
+        changed = matrix.copy()
+        changed[seed::7, ::40] += 1
+        tuned[f"q{seed}"] = put(store, f"q{seed}", {NAME: block_blob(NAME, "Q8_0", changed)})[NAME]
+    found = bases_of(freeze_models(["q", *tuned], store=store, base="q"))
+    assert found == {base: None, **dict.fromkeys(tuned.values(), base)}
+
+
 def test_the_weights_stay_as_long_as_blocks_need_them(store: LocalStore) -> None:
     matrix = source(1)
     parent = put(store, "weights", {NAME: weight_blob(NAME, matrix)})[NAME]
