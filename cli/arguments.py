@@ -246,7 +246,7 @@ def glob_advice(text: str, names: Iterable[str]) -> str:
 
 
 def address_advice(text: str) -> str:
-    """Return how to write the address of a registry that was taken for a name; empty if it is none."""
+    """Return how to write the address of a registry that was taken for a name; empty for other texts."""
     from blobstore.registry.reference import is_host
 
     host, slash, _ = text.partition("/")

@@ -157,7 +157,7 @@ def _create_all(
     if loose:
         listed = join_some([quote(name) for name in loose], _MAX_LOOSE)
         output.show_note(
-            f"left out, beside the folders of models: {listed}; create each with a name"
+            f"left out, next to the folders of models: {listed}; create each with a name"
         )
     with progress_bar() as progress:
         models = create_all(folder, store=store, dry_run=dry_run, progress=progress, **choices)

@@ -45,10 +45,12 @@ def command(
     """
     from blobstore.core.arguments import local_path
     from blobstore.core.files import write_file
+    from blobstore.core.targets import check_new_file
     from blobstore.operations.transfer.lock_file import format_lock
     from blobstore.operations.transfer.sync import lock_models
 
     chosen = arguments.models(store, names, needs_store=True) if names else store.references()
+    check_new_file(local_path(file), overwrite=True)
     models = lock_models(chosen, remote=remote, store=store)
     write_file(local_path(file), [format_lock(models).encode()])
     alone = [quote(model.reference) for model in models if not model.has_origin]

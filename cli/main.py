@@ -36,14 +36,14 @@ _COMMANDS = (
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "push", "pull", "lock", "sync"),
-    *("login", "logout", "sign", "serve", "completion"),
+    *("login", "logout", "sign", "run", "serve", "completion"),
 )
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
 _ELSEWHERE = {
     **dict.fromkeys(
-        ("run", "chat", "generate"),
-        "servers load models from the store: docs/serving says how, and 'blobstore link' makes a folder "
-        "for any of them",
+        ("chat", "generate"),
+        "'blobstore run' starts a server that is installed, and 'blobstore link' makes a folder for any "
+        "of them",
     ),
     **dict.fromkeys(
         ("env", "config", "whoami", "cache", "where"),

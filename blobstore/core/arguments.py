@@ -30,7 +30,7 @@ def local_path(path: str | os.PathLike[str], role: Role = "target") -> Path:
     """Return a path with a leading ``~`` expanded, as shells do.
 
     Raises:
-        UsageError: it begins with ``scheme://``, so it is no path.
+        UsageError: it begins with ``scheme://``, which no path does.
     """
     check_path(path, role)
     # Unlike Path.expanduser, this keeps "~" where there is no home folder.

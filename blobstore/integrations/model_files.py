@@ -13,6 +13,7 @@ from blobstore.core.escape import escape, quote
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.models.contents import small_files
+from blobstore.models.files import first_text
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|
 _ALWAYS_ALLOWED = 1000
 """Numbers of layers that are not questioned: layers may share tensors."""
 _MAX_DEPTH = 8
+_ADAPTER = "adapter_config.json"
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
 _SPARE = 8
 """So many times the files' size must be free there, because others need memory too."""
@@ -101,7 +103,17 @@ def read_json(model: ModelFiles, name: str) -> dict[str, Any]:
         BlobMissing, BlobDamaged: the file is missing, damaged, or not a JSON object.
     """
     if name not in model.files:
-        raise BlobstoreError(f"{model.reference} has no {name}, which describes the model")
+        advice = ""
+        if _ADAPTER in model.files:
+            base = first_text(model.read_json(_ADAPTER), "base_model_name_or_path")
+            advice = (
+                f"it is an adapter of {quote(base or 'another model')}: load that with from_store, and "
+                "give it to peft.PeftModel.from_pretrained with the folder that 'blobstore link "
+                f"{model.reference} FOLDER' makes"
+            )
+        raise BlobstoreError(
+            f"{model.reference} has no {name}, which describes the model", advice=advice
+        )
     return model.read_json(name)
 
 

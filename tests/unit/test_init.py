@@ -33,7 +33,7 @@ freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_r
 gc(store, *, older_than, dry_run, force)
 gc_remote(address, *, older_than, dry_run, force)
 history(reference, *, store)
-info(reference, *, store)
+info(reference, *, store, plain_http)
 ingest(items, target, *, executor, retries, on_done, options)
 inspect(path, *, subtree)
 link(reference, folder, *, store, hard, old_keys, force, jobs, progress)
@@ -193,7 +193,7 @@ assert "blobstore.operations.create.create" in found
 assert not [name for name, value in names.items() if isinstance(value, types.ModuleType)]
 print(names["create"].__module__, names["open"].__name__, names["LocalStore"].__module__)
 """
-    assert run(code) == "blobstore.operations.create.create open_model blobstore.store.local\n"
+    assert run(code) == "blobstore.operations.create.create open blobstore.store.local\n"
 
 
 @pytest.mark.parametrize("name", blobstore.__all__)

@@ -59,7 +59,7 @@ def create_all(
     Args:
         folder: a cache of the Hub's client, whose models get the names of their repositories, or a
             folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files of
-            weights beside these are left out; see :func:`loose_files`.
+            weights next to these are left out; see :func:`loose_files`.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: only list the models.
         progress: called with the model and the current step, bytes done and total bytes.
@@ -133,7 +133,7 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
 
 
 def loose_files(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the weight files beside the folders of models, which :func:`create_all` does not import."""
+    """Return the weight files next to the folders of models, which :func:`create_all` does not import."""
     path = local_path(folder, "source")
     if not (path.is_dir() and _is_model(path) and _has_loose_files(path)):
         return []
@@ -141,7 +141,7 @@ def loose_files(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _has_loose_files(folder: Path) -> bool:
-    """Return whether weight files lie beside folders of models, and are not one with them."""
+    """Return whether weight files lie next to folders of models, and are not parts of one."""
     try:
         inside = sorted(folder.iterdir())
     except OSError:

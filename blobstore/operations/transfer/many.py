@@ -171,7 +171,7 @@ def place_of(remote: str, name: Reference) -> str:
     """Return where a model goes of several that are pushed to one place.
 
     Raises:
-        InvalidReference: it is no place, or a registry allows no such name.
+        InvalidReference: it is not a place, or a registry allows no such name.
         UsageError: it is the address of one model.
     """
     if is_in_objects(remote):

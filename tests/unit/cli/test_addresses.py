@@ -103,7 +103,7 @@ def test_a_mistyped_store_is_not_found(command: str, here: Path) -> None:
     assert [path.name for path in (here / "bucket").iterdir()] == ["team"]
 
 
-def test_a_folder_that_is_no_store_is_not_an_empty_one(here: Path) -> None:
+def test_another_folder_is_not_taken_for_an_empty_store(here: Path) -> None:
     (here / "models").mkdir()
     assert run("list", "--store", here / "models").stdout == ""
     (here / "models" / "dense").symlink_to(here / "dense")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ ARGUMENTS = {
     "login": ("%host", "--username=alice", "--password-stdin"),
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
+    "run": ("dense", "--dry-run"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "login", "logout", "completion")
@@ -195,6 +197,8 @@ def need_libraries(command: str) -> None:
         pytest.importorskip(
             "cryptography", reason="it is in the test group, and in the extra [sign]"
         )
+    if command == "run" and not any(map(find_spec, ("vllm", "mlx_lm"))):
+        pytest.skip("no inference server is installed")
 
 
 def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:

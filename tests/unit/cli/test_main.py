@@ -509,7 +509,7 @@ def test_help_and_version_are_words_too() -> None:
 @pytest.mark.parametrize(
     ("word", "advice"),
     [
-        ("serve", "docs/serving says how"),
+        ("chat", "'blobstore run' starts a server"),
         ("env", "'blobstore du' shows what is there"),
         ("doctor", "'blobstore verify' checks a store"),
         ("clone", "did you mean 'pull'?"),

@@ -228,3 +228,15 @@ def test_looks_for_layers_as_deep_as_configs_are_nested(
         config = {"deeper": config}
     with pytest.raises(BlobstoreError, match="more layers") if is_found else nullcontext():
         check_layers(model, config)
+
+
+def test_an_adapter_says_how_it_is_loaded(store: LocalStore, tmp_path: Path) -> None:
+    files = {"adapter_config.json": b'{"base_model_name_or_path": "org/base"}'}
+    folder = write_folder(tmp_path / "adapter", dense_tensors(), files=files)
+    (folder / "config.json").unlink(missing_ok=True)
+    blobstore.create(folder, "adapter", store=store)
+    with (
+        blobstore.open("adapter", store=store) as model,
+        pytest.raises(BlobstoreError, match="adapter of 'org/base': load that with from_store"),
+    ):
+        read_json(model, "config.json")

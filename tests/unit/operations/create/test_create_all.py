@@ -196,7 +196,7 @@ def test_importing_a_model_reads_no_manifest_of_another(
     assert again.notices == ("org/model3:latest was imported from the same commit of org/model3",)
 
 
-def test_weights_beside_folders_of_models_are_left_out(models: Path, tmp_path: Path) -> None:
+def test_weights_next_to_folders_of_models_are_left_out(models: Path, tmp_path: Path) -> None:
     for name in ("loose.safetensors", "model.pth"):
         (models / name).write_bytes(b"x")
     found = create_all(models, store=tmp_path / "store", dry_run=True)

@@ -62,7 +62,7 @@ def test_the_tag_of_another_model_is_taken_by_force_alone(place: str, local: Loc
     assert push_model("one", f"{place}:v2", store=local).is_unchanged
 
 
-def test_what_is_no_tag_is_refused(place: str) -> None:
+def test_a_malformed_tag_is_refused(place: str) -> None:
     for tag in ("a b", f"sha256:{'0' * 64}", ""):
         with pytest.raises((InvalidReference, UsageError)):
             tag_remote(f"{place}:v1", tag)

@@ -52,7 +52,7 @@ def test_a_lock_file_is_sorted_toml_and_is_read_back() -> None:
         ("version = 1\nx = " + "[" * 5000, "not a lock file"),
     ],
 )
-def test_what_is_no_lock_file_is_refused(text: str, message: str) -> None:
+def test_another_text_than_a_lock_file_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_lock(text, "file")
     assert str(caught.value).startswith("file: ")
