@@ -287,7 +287,8 @@ def _listed(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterato
 
 def _limit(target: Target) -> int:
     text = target.first("limit")
-    return min(max(int(text), 1), PAGE) if text.isdecimal() and len(text) <= len(str(PAGE)) else PAGE  # fmt: skip
+    is_number = text.isdecimal() and len(text) <= len(str(PAGE))
+    return min(max(int(text), 1), PAGE) if is_number else PAGE
 
 
 def _next_page(request: Request, target: Target, last: str) -> str:

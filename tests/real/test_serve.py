@@ -171,6 +171,35 @@ def test_mlx_lm_loads_a_quantized_model(tmp_path: Path) -> None:
     assert text
 
 
+def test_diffusers_loads_a_pipeline(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    from tests.real.test_adapters_and_pipelines import tiny_pipeline
+
+    folder = tmp_path / "pipeline"
+    tiny_pipeline(diffusers, tmp_path).save_pretrained(folder)
+    store = LocalStore(tmp_path / "store")
+    create(folder, "org/pipeline", store=store)
+    with serving(store, tmp_path) as server:
+        found = run(
+            server,
+            tmp_path,
+            """
+            import torch
+            from diffusers import DiffusionPipeline
+            served, local = map(DiffusionPipeline.from_pretrained, ("org/pipeline", sys.argv[1]))
+            equal = {}
+            for name, part in served.components.items():
+                if isinstance(part, torch.nn.Module):
+                    other = local.components[name].state_dict()
+                    equal[name] = all(torch.equal(value, other[key]) for key, value in part.state_dict().items())
+            print(json.dumps(equal))
+            """,
+            str(folder),
+        )
+    assert found
+    assert all(found.values())
+
+
 def test_the_cache_verifies(server: Serving, tmp_path: Path) -> None:
     run(
         server,

@@ -21,6 +21,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -198,6 +199,41 @@ def test_a_model_that_is_removed_while_it_is_sent_is_sent_to_its_end(
         while piece := client.recv(1 << 20):
             received += piece
     assert received.partition(b"\r\n\r\n")[2] == data
+
+
+def test_a_model_that_is_frozen_while_it_is_sent_is_sent_to_its_end(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = large_model(store, tmp_path)
+    with serving(store, tmp_path) as server, connect(server) as client:
+        client.sendall(
+            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
+            b"Connection: close\r\n\r\n"
+        )
+        received = client.recv(1000)
+        freeze_models(["org/large"], store=store)
+        while piece := client.recv(1 << 20):
+            received += piece
+    assert received.partition(b"\r\n\r\n")[2] == data
+
+
+def test_a_server_that_is_killed_leaves_nothing_that_gc_does_not_remove(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    data = large_model(store, tmp_path)
+    create(write_folder(tmp_path / "other", moe_tensors()), "other", store=store)
+    with serving(store, tmp_path) as server, connect(server) as client:
+        client.sendall(
+            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        client.recv(1000)
+        server.process.kill()
+        server.process.wait()
+    assert not verify_models(store=store).faults
+    remove_models(["org/large"], store=store)
+    removed = collect_garbage(store=store, older_than=0, force=True)
+    assert removed.size > len(data)
+    assert not list(store.folder("leases").iterdir())
 
 
 def test_a_damaged_blob_ends_the_connection_before_its_first_byte(

@@ -1,0 +1,73 @@
+"""How long models are kept, and when they are looked at again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import UsageError
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.serve.library import MAX_MODELS, Library, NotPrepared
+from tests.support.models import moe_tensors, write_folder
+from tests.support.serve import ask, body_of
+
+MODEL = Reference.parse("org/model")
+
+
+def test_blobs_of_a_model_that_was_asked_for_stay_until_it_is_idle(
+    library: Library, tmp_path: Path
+) -> None:
+    store = library.store
+    create(write_folder(tmp_path / "other", moe_tensors()), "other", store=store)
+    response = ask(library, "/org/model/resolve/main/config.json")
+    blobs = store.resolve("org/model").blobs
+    remove_models(["org/model"], store=store)
+    collect_garbage(store=store, older_than=0, force=True)
+    assert store.has_blobs(blobs)
+    assert body_of(store, response)
+    library.release_idle(3600)
+    collect_garbage(store=store, older_than=0, force=True)
+    assert store.has_blobs(blobs)
+    library.release_idle(0)
+    collect_garbage(store=store, older_than=0, force=True)
+    assert not store.has_blobs(blobs)
+
+
+def test_the_same_work_has_the_same_key(library: Library) -> None:
+    keys = []
+    for _ in range(2):
+        with pytest.raises(NotPrepared) as caught:
+            library.model(MODEL)
+        keys.append(caught.value.key)
+    assert keys[0] == keys[1]
+    caught.value.prepare()
+    assert library.model(MODEL) is library.model(MODEL)
+
+
+def test_names_of_one_model_share_what_was_prepared(library: Library) -> None:
+    copy_model("org/model", "org/model:v2", store=library.store)
+    ask(library, "/api/models/org/model/refs")
+    assert library.model(MODEL) is library.model(Reference.parse("org/model:v2"))
+
+
+def test_only_some_models_are_kept(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_MODELS > 1
+    monkeypatch.setattr("blobstore.serve.library.MAX_MODELS", 1)
+    small = Library(library.store)
+    folder = library.store.root.parent / "other"
+    create(write_folder(folder, moe_tensors()), "org/other", store=library.store)
+    for _ in range(2):
+        for name in ("model", "other"):
+            assert ask(small, f"/org/{name}/resolve/main/config.json").status == 200
+    with pytest.raises(NotPrepared):
+        small.model(MODEL)
+    assert len(list(library.store.folder("leases").iterdir())) == 1
+
+
+def test_a_pattern_that_is_too_long_is_refused_at_once(library: Library) -> None:
+    with pytest.raises(UsageError, match="characters"):
+        Library(library.store, allow=["a" * 2000])

@@ -1,0 +1,32 @@
+"""The options of a server that are refused before it listens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobstoreError, UsageError
+from blobstore.serve.serve import serve
+from blobstore.store.local import LocalStore
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "cache.example", ""])
+def test_an_address_that_others_reach_needs_a_token_or_the_will_to_have_none(
+    store: LocalStore, host: str
+) -> None:
+    with pytest.raises(UsageError, match="--token-file"):
+        serve(store, host=host)
+
+
+def test_a_server_with_tokens_is_not_anonymous(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="anonymous"):
+        serve(store, token_file=tmp_path / "tokens", anonymous=True)
+
+
+def test_a_token_file_must_be_there_and_have_tokens(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(BlobstoreError, match="cannot read the token file"):
+        serve(store, token_file=tmp_path / "tokens")
+    (tmp_path / "tokens").write_text("short\n")
+    with pytest.raises(UsageError, match="line 1"):
+        serve(store, token_file=tmp_path / "tokens")
