@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import UnsupportedSource
+from blobstore.sources.distributed.file_names import FORMAT, METADATA_FILE, SHARD
 from blobstore.sources.selection import DATA_FILE, is_model_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import Final
 
     from blobstore.sources.base import SourceOptions, TensorSource
 
-FORMAT: Final = "torch.distributed.checkpoint"
-METADATA_FILE: Final = ".metadata"
-SHARD: Final = re.compile(
-    r"shard-(?P<rank>[0-9]{5})-model-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.safetensors"
-)
-"""Matches the names of the files that the Hugging Face writer saves for each process."""
 _MODEL_FOLDER = "pytorch_model_fsdp_0"
 """Where accelerate and the Trainer of transformers put the model, next to the optimizer's folder."""
 _SHOWN = 8
