@@ -47,6 +47,7 @@ def open_objects(
         if dry_run:
             yield target
             return
+        # Before the first look for a blob, so that blobs which are found stay.
         with leased(objects.client, [target.model.digest, *digests]) as target.check_lease:
             yield target
 
@@ -75,6 +76,7 @@ class ObjectTarget:
         former: bytes | None = None
         self._tag: ObjectTag | None = None
         with contextlib.suppress(ModelNotFound):
+            # Read before anything is sent. The name is given only if it still has this version.
             former, self._tag = objects.read_version(reference, READ_FORMER)
         self.model = PushedModel(
             address=ModelAddress(objects.address, reference),

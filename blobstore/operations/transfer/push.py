@@ -302,6 +302,7 @@ class _Push:
                 self.sent.update(counts)
                 if size := sum(counts.values()):
                     self.cold_sizes.append(size)
+            # Only now: a listed layer must be there.
             if new:
                 self._target.list_cold_layers(new)
 
@@ -315,6 +316,8 @@ class _Push:
     ) -> Mapping[Sent, int]:
         """Send the cold layer of a blob, unless ``known`` will do; add it to ``new`` after that."""
         size = cold_blobs.stored_size(blob)
+        # What is not frozen would have to be encoded first, so the form that the target has is good
+        # enough.
         if known is not None and (size is None or known.stored.size <= size):
             # A target may list a layer that it has lost. One that is damaged there is encoded and sent again.
             with contextlib.suppress(BlobDamaged, BlobMissing):

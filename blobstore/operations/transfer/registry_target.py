@@ -163,6 +163,7 @@ class RegistryTarget:
             RemoteError: it says so, but with another size.
         """
         found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
+        # A registry never replaces a blob that it has, so sending this one again would not help.
         if found not in {None, blob.size}:
             raise RemoteError(
                 f"{quote(self._address.host)} has blob {blob.digest} with {found} bytes instead of "
@@ -210,9 +211,12 @@ class RegistryTarget:
         send_missing = partial(self._send_missing, workers, sent)
         *parts, root = self._plan.manifests
         for part in parts:
+            # A part has its digest as its name, so one that is there is the same.
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
                 self._put(str(part.digest), part, send_missing)
+        # Always sent, because the tag may refer to another manifest.
         self._put(self._address.tag, root, send_missing)
+        # Only the accepted manifest shows that the repository has all blobs.
         self._cache.add(blob.digest for blob in self.model.blobs)
 
     def _send_missing(
@@ -222,6 +226,7 @@ class RegistryTarget:
         missing = [blob for blob in self.model.blobs if str(blob.digest) in named] or [
             blob for blob in self.model.blobs if blob.digest in self._claimed
         ]
+        # Their bytes were reported as done before.
         workers.run(missing, lambda blob: self._upload(blob, lambda _: None), self.abort)
         for blob in missing:
             if (claimed := self._claimed.pop(blob.digest, None)) is not None:
@@ -276,6 +281,7 @@ class RegistryTarget:
     def check_manifests(self) -> None:
         """Read the manifests back. Raises BlobDamaged if one has another digest."""
         for manifest in self._plan.manifests:
+            # The client compares the digest.
             self._client.get_manifest(self._repository, str(manifest.digest))
 
     def read(self, blob: BlobId) -> Generator[memoryview, None, None]:
