@@ -81,6 +81,7 @@ class BlobCache:
             return None
         with contextlib.ExitStack() as stack:
             ingest = stack.enter_context(self._store.ingest())
+            # The import is ended later, in the background.
             return ingest, stack.pop_all()
 
     def stop(self) -> None:
@@ -107,6 +108,7 @@ class BlobCache:
     def close(self) -> None:
         """Wait until all blobs have their names."""
         self._background.shutdown()
+        # The file of the claims is closed when nobody uses them any more.
         self._claims = None
 
 
@@ -162,6 +164,7 @@ class BlobBatch:
         """Let the blobs get their names, and end the claims, without waiting for that."""
         if self._import is not None or self._claimed:
             self._cache.finish(self._import, self._claimed)
+        # Blobs that another process could not keep are read after this, with a new import.
         self._import, self._claimed = None, set()
 
 
@@ -206,6 +209,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
             users.subtract(names)
             for name in names & sizes.keys():
                 digest = Digest(name)
+                # A second hard link marks the base of cold blobs.
                 if not users[name] and digest not in leased and not store.has_base_link(digest):
                     Path(store.blob_path(digest)).unlink(missing_ok=True)
                     kept -= sizes.pop(name)
