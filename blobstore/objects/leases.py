@@ -138,6 +138,7 @@ class Collection:
     @property
     def may_delete(self) -> bool:
         """Whether imports still wait for this collection."""
+        # Half of the time, so that deletions which are under way end before imports stop waiting.
         return self._lasted < COLLECTION_TIME / 2
 
     @property
@@ -154,6 +155,7 @@ class Collection:
         since: datetime | None = None
         budget = limits.Budget(limits.LEASE, f"leases in {quote(self._client.address)}")
         for item in self._client.list(_LEASES):
+            # Both times are the server's, so no clocks are compared.
             if item.modified + LEASE_TIME < self.now:
                 self._client.delete([item.key])
                 continue
