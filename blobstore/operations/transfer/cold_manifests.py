@@ -53,6 +53,7 @@ def fetch_cold_layers(
             continue
         for one in content.layers if isinstance(content, ImageManifest) else ():
             layer = ColdLayer.of(one)
+            # By digest and size: what the registry states about the size must fit the model.
             if layer is not None and layer.blob in wanted:
                 known = found.setdefault(layer.blob.digest, layer)
                 if layer.stored.size < known.stored.size:

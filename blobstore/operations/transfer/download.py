@@ -188,6 +188,7 @@ class Download:
     def _begin(self, fetch: _Fetch) -> None:
         """Open the partial file of a blob, and fetch the parts that it lacks."""
         self._workers.report(0, fetch.label)
+        # Reporting raises if the pull must end, also while an earlier file is copied.
         file = self._ingest.open_partial(fetch.stored, lambda: self._workers.report(0, fetch.label))
         if file is None:
             # Last, so that this thread first does what no other process does.

@@ -56,6 +56,7 @@ class ObjectTarget:
     """A store in object storage that a model is pushed to."""
 
     kind = "the object storage"
+    # Object storage takes any bytes as a manifest, so blobs are always looked for.
     checks_manifests = False
 
     def __init__(

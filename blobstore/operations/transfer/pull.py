@@ -278,6 +278,7 @@ class _Pull:
         model = source.model
         former: bytes | None = None
         with store.ingest() as ingest:
+            # Each blob is leased before it is looked for, so what is found stays.
             found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
             missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
             listed = fetch_layers() if missing else {}

@@ -193,7 +193,9 @@ def push_model(
             cold_blobs = ColdBlobs(store, reference, level, base)
         push = _Push(target, steps, cold_blobs, verify=verify, dry_run=dry_run)
         push.send_blobs()
+        # Signatures refer to the manifest, which is there by now.
         signatures = 0 if dry_run else target.send_signatures()
+        # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
         verified = push.verify()
     return Pushed(
@@ -268,6 +270,7 @@ class _Push:
     def _send(self, blob: PushedBlob, report: Report) -> Mapping[Sent, int]:
         """Send a blob unless the target has it; return bytes by how the target got it."""
         progress = BlobProgress(report, blob.label, blob.size)
+        # Only a hint: a registry that has lost the blob says so when it is sent the manifest.
         if self._target.has(blob):
             counts: Mapping[Sent, int] = {"present": blob.size}
         elif self._dry_run:

@@ -117,6 +117,7 @@ def open_registry(
         RegistryClient(
             address.host, plain_http=http, limiter=limiter, part_size=part_size
         ) as client,
+        # The name may be removed while its blobs are sent.
         store.lease_if_writable(blob.digest for blob in plan.blobs),
         PushCache(store, address) as cache,
     ):
@@ -153,6 +154,7 @@ class RegistryTarget:
             layout=options.layout,
             manifests=len(plan.manifests),
             blobs=pushed_blobs(plan, store),
+            # Only a hint: without an answer, every blob is looked for.
             is_published=client.head_manifest(self._repository, address.tag) == plan.root.digest,
         )
 
@@ -250,6 +252,7 @@ class RegistryTarget:
 
     def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
         """Return what may help if a registry refuses a manifest, or nothing."""
+        # The config has a digest too. An approximate number will do for advice.
         layers = manifest.data.count(b'"digest"') - 1
         if layers > _MANY_LAYERS:
             is_docker = manifest.media_type == media_types.MANIFEST

@@ -63,6 +63,7 @@ class SelectedSignatures(NamedTuple):
     ) -> SelectedSignatures:
         """Keep what keys of the policy have signed; without such keys, a few of those that are well-formed."""
         if policy is not None and policy.keys:
+            # A valid signature of another model proves nothing about this one.
             trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
             return cls([one.data for one in trusted], is_verified=True)
         budget = Budget(limits.UNVERIFIED, "signatures")
@@ -129,6 +130,7 @@ def _fetch_bundles(
 ) -> Iterator[bytes]:
     content = client.get_manifest(repository, str(item.digest)).parse()
     layers = content.layers if isinstance(content, ImageManifest) else ()
+    # Each bundle is sent with a manifest of its own.
     for layer in islice((one for one in layers if one.media_type == BUNDLE), 1):
         yield _fetch_blob(client, repository, layer, limits.SIGNATURES.one, budget)
 
