@@ -191,6 +191,7 @@ class _Run:
 
     def estimate(self, pool: WorkerPool) -> None:
         """Estimate the compressed sizes from samples."""
+        # Without the lock, because an estimate may be out of date.
         leased = self._store.read_leases().digests
         needs = self._plan.must_stay_hot(leased)
         for blob in self._plan.blobs.values():

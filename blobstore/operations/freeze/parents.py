@@ -88,10 +88,12 @@ class ParentFinder:
         for parent, ladder in parents.items():
             if parent.digest in chosen:  # a base has no base itself
                 saved = self._size(parent) - self._size(parent, chosen[parent.digest])
+                # As a delta the parent saves more than the ladder takes without it.
                 if saved >= sum(self._size(blob) for blob in ladder):
                     continue
                 del chosen[parent.digest]
             chosen.update((blob.digest, parent) for blob in ladder)
+        # A base that got a base of its own is none for others.
         return {blob: base for blob, base in chosen.items() if base.digest not in chosen}
 
     def _children(self) -> Iterator[_Child]:

@@ -58,7 +58,7 @@ class Blocks(NamedTuple):
             return None
         try:
             found = parse_quant_metadata(entry.spec, {}, header.metadata)
-        except BlobDamaged:  # reported by whoever reads the tensor
+        except BlobDamaged:  # reading the tensor reports it
             return None
         if found is None or found[0].gguf_name not in QUANTIZED:
             return None

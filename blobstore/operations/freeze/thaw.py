@@ -92,6 +92,7 @@ def thaw_models(
     if cold:
         pool = WorkerPool(jobs, progress, sum(blob.size for blob in cold))
         with store.writing(), TemporaryFiles(store) as files:
+            # gc keeps the bases as long as their deltas.
             files.lease.hold(blob.digest for blob in cold)
             decode = partial(_decode, store, files=files, report=pool.report)
             for batch in run_in_batches(pool, cold, decode):
