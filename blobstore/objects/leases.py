@@ -66,6 +66,7 @@ def leased(
     """
     client.check_conditions()
     key = f"{_LEASES}/{uuid.uuid4().hex}"
+    # Before the lease is written, so that it ends here before it does for a collection.
     end = _now() + (LEASE_TIME - _MARGIN).total_seconds()
 
     def check() -> None:

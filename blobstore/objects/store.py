@@ -231,6 +231,7 @@ class ObjectStore:
             try:
                 self.client.replace(key, changed, tag)
             except Conflict:
+                # Another process was faster: change what it has written.
                 if attempt == _ATTEMPTS - 1:
                     raise
             else:

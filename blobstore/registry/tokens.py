@@ -130,6 +130,7 @@ class Authorizer:
                         self._reject(login.basic, error)
                     raise
                 if login is not None:
+                    # A token is given only if the password is right.
                     self._accepted.add(login.basic)
                 header, renewed = f"Bearer {token.value}", self._clock() + token.lifetime * _RENEWED
                 self._tokens[key] = header, renewed

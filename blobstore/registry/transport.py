@@ -282,9 +282,11 @@ class Transport:
         headers = dict(request.headers)
         if authorization is not None:
             headers["authorization"] = authorization
+        # No limit for the pool: no other thread uses this client.
         timeout = httpx2.Timeout(max(self.patience.stall, request.timeout), pool=None)
         content = request.body() if request.body is not None else None
         if content is not None:
+            # Otherwise httpx2 would send an iterable without its length.
             headers["content-length"] = str(request.size)
         built = client.build_request(
             request.method,

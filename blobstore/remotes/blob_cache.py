@@ -153,6 +153,7 @@ class BlobBatch:
     def keep(self, digest: Digest, data: memoryview) -> None:
         """Write a blob whose digest was computed in this memory."""
         try:
+            # The first blob begins the import that all threads share.
             with self._lock:
                 self._import = self._import or self._cache.begin_import()
             if self._import is not None:
@@ -192,6 +193,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
         reachable = ReachableBlobs(store, cached_within=-1)  # by models of the store itself
         reachable.update()
         own = reachable.reached()
+        # Blobs of the store's own models stay in any case, so they do not count.
         sizes = {
             name: size
             for model in models
@@ -199,6 +201,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
             if name not in own and (size := _size(store, name))
         }
         kept = sum(sizes.values())
+        # A blob that several cached models share goes with the last of them.
         users = Counter(name for model in models for name in set(model.blobs))
         for model in models:
             if kept + needed <= limit:

@@ -248,6 +248,7 @@ class RangeLoader:
             return True
         try:
             return (
+                # A delta cannot be the base of another.
                 not self._local.is_cold(layer.base.digest)
                 or self._local.open_cold(*layer.base).base is None
             ) and self._local.exists(*layer.base)

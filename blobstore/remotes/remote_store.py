@@ -79,6 +79,7 @@ class RemoteStore:
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         needed = sum(blob.size for blob in missing)
         layers: dict[Digest, ColdLayer] = {}
+        # If nothing is missing, nothing is decoded, and the request is spared.
         if missing and (index := source.cold_index()) is not None:
             layers = parse_cold_layers(index)
         self._cache = None

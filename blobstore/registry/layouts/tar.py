@@ -96,6 +96,7 @@ def tar_entries(tar: bytes) -> Iterator[tuple[str, int, int]]:
         ValueError: an entry is not one of a :class:`TarLayer`: a link, for example.
     """
     begin = 0
+    # A block of zeros ends a tar.
     while block := tar[begin : begin + _BLOCK].rstrip(b"\0"):
         name, octal, kind = block[:100].rstrip(b"\0"), block[124:135], block[156:157]
         if _OCTAL.fullmatch(octal) is None:
