@@ -98,6 +98,7 @@ def find_settings(where: object) -> Settings:
             options[option] = _checked(option, value, place)
     if os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in {"1", "true", "yes", "on"}:
         return Settings(options)
+    # The environment comes first, as in AWS's tools.
     keys = {key: os.environ.get(at.upper()) or "" for key, at in _KEYS.items()}
     if not keys["access_key_id"]:
         keys = profile.own_keys()
@@ -203,6 +204,7 @@ def _read_profile(name: str) -> dict[str, str]:
         path = Path(os.environ.get(variable) or f"~/.aws/{file}")
         with contextlib.suppress(RuntimeError):  # there is no home folder
             path = path.expanduser()
+        # Without interpolation: secrets may have percent signs.
         parser = configparser.ConfigParser(interpolation=None)
         try:
             parser.read_string(path.read_text(encoding="utf-8"), str(path))

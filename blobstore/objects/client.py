@@ -130,6 +130,7 @@ class ObjectClient:
 
         def send() -> ObjectVersion:
             found = self._api.get(self._reading, key)
+            # Only the headers have arrived so far; a larger object is not read.
             if (size := found.meta["size"]) > limit:
                 raise RemoteError(
                     f"{self._name(key)}: {size} bytes, expected at most {limit}",
@@ -157,6 +158,7 @@ class ObjectClient:
 
         def send() -> ObjectPiece:
             found = self._api.get(self._reading, key, options={"range": (begin, end)})
+            # One piece, if the server keeps to the range.
             pieces = iter(found.stream(min_chunk_size=end - begin))
             data = memoryview(next(pieces, b""))
             if len(data) > end - begin or next(pieces, None) is not None:
@@ -174,6 +176,7 @@ class ObjectClient:
                 key, data, use_multipart=not whole, chunk_size=CHUNK, max_concurrency=_UPLOADS
             )
 
+        # An iterable cannot be sent twice.
         self._send(request, key, send, may_repeat=whole)
 
     def replace(self, key: str, data: bytes, tag: ObjectTag | None) -> None:
@@ -214,6 +217,8 @@ class ObjectClient:
         """
         if self._is_proven or self.address.scheme == "file":
             return
+        # The first write creates the object if it is missing. After that, neither condition can be
+        # met.
         is_new = self._is_written(_PROBE, b"", None)
         if (is_new and self._is_written(_PROBE, b"", None)) or self._is_written(
             _PROBE, b"", _NO_VERSION
@@ -249,12 +254,14 @@ class ObjectClient:
         until, count, former = time.monotonic() + _MAX_LIST_SECONDS, 0, None
         while page:
             count += len(page)
+            # A server that ignores the token of the next page sends the first page again.
             if page[0]["path"] == former or count > _MAX_LISTED or time.monotonic() > until:
                 raise RemoteError(f"{self._name(folder)}: the server sends a list without end")
             former = page[0]["path"]
             for item in page:
                 if item["path"].startswith(f"{folder}/"):
                     yield ObjectInfo(item["path"], item["size"], item["last_modified"])
+            # The pages go on with the connection that they began with.
             page = self._send(request, folder, lambda: next(pages, None), may_repeat=False)
 
     def folders(self, request: Request = LIST) -> Sequence[str]:
@@ -314,6 +321,7 @@ class ObjectClient:
     def _renew(self, used: Settings) -> bool:
         """Read the user's settings again; return whether they differ from those that were used."""
         with self._lock:
+            # Another thread may have renewed them since.
             if self._settings is used:
                 if used.provider is not None:  # it renews them in time
                     return False
@@ -364,6 +372,7 @@ def _guarded(
                 return None
             if renew is None or not (failure.may_be_credentials and renew()):
                 raise failure.error(what, request) from None
+            # Once only: if new credentials are denied too, they are not the reason.
             renew = None
 
 
@@ -402,6 +411,8 @@ def _connect(
             retry_config=_RETRIES,
             **options,
         )
+        # Without a read timeout for writes, because the answer to a part comes only after all of
+        # its bytes.
         for more in ({"read_timeout": _STALL}, {})
     )
     return reading, writing

@@ -50,6 +50,7 @@ class Failure(NamedTuple):
         text = str(error)
         found = _STATUS.search(text)
         status, code = found.groups() if found else (None, None)
+        # Before the status: S3 sends these codes with 400, 403 and 404.
         if code in CODES:
             return cls(Answer.UNUSABLE, text, status, code)
         if status is not None:

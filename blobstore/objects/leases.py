@@ -66,6 +66,7 @@ def leased(
     """
     client.check_conditions()
     key = f"{_LEASES}/{uuid.uuid4().hex}"
+    # Before the lease is written, so that it ends here before it does for a collection.
     end = _now() + (LEASE_TIME - _MARGIN).total_seconds()
 
     def check() -> None:
@@ -138,6 +139,7 @@ class Collection:
     @property
     def may_delete(self) -> bool:
         """Whether imports still wait for this collection."""
+        # Half of the time, so that deletions which are under way end before imports stop waiting.
         return self._lasted < COLLECTION_TIME / 2
 
     @property
@@ -154,6 +156,7 @@ class Collection:
         since: datetime | None = None
         budget = limits.Budget(limits.LEASE, f"leases in {quote(self._client.address)}")
         for item in self._client.list(_LEASES):
+            # Both times are the server's, so no clocks are compared.
             if item.modified + LEASE_TIME < self.now:
                 self._client.delete([item.key])
                 continue

@@ -147,6 +147,7 @@ class ObjectStore:
         Raises:
             Conflict: another process has given the name another manifest.
         """
+        # Also as a blob, so that the digest finds it when the name has another manifest.
         self.client.put(blob_key(Digest.of(manifest)), manifest)
         self.client.replace(manifest_key(reference), manifest, tag)
 
@@ -194,6 +195,7 @@ class ObjectStore:
 
     def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
         """Yield the bytes of a blob in order. Raises as :meth:`read`."""
+        # Without bytes no request is sent, so this one asks whether the blob exists.
         if not size:
             self.check_size(digest, size)
         yield from self.read(digest, size, 0, size)
@@ -218,9 +220,11 @@ class ObjectStore:
                 hashed.update(data)
                 done += len(data)
                 yield data
+            # The error ends the upload before it is complete, so no object appears.
             if done != size or hashed.hexdigest() != digest.hex:
                 raise BlobDamaged(f"the bytes of blob {digest} have changed while they were sent")
 
+        # Joined, so that it is checked before it is sent, and can be sent again.
         if size <= PIECE:
             self.client.put(blob_key(digest), b"".join(checked()))
         else:
@@ -258,6 +262,7 @@ class ObjectStore:
             try:
                 self.client.replace(key, changed, tag)
             except Conflict:
+                # Another process was faster: change what it has written.
                 if attempt == _ATTEMPTS - 1:
                     raise
             else:
@@ -288,6 +293,7 @@ class ObjectStore:
         except RemoteError as error:
             on_error(error)
             return
+        # The key has the digest of the content, so altered bytes are left out.
         if version and key.endswith(f"/{Digest.of(version.data).hex}.sig"):
             yield version.data
 

@@ -151,7 +151,10 @@ class RegistryClient:
             manifest = RemoteManifest.received(media_type, reply.body)
         except InvalidManifest as error:
             raise error.at(request.what) from None
+        # The digest that was asked for decides. For a tag, the registry states one, and must keep
+        # to it.
         expected = reference if ":" in reference else reply.headers.get("docker-content-digest")
+        # Other algorithms are not computed here.
         if expected and expected.startswith("sha256:") and str(manifest.digest) != expected:
             raise BlobDamaged(f"{request.what}: has the digest {manifest.digest}")
         return manifest
@@ -215,6 +218,7 @@ class RegistryClient:
                 raise
             send_missing(error.digests)
             reply = self._transport.fetch(request)
+        # A registry that changes the bytes breaks every reference by digest.
         stored = reply.headers.get("docker-content-digest", "")
         if stored.startswith("sha256:") and stored != str(manifest.digest):
             raise BlobDamaged(f"{request.what}: the registry stored {quote(stored)} instead")
@@ -281,6 +285,7 @@ class RegistryClient:
         """
         retry = self._transport.retry()
         counted = begin
+        # Empty ranges are never asked for: see `protocol.range_of`.
         for attempt in retry if begin < end else ():
             with (
                 attempt,
@@ -288,6 +293,7 @@ class RegistryClient:
             ):
                 for piece in pieces:
                     begin += len(piece)
+                    # A byte per attempt is no progress: a broken transfer must end.
                     if begin - counted > _ADVANCE:
                         counted = begin
                         retry.progress()
@@ -362,7 +368,9 @@ class RegistryClient:
                 found = strict_json.loads(reply.body)["tags"]
             except (ValueError, KeyError, TypeError):
                 found = 0
+            # A repository without tags may have null instead of a list.
             found = [] if found is None else found
+            # Tags become parts of URLs.
             if not isinstance(found, list) or not all(map(is_tag, found)):
                 raise RemoteError(f"{what}: the registry sent no list of tags")
             budget.spend(0, len(found))
@@ -397,6 +405,7 @@ class RegistryClient:
             budget.spend(0, len(listed))
             found += map(_without_texts, listed)
         else:
+            # The list was read to its end.
             return tuple(found)
         return tuple(found) or self._tagged_referrers(repository, digest)
 
@@ -449,6 +458,8 @@ class RegistryClient:
             skip, length = protocol.span_of(
                 response.status_code, response.headers, begin, end, size
             )
+            # A server may ignore the range and send all of the blob; reading then stops at the end
+            # of the range.
             is_cut = response.status_code == HTTPStatus.OK and end != size
             for piece in self._transport.pieces(response):
                 skipped = min(skip, len(piece))

@@ -249,6 +249,7 @@ class LoginFile:
     def _write(self, config: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         text = json.dumps(config, indent="\t") + "\n"
+        # If the path is a link, its target is replaced and the link stays.
         write_file(self.path.resolve(), [text.encode()], mode=0o600)
 
 
@@ -325,6 +326,7 @@ def _ask(helper: str, action: str, text: str) -> dict[str, Any] | None:
         raise BlobstoreError(f"{quote(program)} did not answer within {_SECONDS} s") from None
     if done.returncode:
         said = (done.stdout + done.stderr).decode(errors="replace").strip()
+        # Helpers say this with a text and not with an exit status.
         if action == "get" and "credentials not found" in said:
             return None
         raise BlobstoreError(f"{quote(program)} failed: {escape(said, 200)}")
@@ -356,4 +358,5 @@ def _login_in(entry: Any, where: str) -> Login | None:
         colon = ""
     if not colon:
         raise BlobstoreError(f"{where} are malformed")
+    # As Docker does.
     return Login(user, password.strip("\0"))

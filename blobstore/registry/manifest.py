@@ -134,6 +134,8 @@ class RemoteManifest:
         version, declared = value.get("schemaVersion"), value.get("mediaType", self.media_type)
         if type(version) is not int or version != _SCHEMA_VERSION:
             raise wrong_type("$.schemaVersion", "2", version)
+        # The same bytes must not mean two things, depending on the type they are sent with
+        # (CVE-2021-41190).
         if declared != self.media_type:
             raise wrong_type("$.mediaType", f"{self.media_type} as it was sent", declared)
         subject = value.get("subject")

@@ -184,6 +184,7 @@ def resolve(location: str | None, base: str) -> str:
             and bool(parts.hostname)
             and parts.port != 0
             and len(url) <= MAX_URL
+            # Parsers drop tabs and newlines, so the text is checked before it is joined, too.
             and _URL.fullmatch(location) is not None
             and _URL.fullmatch(url) is not None
         )
@@ -369,6 +370,7 @@ def token_of(body: bytes) -> Token:
     """
     try:
         value: Any = strict_json.loads(body)
+        # Servers use either name.
         text = value.get("token") or value.get("access_token")
         lifetime = value.get("expires_in", 0)
     except (ValueError, AttributeError):
@@ -469,6 +471,7 @@ def failure(
         return TransientError(message, retry_after=wait, status=status, code=code)
     kind = RemoteRefused if status in _REFUSALS else RemoteError
     advice = _SIZE_ADVICE if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else ""
+    # Registries name missing blobs in different fields, so the complete body is searched.
     digests = frozenset(_DIGEST.findall(body.decode("latin-1")))
     return kind(message, advice=advice, status=status, code=code, digests=digests)
 

@@ -75,6 +75,7 @@ class Retry:
         self.failures += 1
         jitter = random.random()  # noqa: S311 - not a secret
         delay = self._patience.delay(self.failures, error.retry_after, jitter)
+        # Also without a delay: a client that was closed has not run out of patience.
         if self._closed.wait(delay or 0):
             raise Cancelled("stopped") from error
         if delay is None:

@@ -74,6 +74,8 @@ class Authorizer:
         with contextlib.ExitStack() as stack:
             if _is_password(header) and header not in self._accepted:
                 stack.enter_context(self._trial)
+                # Another request may have proved the password, or had it rejected, while this one
+                # waited.
                 header = self.authorization(scopes)
                 if header in self._accepted:
                     stack.close()
@@ -128,6 +130,7 @@ class Authorizer:
                         self._reject(login.basic, error)
                     raise
                 if login is not None:
+                    # A token is given only if the password is right.
                     self._accepted.add(login.basic)
                 header, renewed = f"Bearer {token.value}", self._clock() + token.lifetime * _RENEWED
                 self._tokens[key] = header, renewed
@@ -145,11 +148,15 @@ class Authorizer:
             if challenge.scheme == "basic":
                 login = self._login(scopes)
                 self._challenge = challenge
+                # The login that was just rejected would be rejected again.
                 return login is not None and login.basic != rejected
+            # Without scopes, which differ between requests, it is the same for all tokens of the
+            # registry.
             self._challenge = challenge._replace(scopes=frozenset())
             if not challenge.scopes <= self._wider.get(scopes, scopes):
                 self._wider[scopes] = scopes | challenge.scopes
             key = self._challenge, self._wider.get(scopes, scopes)
+            # Another thread may have replaced the rejected token already.
             if rejected is not None and self._tokens.get(key, ("", 0))[0] == rejected:
                 del self._tokens[key]
             return True
@@ -175,6 +182,7 @@ class Authorizer:
 
     def _login_of(self, repository: str) -> Login | None:
         if repository not in self._logins:
+            # Before the helper runs, so that one that fails is not asked again.
             self._logins[repository] = None
             try:
                 self._logins[repository] = self._find_login(repository)

@@ -117,6 +117,8 @@ class Transport:
         try:
             reply = self._repeated(request, limit, HINT_ATTEMPTS if rule.is_hint else None)
         except RemoteError as error:
+            # If the registry has never answered, the address may be wrong, which must not look like
+            # a refused hint.
             if not (rule.is_hint and self._has_answered):
                 raise
             on_error(error)
@@ -171,6 +173,7 @@ class Transport:
                     if response.status_code in request.rule.answers:
                         yield response
                         return
+                    # A request for a token carries the login, which must not follow a redirect.
                     if response.status_code not in _REDIRECTS or request.is_for_token:
                         raise self._failure(request, response)
                     target = response.headers.get("location")
@@ -192,6 +195,8 @@ class Transport:
         waited, count = 0.0, 0
         body = response.iter_raw()
         while True:
+            # Only the time that the server takes counts, and not that of the caller between two
+            # pieces.
             began = time.monotonic()
             self._waiting.until = None
             piece = next(body, None)
@@ -220,6 +225,7 @@ class Transport:
     def _one_client(self) -> Iterator[httpx2.Client]:
         """Yield a client that no other thread uses, with an open connection if there is one."""
         try:
+            # No lock is needed: `pop` and `append` of a list are atomic.
             client = self._idle.pop()
         except IndexError:
             client = self._new_client()
@@ -235,6 +241,7 @@ class Transport:
                 # As curl does, this takes proxies and certificates from the environment. A connection within
                 # this machine has no proxy: it may carry credentials without TLS.
                 mounts=dict.fromkeys(_LOOPBACK),
+                # Digests and ranges are about the bytes as they are stored.
                 headers={"accept-encoding": "identity", "user-agent": "blobstore"},
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
                 timeout=httpx2.Timeout(self.patience.stall, pool=None),
@@ -275,9 +282,11 @@ class Transport:
         headers = dict(request.headers)
         if authorization is not None:
             headers["authorization"] = authorization
+        # No limit for the pool: no other thread uses this client.
         timeout = httpx2.Timeout(max(self.patience.stall, request.timeout), pool=None)
         content = request.body() if request.body is not None else None
         if content is not None:
+            # Otherwise httpx2 would send an iterable without its length.
             headers["content-length"] = str(request.size)
         built = client.build_request(
             request.method,
@@ -302,6 +311,7 @@ class Transport:
         stream = info["return_value"]
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
+        # `abort` may have taken its list of sockets just before this one was added.
         if self._closed.is_set():
             self.abort()
         read = stream.read
@@ -323,6 +333,7 @@ class Transport:
         body = bytearray()
         for piece in self.pieces(response):
             body += piece
+            # More is not read, even if the connection is lost by that.
             if len(body) > max(limit, protocol.MAX_ERROR):
                 break
         if limit and len(body) > limit:
@@ -360,6 +371,7 @@ class Transport:
         except httpx2.ConnectError as error:
             message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
             cause: BaseException | None = error
+            # Errors of certificates have no class of their own in httpx2.
             while cause is not None and not isinstance(cause, ssl.SSLError):
                 cause = cause.__cause__ or cause.__context__
             if cause is not None:

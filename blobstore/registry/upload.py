@@ -89,6 +89,7 @@ class Upload:
             BlobDamaged: the pieces end early.
         """
         is_resumed = session is not None
+        # Not known until the server has said how much it has.
         resumed = None if is_resumed else 0
         furthest = 0
         retry = self._transport.retry()
@@ -100,6 +101,7 @@ class Upload:
                     session = self._status(session)
                     offset = session.offset if session is not None else 0
                     resumed = offset if resumed is None else resumed
+                    # A server that has the complete blob has forgotten its upload.
                     if session is None and self._is_there():
                         return resumed
                 if session is None:
@@ -107,6 +109,7 @@ class Upload:
                         "POST", f"{self._blobs}/uploads/", request_rules.UPLOAD_START
                     )
                     session = UploadSession(self._location(begun), 0)
+                # A refusal from now on may be due to bytes that the server has lost.
                 is_resumed = is_resumed or session.offset > 0
                 try:
                     while self._has_parts and session.offset < self._size:
@@ -118,11 +121,13 @@ class Upload:
                             retry.progress()
                     self._finish(session)
                 except TransientError:
+                    # So the next attempt asks how much has arrived.
                     is_resumed = True
                     raise
                 except RemoteRefused as error:
                     session, resumed = None, 0
                     self._begin_again(error, is_resumed=is_resumed)
+                    # This happens once: without parts, the next refusal is final.
                     is_resumed = False
                     continue
                 return resumed or 0
@@ -176,6 +181,7 @@ class Upload:
             request_rules.UPLOAD_PART,
             body=(session.offset, length),
         )
+        # The header may be missing; then all bytes count as received.
         received = reply.headers.get("range")
         offset = protocol.bytes_received(received) if received else session.offset + length
         if offset != session.offset + length:
@@ -199,6 +205,7 @@ class Upload:
         """Send a request once, with the bytes of the blob from an offset, so many of them."""
         offset, length = body
         headers = {"content-type": "application/octet-stream"}
+        # A PUT with all bytes needs no Content-Range.
         if length and (offset or method == "PATCH"):
             headers["content-range"] = f"{offset}-{offset + length - 1}"
         request = Request(
@@ -210,6 +217,7 @@ class Upload:
             body=None if method == "GET" else lambda: self._bytes(offset, length),
             size=length,
             scopes=self._scopes,
+            # The server may hash all of the blob before it answers.
             timeout=self._size / _HASHED,
         )
         return self._transport.exchange(request)

@@ -120,6 +120,7 @@ def reading_models(
         sources: dict[Reference, RemoteModelSource] = {}
         found: list[Reference] = []
         for number, name in enumerate(names):
+            # Two addresses may give the same name, so each model gets one of its own here.
             own = Reference("remote", "address", "model", str(number))
             if is_address(name):
                 sources[own] = stack.enter_context(find_model(name, plain_http=plain_http))

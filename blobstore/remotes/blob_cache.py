@@ -81,6 +81,7 @@ class BlobCache:
             return None
         with contextlib.ExitStack() as stack:
             ingest = stack.enter_context(self._store.ingest())
+            # The import is ended later, in the background.
             return ingest, stack.pop_all()
 
     def stop(self) -> None:
@@ -107,6 +108,7 @@ class BlobCache:
     def close(self) -> None:
         """Wait until all blobs have their names."""
         self._background.shutdown()
+        # The file of the claims is closed when nobody uses them any more.
         self._claims = None
 
 
@@ -151,6 +153,7 @@ class BlobBatch:
     def keep(self, digest: Digest, data: memoryview) -> None:
         """Write a blob whose digest was computed in this memory."""
         try:
+            # The first blob begins the import that all threads share.
             with self._lock:
                 self._import = self._import or self._cache.begin_import()
             if self._import is not None:
@@ -162,6 +165,7 @@ class BlobBatch:
         """Let the blobs get their names, and end the claims, without waiting for that."""
         if self._import is not None or self._claimed:
             self._cache.finish(self._import, self._claimed)
+        # Blobs that another process could not keep are read after this, with a new import.
         self._import, self._claimed = None, set()
 
 
@@ -189,6 +193,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
         reachable = ReachableBlobs(store, cached_within=-1)  # by models of the store itself
         reachable.update()
         own = reachable.reached()
+        # Blobs of the store's own models stay in any case, so they do not count.
         sizes = {
             name: size
             for model in models
@@ -196,6 +201,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
             if name not in own and (size := _size(store, name))
         }
         kept = sum(sizes.values())
+        # A blob that several cached models share goes with the last of them.
         users = Counter(name for model in models for name in set(model.blobs))
         for model in models:
             if kept + needed <= limit:
@@ -206,6 +212,7 @@ def evict_models(store: LocalStore, needed: int, limit: int, manifest: Digest) -
             users.subtract(names)
             for name in names & sizes.keys():
                 digest = Digest(name)
+                # A second hard link marks the base of cold blobs.
                 if not users[name] and digest not in leased and not store.has_base_link(digest):
                     Path(store.blob_path(digest)).unlink(missing_ok=True)
                     kept -= sizes.pop(name)

@@ -73,6 +73,7 @@ class ColdLayer(NamedTuple):
             BlobDamaged: the file is no cold blob of this blob, or decodes to other bytes.
         """
         cold = ColdBlob(path, self.blob.digest, base_files)
+        # The file must fit what the manifest said, because space and bases were checked for that.
         if (cold.size, base_of(cold)) != (self.blob.size, self.base):
             raise BlobDamaged(
                 f"cold blob {self.stored.digest} has another size or base than stated"
@@ -82,6 +83,7 @@ class ColdLayer(NamedTuple):
             for piece in pieces:
                 digester.update(piece)
                 yield piece
+        # After the last piece: an import of these bytes fails, whatever it has written by then.
         if digester.digest() != self.blob.digest:
             raise BlobDamaged(f"cold blob {self.stored.digest} decodes to {digester.digest()}")
 
@@ -112,6 +114,7 @@ def _described(stored: BlobId, annotations: Mapping[str, Any]) -> ColdLayer | No
     base = _blob_id(annotations, BASE_DIGEST, BASE_SIZE)
     if (
         blob is None
+        # A form that is not smaller than its blob is of no use.
         or not 0 < stored.size < blob.size
         or (base is None and BASE_DIGEST in annotations)
     ):
@@ -123,6 +126,7 @@ def _blob_id(annotations: Mapping[str, Any], digest: str, size: str) -> BlobId |
     number, text = annotations.get(size), annotations.get(digest)
     if not (isinstance(number, str) and isinstance(text, str)):
         return None
+    # 18 digits always fit into 64 bits.
     if not (number.isascii() and number.isdigit() and len(number) <= _MAX_SIZE_DIGITS):
         return None
     try:

@@ -110,6 +110,7 @@ class RemoteReader:
         """The headers that were read, with their prefixes. Nothing shows yet that they are those of the blobs."""
         self._index_keys: set[Digest] = set()
         """Of the headers in the local cache."""
+        # Blobs with one digest have the same bytes, so any model that lists it may be asked.
         self._owners = {
             blob.digest: (source, blob.size) for source in sources.values() for blob in source.blobs
         }
@@ -234,6 +235,7 @@ class RemoteReader:
         cached = self._local.read_index(key) if self._local is not None else None
         known = unpack_headers(cached, digests)
         is_cached = digests <= known.keys()
+        # The remote may have all headers in one object.
         if not is_cached:
             for source in {id(found): found for found, _ in self._owners.values()}.values():
                 known |= unpack_headers(source.headers(), digests)
@@ -251,6 +253,7 @@ class RemoteReader:
             if isinstance(start, bytes)
         }
         self.starts |= found
+        # Only a complete set is cached, so that errors are not.
         if self._local is not None and len(found) == len(starts) and not is_cached:
             self._local.write_index(key, pack_headers(found))
         return starts
@@ -269,6 +272,7 @@ class RemoteReader:
             if is_gguf(start):
                 return self._gguf_start(source, digest, size, start, budget)
             end = PREFIX_SIZE + header_size(start[:PREFIX_SIZE], size)
+            # Counted before the rest is fetched, because the blob itself states the length.
             budget.spend(end)
             if end > len(start):
                 start += limits.gather(source.read(digest, size, len(start), end))
@@ -287,6 +291,7 @@ class RemoteReader:
         def read(begin: int, end: int) -> bytes:
             nonlocal start
             if end > len(start):
+                # Counted before it is fetched, because the blob itself says how long its header is.
                 budget.spend(end - len(start))
                 start += limits.gather(source.read(digest, size, len(start), end))
             return start[begin:end]
@@ -367,6 +372,8 @@ def unpack_headers(data: bytes | None, wanted: Iterable[Digest]) -> dict[Digest,
     starts: dict[Digest, bytes] = {}
     digests = {bytes.fromhex(digest.hex): digest for digest in wanted}
     at = size
+    # The checksum shows accidents only, so a length may be anything. A slice past the end is short,
+    # and does not parse.
     while at + size + _LENGTH.size <= len(data):
         digest = digests.get(data[at : at + size])
         (length,) = _LENGTH.unpack_from(data, at + size)

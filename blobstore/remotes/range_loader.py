@@ -64,6 +64,7 @@ class RangeLoader:
         """
         self._source = source
         self._local = local
+        # Decided once: if a base is gone later, decoding fails, and the blob itself is read.
         self._layers = {key: layer for key, layer in layers.items() if self._is_usable(layer)}
         self._starts = starts
         self._cache = cache
@@ -100,6 +101,7 @@ class RangeLoader:
         loads = [_Load(BlobId(digest, size), memory[:size]) for digest, size, memory in blobs]
         for load in loads:
             layer = self._layers.get(load.blob.digest)
+            # The list of compressed forms is not trusted: it may state another size.
             if layer is not None and layer.blob == load.blob:
                 load.layer = layer
         pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
@@ -139,6 +141,7 @@ class RangeLoader:
                 self._finish(load, batch)
                 pool.report(load.blob.size, load.blob.digest.short)
 
+        # An empty blob has one part, or nothing would finish it.
         parts = [(load, begin) for load in loads for begin in range(0, load.stored.size or 1, PART)]
         pool.run(parts, read)
 
@@ -152,6 +155,7 @@ class RangeLoader:
         digest, size = load.blob
         batch.wait(load.blob, pause)
         try:
+            # Not hashed again: the process that wrote it has checked the digest.
             self._local.read_into(digest, size, 0, load.memory)
         except Damaged:  # the other process has failed, or could not keep it
             load.leave_to_us()
@@ -195,6 +199,8 @@ class RangeLoader:
             if self.is_local(digest):  # it may be cold
                 found += self._local.read_ranges(merged).parts(digest)
                 continue
+            # Compared with the bytes that reading all of it takes, which are fewer if there is a
+            # compressed form.
             if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(blob):
                 memory = new_buffer(blob.size)
                 whole.append((*blob, memory))
@@ -242,6 +248,7 @@ class RangeLoader:
             return True
         try:
             return (
+                # A delta cannot be the base of another.
                 not self._local.is_cold(layer.base.digest)
                 or self._local.open_cold(*layer.base).base is None
             ) and self._local.exists(*layer.base)
@@ -250,6 +257,7 @@ class RangeLoader:
 
     def _read(self, blob: BlobId, begin: int, memory: memoryview) -> None:
         for piece in self._source.read(*blob, begin, begin + len(memory)):
+            # The source fails if fewer bytes arrive, so the memory is full at the end.
             memory[: len(piece)] = piece
             memory = memory[len(piece) :]
 
@@ -268,6 +276,8 @@ class RangeLoader:
             batch.keep(load.blob.digest, load.memory)
 
     def _check_start(self, load: _Load) -> None:
+        # The model was opened by this header, which nothing could confirm before all bytes were
+        # hashed.
         start = self._starts.get(load.blob.digest, b"")
         if load.memory[: len(start)] != start:
             self._forget_headers()
@@ -350,6 +360,7 @@ class _Load:
             self._is_hashing = True
         while True:
             with self._lock:
+                # Without the next part, hashing ends here, and the thread that reads it goes on.
                 at = self._digester.size
                 following = self._ends.pop(at, None)
                 if following is None or following == at:

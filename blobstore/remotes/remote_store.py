@@ -73,10 +73,13 @@ class RemoteStore:
         self.manifest_data = source.data
         """The bytes of that."""
         self._reader = RemoteReader({self.reference: source}, local)
+        # The manifest is enough to open a model: a blob that the remote lacks fails when it is
+        # read.
         self.check_size = self._reader.check_listed
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         needed = sum(blob.size for blob in missing)
         layers: dict[Digest, ColdLayer] = {}
+        # If nothing is missing, nothing is decoded, and the request is spared.
         if missing and (index := source.cold_index()) is not None:
             layers = parse_cold_layers(index)
         self._cache = None
@@ -130,6 +133,7 @@ class RemoteStore:
             model = Model(self.reference, self.manifest_data, self, prefetch=prefetch, **options)
             is_hashed = verify in {"digest", "rehash"}
             for blob in self.manifest.blobs if is_hashed else ():
+                # Remote blobs are hashed below, when they are read.
                 if self.is_local(blob.digest):
                     self.check_digest(*blob.id)
             if is_hashed or prefetch == "read":
@@ -181,6 +185,7 @@ class RemoteStore:
         try:
             config = self.read_blob(*manifest.config.id, MAX_CONFIG_SIZE)
         except BlobstoreError:
+            # As in a local store: nothing can confirm the manifest then.
             return False
         check_layers(data, config)
         return True

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from blobstore.store.blobs import BlobReader
 
 
+# What link(2) fails with if a file system has no hard links, or no more of this file.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 
 
@@ -47,19 +48,23 @@ def link_base(store: BlobReader, digest: Digest) -> bool:
     hot, second = store.blob_path(digest), store.base_path(digest)
     if not os.path.lexists(hot):
         return os.path.lexists(second)
+    # After a repair the two names have different files, and the second one must follow.
     if os.path.lexists(second) and os.path.samestat(os.lstat(hot), os.lstat(second)):
         return True
     bases, temporary = store.folder("bases"), store.folder("temporary")
     make_folders(bases, store.root)
     make_folders(temporary, store.root)
+    # Named like a file of a lease, so that gc removes it if this process dies before the rename.
     ready = temporary / f"{os.getpid()}-{secrets.token_hex(8)}-0"
     try:
+        # link(2) does not replace a name, so the link is created under another one and renamed.
         os.link(hot, ready, follow_symlinks=False)
         ready.replace(second)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         return False
+    # The link must be durable before a delta against this base gets its name.
     sync_folder(bases)
     return True
 
@@ -105,6 +110,8 @@ class WholeBases:
     def file(self, digest: Digest) -> tuple[str, FileState] | None:
         """Return the path of the file that a base is read from, and its state; None if there is none."""
         store = self._store
+        # In the order in which readers open the files of a base, so the file that is judged is the
+        # one that is read.
         for path in (store.blob_path(digest), store.cold_path(digest), store.base_path(digest)):
             if os.path.lexists(path):
                 state = FileState.of(path)
@@ -124,6 +131,8 @@ class WholeBases:
             if file is None or file in self._whole.get(digest, ()):
                 return file
             is_intact = self._is_intact(digest, size, file[0])
+            # If the file was replaced while it was hashed, the result is about neither file: hash
+            # again.
             if self.file(digest) == file:
                 if is_intact:
                     self.add(digest, file)

@@ -110,6 +110,7 @@ class BlobReader:
 
     def has(self, digest: Digest) -> bool:
         """Return whether the blob has a hot or a cold file, whatever its content."""
+        # A blob that is frozen or thawed between the two looks is missed in both places.
         return any(self._hot.has(digest) or self._cold.has(digest) for _ in range(LOOKS))
 
     def has_hot(self, digest: Digest) -> bool:
@@ -247,6 +248,7 @@ class BlobReader:
             if hasattr(os, "memfd_create"):
                 descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
             else:
+                # macOS has no memfd_create.
                 with tempfile.TemporaryFile() as file:
                     descriptor = os.dup(file.fileno())
             try:
@@ -345,6 +347,8 @@ class BlobReader:
         meter = Meter(progress, sum(size for _, size, _ in wanted))
         for digest, size, memory in wanted:
             self.read_into(digest, size, 0, memory[:size])
+            # The bytes in memory are hashed, and not the file, which another program could change
+            # between two reads.
             _check_found(self._layout.blob(digest), digest, Digest.of(memory[:size]))
             meter.add(size, digest.short)
 

@@ -76,6 +76,7 @@ class BlobClaims:
             if digest in self._held:
                 return False
             if len(self._held) >= _MAX_CLAIMS:
+                # Without a claim the blob may be read twice, which costs only time.
                 return True
             with contextlib.suppress(OSError):  # no locks
                 try:
@@ -83,6 +84,7 @@ class BlobClaims:
                         self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _position(digest)
                     )
                 except (BlockingIOError, PermissionError):
+                    # POSIX allows either error for a byte that another process has locked.
                     return False
                 self._held.add(digest)
             return True
@@ -98,6 +100,8 @@ class BlobClaims:
         """Let those that wait see that this process reads."""
         if self._held:
             with contextlib.suppress(OSError):
+                # All processes touch this one file, so those that wait see that some process makes
+                # progress, but not which one.
                 os.utime(self._descriptor)
 
     def wait(self, digest: Digest, pause: Callable[[float], object]) -> bool:

@@ -74,6 +74,8 @@ class ColdBlob:
             StoreError: it cannot be read.
         """
         file = ColdFile(path)
+        # A map needs no descriptor, and a model may have more cold blobs than a process may have
+        # open files.
         if read is None:
             file.close()
         with _IMPORTING:
@@ -92,6 +94,7 @@ class ColdBlob:
         with self._explained():
             self.container: ColdBlobDecoder = Decoder(file.data, read and read(file))
             table = self.container.table
+            # The name of a file proves nothing: it may have been copied or renamed.
             if table.digest != digest:
                 raise ColdDamaged(f"it is that of {table.digest}")
         self.size = table.size
@@ -102,6 +105,7 @@ class ColdBlob:
         """A decoder for each file of the base that was asked for so far."""
         self._bases: Iterator[BaseBlob] | None = None if self.base else iter(())
         """The base from its other files; None before the first is asked for."""
+        # Several threads may ask for the next file of the base; one opens it.
         self._lock = Lock()
         renew_lock_in_children(self)
 
@@ -280,6 +284,8 @@ class ColdShelf:
         left = [self._open_hot_base, self._open_cold_base, self._open_pinned_base]
         faults: list[BlobDamaged | ColdDamaged | StoreError] = []
         is_here = False
+        # A base that is frozen or thawed between two looks has moved to a file that the next round
+        # finds.
         for _ in range(LOOKS):
             for open_file in list(left):
                 try:
@@ -291,6 +297,8 @@ class ColdShelf:
                 else:
                     yield base
                     is_here = True
+                # Files that were opened or are faulty are done; only missing ones are looked for
+                # again.
                 left.remove(open_file)
         if faults and not is_here:
             raise faults[0]

@@ -97,6 +97,7 @@ class ColdFile:
         return FileView(self.data, start, end)
 
     def _window(self, begin: int, end: int, memory: memoryview) -> Window:
+        # Reads that bypass the page cache must begin and end at multiples of the page size.
         first = begin - begin % mmap.PAGESIZE
         wanted = end - first
         pages = memory[: -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE]

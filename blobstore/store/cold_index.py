@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _MAX_SIZE = 1 << 30
 _NO_BASE = "-"
+# Marks a key that has two different bases: the cold file decides.
 _AMBIGUOUS = "?"
 
 
@@ -60,6 +61,7 @@ class ColdIndex:
             StoreError: it cannot be read.
         """
         key = _key(digest, FileState.of_status(status))
+        # Another process may have added it since.
         if key not in self._listed:
             self._load()
         base = self._listed.get(key, _AMBIGUOUS)
@@ -116,6 +118,7 @@ class ColdIndex:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+        # A new file needs a durable name as well as durable bytes.
         if is_new:
             sync_folder(self.path.parent)
 
@@ -144,6 +147,7 @@ class ColdIndex:
                 return
             text = read_regular(self.path, _MAX_SIZE).decode("ascii", "replace")
         except (OSError, BlobstoreError):
+            # Without the index cold files are opened, which takes longer and is never wrong.
             return
         self._version, self._listed = version, {}
         for line in text.splitlines():

@@ -61,8 +61,10 @@ class History:
         # Later than the last one even if the clock was set back, or this one would be the oldest.
         last = max(names, default="0").partition("-")[0]
         stamp = max(time.time_ns(), int(last) + 1)
+        # 20 digits hold any number of nanoseconds of 64 bits, so names sort by time.
         names.append(f"{stamp:020d}-{_key(reference)}")
         write_file(folder / names[-1], [data], mode=0o644, temporary=self._layout.temporary)
+        # Only after the new file is durable, so a crash leaves too many files and never too few.
         for old in names[:-_KEPT]:
             (folder / old).unlink(missing_ok=True)
 

@@ -47,6 +47,7 @@ class HotShelf:
     def has(self, digest: Digest) -> bool:
         """Return whether the blob has a file, whatever its content."""
         interrupts.check()
+        # A link counts as a file: opening it then reports damage, not a missing blob.
         return os.path.lexists(self._path(digest))
 
     def check_size(self, digest: Digest, size: int) -> None:
@@ -72,9 +73,11 @@ class HotShelf:
         path = self._path(digest)
         try:
             descriptor = os.open(path, _OPEN_FLAGS)
+            # Of the open file, because the name may get another file in between.
             found = os.fstat(descriptor)
         except OSError as error:
             raise self.error_of(digest, error) from None
+        # A map that reaches past the end of a shorter file would kill the process (SIGBUS).
         if found.st_size == size and stat.S_ISREG(found.st_mode):
             return descriptor
         os.close(descriptor)
@@ -116,6 +119,8 @@ class HotShelf:
         try:
             if past_cache:
                 count = read_past_cache(descriptor, buffer, offset)
+                # The end of a blob is seldom the end of a page; the loop reads what is left through
+                # the page cache.
                 buffer = buffer[count : size - offset]
                 offset += count
             while buffer:
@@ -158,12 +163,16 @@ class HotShelf:
 
         The generator raises BlobDamaged if the blob cannot be read to its end.
         """
+        # Opened before the first piece is asked for, so that the caller can try the cold file if
+        # this one is missing.
         descriptor = self.open(digest, size)
 
         def read() -> Generator[memoryview, None, None]:
             done = 0
             buffer = memoryview(bytearray(min(_READ_SIZE, size + 1)))
             try:
+                # Read to the end of the file, even past `size`: if the file has grown, its digest
+                # must be wrong.
                 while count := os.preadv(descriptor, [buffer], done):
                     yield buffer[:count]
                     done += count
@@ -190,6 +199,7 @@ class HotShelf:
             return not_a_file(f"blob {quote(path)}")
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return BlobMissing(f"blob {quote(path)} is missing")
+        # Linux reports too many maps as a lack of memory.
         if error.errno == errno.ENOMEM and (limited := too_many_maps(f"blob {quote(path)}")):
             return limited
         return StoreError(f"blob {quote(path)} cannot be read: {error.strerror}")

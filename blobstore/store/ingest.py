@@ -110,9 +110,11 @@ class Ingest:
         # An interrupt can strike anywhere, also between the start of a thread and its entry in
         # the list of its pool. So this does not rely on what callers joined or recorded.
         self.stop()
+        # Threads that are still adding have files open, which are removed below.
         with self._changed:
             self._changed.wait_for(lambda: not self._active)
         self._pool.shutdown()
+        # Also after a failure: what was found intact stays intact.
         self._verified.save()
         self._lease.remove_files()
 
@@ -134,6 +136,8 @@ class Ingest:
             OSError: writing failed.
             Cancelled: the import has ended.
         """
+        # Under the lock: either the exit sees this thread as active, or this thread sees that the
+        # import is closed.
         with self._changed:
             self._check_open()
             self._active += 1
@@ -199,8 +203,11 @@ class Ingest:
         item = Ingested(digest, size, written=True, is_repair=digest in self._damaged)
         state = partial.complete()
         with self._changed:
+            # Publishing compares the state, because another process may publish or remove the file
+            # before.
             self._partial[partial.path] = state
             self._unnamed[partial.path] = item
+        # A descriptor of its own: the caller may close the partial file before the sync.
         self._sync_later(partial.duplicate())
         return item
 
@@ -247,6 +254,8 @@ class Ingest:
     def _publish(self, path: Path, item: Ingested) -> None:
         """Give a synced file the name of its blob."""
         if item.digest not in self._damaged:
+            # No lock is needed: the lease holds the blob, and every file with this digest has the
+            # same bytes.
             path.replace(self._layout.blob(item.digest))
             return
         blob = BlobId(item.digest, item.size)
@@ -259,10 +268,12 @@ class Ingest:
     def _publish_partial(self, path: Path, item: Ingested, state: FileState) -> None:
         """Give a complete partial file the name of its blob, unless another process has done so."""
         is_published = False
+        # Any process may publish a complete partial file, so it may be gone or another file by now.
         if FileState.of(path) == state:
             with contextlib.suppress(FileNotFoundError):
                 self._publish(path, item)
                 is_published = True
+        # What another process has published is hashed before it is used.
         if not is_published and self.find(item.digest, item.size) is None:
             raise StoreError(
                 f"another program has changed or removed {quote(path)}", advice=RUN_AGAIN
@@ -343,6 +354,7 @@ class Ingest:
                 self._lease.close_file(descriptor)
                 self._slots.release()
 
+        # Bounds the open descriptors. If the disk is slower than the import, the import waits here.
         self._slots.acquire()
         synced = self._pool.submit(sync)
         with self._changed:

@@ -73,6 +73,7 @@ class Layout:
         """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"
         """Whose signatures the models of the store need."""
+        # Prefixes, built once: pathlib would take long to join thousands of paths.
         self._blob = str(self.blobs / Digest("").file_name)
         self._base = str(self.bases / Digest("").file_name)
         self._cold = str(self.cold / Digest("").file_name)
@@ -102,4 +103,6 @@ class Layout:
         try:
             return Reference(*manifest.relative_to(self.manifests).parts)
         except (InvalidReference, TypeError, ValueError):
+            # A path with too few or too many parts raises TypeError, one outside the folder
+            # ValueError.
             return None

@@ -289,6 +289,7 @@ class LocalStore(BlobReader):
         try:
             return read_regular(path, MAX_MANIFEST_SIZE)
         except (FileNotFoundError, NotADirectoryError):
+            # If the store itself is unusable, that is the error, and not a missing model.
             self.check_root()
             if path.is_symlink():
                 raise InvalidManifest(f"{quote(path)} is a broken symbolic link") from None
@@ -399,15 +400,19 @@ class LocalStore(BlobReader):
             OSError: the store cannot be written. Otherwise as :meth:`publish`.
         """
         path = self.manifest_path(reference)
+        # The caller's lock keeps blobs that are found here from being removed before the manifest
+        # has its name.
         for blob in blobs:
             self.check_size(blob.digest, blob.size)
         self.check_name(reference)
         for folder in (path.parent, self._layout.temporary):
             make_folders(folder, self.root)
         former = None
+        # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
             if (found := self.read_manifest(reference)) != data:
                 former = found
+                # Before the new one is written: a crash in between loses neither.
                 self._history.keep(Reference.of(reference), former)
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
         return former
@@ -446,6 +451,7 @@ class LocalStore(BlobReader):
                 folders[path.parent] = None
         finally:
             for folder in folders:
+                # Even if a later name does not exist: those before it must be removed durably.
                 sync_folder(folder)
         for folder in folders:
             with contextlib.suppress(OSError):  # the folder has other names
@@ -536,6 +542,7 @@ class LocalStore(BlobReader):
         Readers call this, so it creates no folder: one of root would lock the owner out.
         """
         with contextlib.suppress(OSError):
+            # A torn index is a cache that is wrong, which its readers expect, so no sync is needed.
             write_file(self._layout.headers / key.hex, [data], durable=False)
 
     def remove_index(self, key: Digest) -> None:

@@ -43,6 +43,7 @@ LOCK_TIMEOUT = 60.0
 _IMPORT_TIMEOUT = 3600.0
 """Seconds that a running import waits at least: it may lose the work of hours."""
 _FIRST_PAUSE, _LAST_PAUSE = 0.0005, 0.01
+# What flock fails with on file systems that cannot lock.
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _NUMBERS = itertools.count()
 """The last parts of the names of temporary files."""
@@ -107,6 +108,7 @@ class Locks:
         if is_created:
             self._make(self._layout.lock.parent)
             flags |= os.O_CREAT
+        # Each user of the store must be able to lock the file, as far as the umask allows.
         descriptor = os.open(self._layout.lock, flags, 0o666)
         if is_created:
             give_to_owner(self._layout.lock)
@@ -157,8 +159,11 @@ class Lease:
         self._importer = self if is_import else None
         self._held: set[Digest] = set()
         self._path = layout.leases / self.name
+        # Appending, because worker processes add digests to the same file.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        # Readable for others, because their gc must read it too.
         self._descriptor = os.open(self._path, flags, 0o644)
+        # A forked process may go on reading a model, but it never goes on with an import.
         if is_import:
             NOT_INHERITED.add(self)
         try:
@@ -183,8 +188,11 @@ class Lease:
         """
         fresh = set(digests) - self._held
         if fresh:
+            # gc decides under the exclusive lock. So it reads this line, or it is done before the
+            # caller looks for the blob.
             with self._locks.shared(self._importer):
                 write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
+            # Only now: if the write failed, the next call must write them again.
             self._held |= fresh
 
     def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
@@ -194,6 +202,7 @@ class Lease:
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended the lease, or died and its lease was collected."""
+        # gc removes the file of a lease if its process seems dead. The open descriptor shows that.
         return os.fstat(self._descriptor).st_nlink == 0
 
     def create_file(self) -> tuple[Path, int]:
@@ -219,6 +228,7 @@ class Lease:
     def remove_files(self) -> None:
         """Remove the files of :meth:`create_file` that have not been renamed."""
         folder, prefix = self._files
+        # Files of worker processes too: their names begin with the same prefix.
         for path in folder.glob(f"{prefix}*"):
             path.unlink(missing_ok=True)
 
@@ -250,6 +260,8 @@ _WRITTEN: set[int] = set()
 def _drop_in_child() -> None:
     descriptors = _WRITTEN.union(owner._descriptor for owner in NOT_INHERITED)
     if descriptors:
+        # The descriptors are redirected and not closed: their owners still know the numbers and
+        # close them later, when these could belong to other files.
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         for descriptor in descriptors:
             os.dup2(nowhere, descriptor, inheritable=False)
@@ -270,6 +282,7 @@ class JoinedLease(Lease):
         # The name of the lease is all up to the last dash: so gc finds it.
         self._files = layout.temporary, f"{name}-{secrets.token_hex(8)}."
         self._locks = locks
+        # A worker waits for the lock as long as the import does, and stops with it.
         self._importer = self
         self._held = set()
         try:
@@ -306,8 +319,11 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
         if path.name == without:
             continue
         with contextlib.suppress(FileNotFoundError):  # a lease can end at any time
+            # A link or a pipe with the name of a lease must not make gc read elsewhere, or wait.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
+                # A living process keeps its lease locked, so a lock that is free belongs to a dead
+                # one.
                 if try_lock(descriptor, fcntl.LOCK_SH, layout.root):
                     leases.dead.append(path)
                     continue
@@ -315,6 +331,8 @@ def read_leases(layout: Layout, without: str = "") -> Leases:
             finally:
                 os.close(descriptor)
             lines = data.splitlines(keepends=True)
+            # A line of another length is torn: the disk was full, or it is being written while a
+            # dry run reads without the lock.
             whole = (line[:-1] for line in lines if len(line) == _LINE)
             leases.held[path.name] = {Digest(line.decode("ascii", "replace")) for line in whole}
     return leases
@@ -327,6 +345,8 @@ def try_lock(descriptor: int, kind: int, root: Path) -> bool:
         StoreError: the file system has no locks.
     """
     try:
+        # Never wait inside the system call: callers look for a request to stop, and for the end of
+        # their time, between two tries.
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

@@ -72,6 +72,7 @@ def _named(reader: ManifestResolver, text: str, *, needs_name: bool) -> Referenc
     except ModelNotFound:
         digests: dict[str, list[Reference]] = {}
         for name in reader.references():
+            # A manifest that cannot be read has no ID; the other models may still match.
             with contextlib.suppress(BlobstoreError):
                 digests.setdefault(Digest.of(reader.read_manifest(name)).hex, []).append(name)
         near = [names for digest, names in digests.items() if digest.startswith(start)]

@@ -106,15 +106,18 @@ class PartialBlob:
                 if descriptor is None:
                     continue
                 if _is_complete(os.fstat(descriptor), blob):
+                    # The new object closes the lock and the descriptor from now on.
                     failing.pop_all()
                     return cls(lock, path, blob, descriptor, None)
                 reading.callback(os.close, descriptor)
                 earlier.append(descriptor)
             new = cls._created(lock, blob)
+            # From here on `new.close` releases the lock too.
             failing.pop_all()
             failing.callback(new.close)
             new._begin()
             new._copy_most(earlier, check)
+            # Only after the copy, because its bytes are in the earlier files.
             new._remove_earlier()
             failing.pop_all()
             return new
@@ -130,6 +133,8 @@ class PartialBlob:
             status = os.fstat(writer)
             if not status.st_mode & stat.S_IWUSR:  # an odd umask; it would seem to be complete
                 os.fchmod(writer, status.st_mode & 0o777 | stat.S_IWUSR)
+            # A second descriptor: the one that can write is closed before the file may be
+            # published, and this one stays.
             reader = os.open(path, os.O_RDONLY | OPEN_FLAGS)
             failing.callback(os.close, reader)
             if not os.path.samestat(os.fstat(reader), status):
@@ -174,6 +179,8 @@ class PartialBlob:
             try:
                 count = os.pwrite(self._descriptor, view[offset - left.start :], offset)
             except OSError as error:
+                # The disk is full. Earlier files hold nothing that cannot be fetched again, so they
+                # go even if they are young.
                 if error.errno not in _FULL or not self._remove_earlier(age=0):
                     raise
                 continue
@@ -264,6 +271,7 @@ class PartialBlob:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
+                # A complete file stays: its process may be about to publish it.
                 if not age or (
                     now - status.st_mtime >= age and not _is_complete(status, self.blob)
                 ):
@@ -278,6 +286,7 @@ class PartialBlob:
 
     def _hash_next(self, data: memoryview, offset: int) -> None:
         """Hash bytes if they follow what has been hashed; otherwise they are read later."""
+        # A stream does not wait while another one hashes; its bytes are read back later.
         if self._digester_lock.acquire(blocking=False):
             try:
                 if self._digester.size == offset:
@@ -346,10 +355,15 @@ def _lengths(size: int) -> list[int]:
 def _counters(descriptor: int, size: int) -> list[int] | None:
     """Return how many bytes of each part a partial file has; None if it makes no sense."""
     lengths = _lengths(size)
+    # The counters were cut off, so it was filled, even if its process died before it made it
+    # read-only.
     if os.fstat(descriptor).st_size == size:
         return lengths
+    # One byte more, which shows that a file is too long.
     data = read_exactly(descriptor, _COUNTER.size * len(lengths) + 1, size)
     if len(data) != _COUNTER.size * len(lengths):
         return None
     counters = [count for (count,) in _COUNTER.iter_unpack(data)]
+    # Counters are bytes from a file, which may be anything. A larger one would count bytes of the
+    # next part.
     return counters if all(map(int.__le__, counters, lengths)) else None

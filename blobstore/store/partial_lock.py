@@ -64,6 +64,8 @@ class PartialLock:
             except OSError as error:
                 if error.errno not in NOT_OURS:
                     raise
+                # A link, a pipe or a file of another user has the name: remove it and create a
+                # file.
                 path.unlink(missing_ok=True)
                 continue
             is_ours = False
@@ -98,6 +100,7 @@ class PartialLock:
     def add_file(self) -> Path:
         """Return a path for one more partial file. It is listed first, so that no file is left unlisted."""
         token = secrets.token_hex(8)
+        # Only the holder of the lock appends, so the end of the file does not move.
         os.pwrite(self._descriptor, f"{token}\n".encode(), os.fstat(self._descriptor).st_size)
         return _file(self._path, token)
 
@@ -132,6 +135,7 @@ def listed_files(folder: Path, digest: Digest) -> list[Path]:
 
 def belongs_to_us(descriptor: int, folder: Path) -> bool:
     """Return whether only this user or the owner of the folder can write to a file, under one name."""
+    # What root creates in another user's store belongs to that user, so both count as owners.
     status, owners = os.fstat(descriptor), (os.geteuid(), folder.stat().st_uid)
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid in owners
 
@@ -155,4 +159,5 @@ def _file(lock: Path, token: str) -> Path:
 
 def _listed(lock: Path, descriptor: int) -> list[Path]:
     lines = read_exactly(descriptor, _MAX_LIST, 0).decode("ascii", "replace").split("\n")
+    # The file may hold anything, and only tokens become paths.
     return [_file(lock, line) for line in lines if _TOKEN.fullmatch(line)]

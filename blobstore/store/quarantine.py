@@ -42,6 +42,8 @@ def replace_damaged(
     """
     digest, size = blob
     while True:
+        # Hashing takes long, so it happens without the lock. The states show under the lock whether
+        # the verdict still holds.
         seen = states(store, digest)
         is_intact, is_cold_intact = which_are_whole(store, digest, size, progress)
         if is_intact and is_cold_intact:
@@ -85,6 +87,7 @@ def quarantine_cold(store: BlobReader, digest: Digest) -> Path | None:
     cold = store.cold_path(digest)
     quarantined = _quarantine(store, cold, digest)
     link_base(store, digest)  # it may be a base; gc removes the link if it is not
+    # Without hard links, the file was moved to quarantine instead of being linked there.
     if os.path.lexists(cold):
         os.unlink(cold)  # noqa: PTH108 - a blob's path is a string
     sync_folder(store.folder("cold"))

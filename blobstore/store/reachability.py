@@ -82,6 +82,8 @@ class ReachableBlobs:
                     raise InvalidManifest(self._unknown(path, "it is a broken link")) from None
             except OSError as error:
                 raise StoreError(self._unknown(path, error.strerror)) from error
+        # Again: if the disk was unmounted during the walk, names that are only hidden would seem
+        # removed.
         self._check_folder()
         cached = {
             model.path.name: model.blobs
@@ -135,6 +137,8 @@ class ReachableBlobs:
             manifest = Manifest.from_bytes(data, self._known)
             is_proven = self._store.check_manifest(data, manifest)
         except BlobstoreError as error:
+            # One manifest that cannot be read is enough to stop, because any blob may be one of its
+            # own.
             raise InvalidManifest(self._unknown(path, error.message)) from None
         blobs = tuple([blob.digest.hex for blob in manifest.blobs])
         layers = (manifest.config, *manifest.layers)

@@ -75,6 +75,8 @@ class RemoteCache:
                 used = entry.stat(follow_symlinks=False).st_mtime
                 if used_within is not None and time.time() - used > used_within:
                     continue
+                # The name is the digest of the content, so a file that was read once is never read
+                # again.
                 if entry.name not in self._blobs:
                     data = read_regular(path, MAX_MANIFEST_SIZE)
                     if Digest.of(data).hex != entry.name:

@@ -69,10 +69,13 @@ class Signatures:
         verified, unverified = folder / f"{name}{_VERIFIED}", folder / f"{name}{_UNVERIFIED}"
         if is_verified:
             self._write(verified, data)
+            # Only after the verified one is durable, so that a crash leaves at least one of them.
             unverified.unlink(missing_ok=True)
         elif _kept(verified).data is None and len(data) <= limits.UNVERIFIED.one:
             self._write(unverified, data)
             count = size = 0
+            # From newest to oldest, so the oldest are beyond the limits. The new one stays even if
+            # the clock was set back.
             for path, status in _files(folder, _UNVERIFIED):
                 count, size = count + 1, size + status.st_size
                 is_over = count > limits.UNVERIFIED.count or size > limits.UNVERIFIED.all

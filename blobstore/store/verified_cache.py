@@ -89,6 +89,8 @@ class VerifiedBlobs:
             lines = (f"{spelled} {' '.join(map(str, version))}\n" for spelled, version in latest)
             text = "".join(lines).encode()
             data = [_HEADER, f"{Digest.of(text)}\n".encode(), text]
+            # Not synced: a torn file does not have the digest in its second line, and counts as
+            # empty.
             with contextlib.suppress(OSError):
                 write_file(self._path, data, mode=0o600, durable=False)
 

@@ -91,6 +91,7 @@ def damaged_blobs(
             and cold_files_of.has_cold(blob.digest)
             and cold_files_of.has_hot(blob.digest)
         ):
+            # Thawed between the look and the read.
             with contextlib.suppress(BlobMissing):
                 cold_files_of.check_cold(blob.digest, blob.size, pause)
 

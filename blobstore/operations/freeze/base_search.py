@@ -71,6 +71,8 @@ class BaseFinder:
         self._groups: dict[frozenset[tuple[str, int]], list[Reference]] = defaultdict(list)
         """Models that can be bases, by the names and sizes of their layers."""
         for reference, layers in self._layers.items():
+            # A base must not be a delta itself, so a model that consists mostly of deltas is of no
+            # use as one.
             size = sum(layer.size for layer in layers.values() if layer.digest not in deltas)
             if size > sum(layer.size for layer in layers.values()) / 2:
                 self._groups[_kind(layers)].append(reference)
@@ -89,6 +91,8 @@ class BaseFinder:
             base = next(
                 (other for other in known if other != reference and _names(other) & texts), None
             )
+            # Models of one kind have the same candidates, so these are looked for once for a
+            # family.
             if kind not in candidates:
                 candidates[kind] = self._candidates(kind, similar)
             found = {
@@ -153,6 +157,7 @@ class BaseFinder:
     def _saved_and_left(self, reference: Reference, base: Reference) -> tuple[float, float]:
         """Return about the bytes of a model's own blobs that a base saves, 0 if too few, and the others."""
         theirs = self._layers[base]
+        # Equal blobs are stored once in any case, so only blobs that differ count.
         pairs = [
             (layer, theirs[name])
             for name, layer in self._layers[reference].items()
@@ -163,6 +168,7 @@ class BaseFinder:
             with contextlib.suppress(BlobstoreError):  # reported when the blob is compressed
                 saved += self._sampler.saved(layer.id, other.id) * layer.size
                 size += layer.size
+        # Models that share a blob share what it saves.
         total = sum(layer.size / self._uses[layer.digest] for layer, _ in pairs)
         if not size or saved < MIN_GAIN * size:
             return 0.0, total
@@ -211,6 +217,7 @@ def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:
 
     while by_base and total(best := max(by_base, key=total)) > 0:
         chosen.add(best)
+        # A base has no base itself.
         bases.pop(best, None)
         for one, gain in by_base.pop(best).items():
             if one not in chosen and gain > saved[one]:

@@ -30,6 +30,7 @@ _BATCH: Final = 64
 """The most blobs per batch."""
 _BATCH_BYTES: Final = 256 << 20
 """About the most bytes of blobs per batch: as much free disk space is needed."""
+# Bounds the finished work that is lost if the process is killed.
 _BATCH_SECONDS: Final = 2.0
 
 NO_SPACE: Final = {errno.ENOSPC, errno.EDQUOT}
@@ -82,6 +83,8 @@ class TemporaryFiles:
         try:
             try:
                 yield path, descriptor
+                # The caller renames the file later, and the new name must not become durable before
+                # the bytes.
                 os.fsync(descriptor)
             finally:
                 self.lease.close_file(descriptor)
@@ -124,6 +127,7 @@ def run_in_batches(
                     batch.append(result)
                     size += blob.size
                     has_result = True
+                # Once a job finds no space, commit what there is: that removes hot files.
                 is_full = len(batch) >= _BATCH or size >= _BATCH_BYTES
                 is_late = time.monotonic() - started >= _BATCH_SECONDS
                 if batch and (is_full or is_late or without_space):
@@ -131,6 +135,7 @@ def run_in_batches(
                     batch, size, started = [], 0, time.monotonic()
         if batch:
             yield batch
+        # Nothing was committed that could have freed space, so another round would fail too.
         if without_space and not has_result:
             raise without_space[0][1]
         remaining = [blob for blob, _ in without_space]

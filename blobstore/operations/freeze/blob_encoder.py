@@ -60,6 +60,7 @@ class SizeEstimator:
         if key not in self._sizes:
             encoder = BlobEncoder(self._store, blob, self.level, base)
             size = encoder.estimate()
+            # The encoder drops a base that has nothing in common with the blob.
             if encoder.has_base:
                 alone = self.estimate(blob)
                 size = size if size <= (1 - MIN_GAIN) * alone else alone
@@ -195,6 +196,7 @@ class BlobEncoder:
         if self._base is not None:
             look = partial(report, 0)  # which raises if the jobs must end
             spans = list(fit_low_rank(self._data, spans, self._base, self._level, look))
+        # A span that equals an earlier one refers to it, so a base would save nothing more.
         spans = [
             span
             if span.same_as is None
@@ -238,6 +240,7 @@ class _BaseAligner:
         """Return the spans of the blob, the header first, with their offsets in the base."""
         tensors = list(self._align_tensors(spans[1:]))
         header = spans[0]
+        # An equal header alone is no reason to depend on a base.
         if any(span.base_begin is not None for span in tensors) and self._has_equal(header.size):
             header = header._replace(base_begin=0)
         return [header, *tensors]

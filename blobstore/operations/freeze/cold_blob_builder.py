@@ -94,6 +94,7 @@ class ColdBlobBuilder:
     def _base_of(self, blob: Descriptor) -> BlobId | None:
         """Return the base that a blob is to be encoded against, if that is intact and can be kept."""
         base = self._bases.get(blob.digest)
+        # A hot base must get a second hard link, or it could be deleted before its deltas.
         if base is None or not (self.has_links or self._store.has_cold(base.digest)):
             return None
         # Checked again when the delta is decoded; checking it here saves an encoding in vain.
@@ -149,6 +150,7 @@ class ColdBlobBuilder:
                 encoded = write_verified(
                     encoder,
                     output,
+                    # File systems allocate complete blocks, so only fewer blocks are a gain.
                     is_gain=lambda: count_blocks(output.size) < count_blocks(blob.size),
                     verify=verify,
                     report=report,
@@ -174,6 +176,7 @@ class ColdBlobBuilder:
         def first_file(digest: Digest, size: int) -> Iterator[BaseBlob]:
             return islice(self._store.base_files(digest, size), 1)  # the one that was hashed
 
+        # Read before the file is decoded: the commit compares it, and so notices any later change.
         state = FileState.of(where)
         for _ in range(_ATTEMPTS):
             cold = ColdBlob(where, blob.digest, first_file)
@@ -186,6 +189,8 @@ class ColdBlobBuilder:
             if cold.base is None and state is not None:
                 # Renaming keeps the state, so the committed file need not be hashed as a base.
                 self._verified.add(blob.digest, (self._store.cold_path(blob.digest), state))
+            # The base had one file all the time, so the bytes that were hashed are those that were
+            # decoded against.
             if cold.base is None or self._verified.file(cold.base) == file:
                 return EncodedBlob(blob, path, state, cold.stored, cold.base)
         return None

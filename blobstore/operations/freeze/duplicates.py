@@ -74,6 +74,7 @@ class DuplicateFinder:
     def read(self, models: Sequence[Mapping[str, Descriptor]]) -> None:
         """Read the tensors of the blobs to be frozen, and those of the other models that may match."""
         self._add(self._frozen.values())
+        # Only pieces of these kinds can be equal to one of them, so no others are probed.
         kinds = self._index.kinds()
         self._add((item for blobs in self._candidates(models) for item in blobs), kinds)
 
@@ -179,6 +180,7 @@ class DuplicateFinder:
                 -item.saved / self._sizes[item.blob],
                 item.base in self._frozen,
                 item.base in deltas,
+                # Digests decide ties, so that a store always gets the same plan.
                 item.base.hex,
                 item.blob.hex,
             )
@@ -199,9 +201,11 @@ class DuplicateFinder:
         owners: dict[Key, list[Digest]] = defaultdict(list)
         for digest in sorted(self._index, key=lambda item: (item in self._frozen, item.hex)):
             for key in set(self._keys(digest)):
+                # A piece that very many blobs have would be compared quadratically often.
                 if len(owners[key]) < _MAX_BASES:
                     owners[key].append(digest)
         for digest in self._frozen:
+            # Only hot blobs are encoded, and a base has no base itself.
             if digest in bases or digest not in self._index or not self._store.has_hot(digest):
                 continue
             least = max(_MIN_BLOB // 2, _MIN_SHARE * self._sizes[digest])

@@ -192,6 +192,7 @@ class _Run:
 
     def estimate(self, pool: WorkerPool) -> None:
         """Estimate the compressed sizes from samples."""
+        # Without the lock, because an estimate may be out of date.
         leased = self._store.read_leases().digests
         needs = self._plan.must_stay_hot(leased)
         for blob in self._plan.blobs.values():
@@ -211,6 +212,7 @@ class _Run:
         needs = self._plan.must_stay_hot(set())
         to_encode = [blob for blob in self._plan.blobs.values() if self._is_to_encode(blob, needs)]
         with TemporaryFiles(self._store) as files:
+            # While blobs are encoded, other processes may remove the names that need them.
             files.lease.hold(self._plan.blobs)
             files.lease.hold(base.digest for base in self._plan.base_blobs.values())
             for digest in self.results:  # the blobs that need not be encoded
@@ -220,6 +222,7 @@ class _Run:
                 again: list[Descriptor] = []
                 with contextlib.closing(run_in_batches(pool, to_encode, build)) as batches:
                     for batch in batches:
+                        # Deltas whose base cannot be kept are encoded again without it.
                         again += self._commit(batch, files.lease.name)
                 to_encode = again
 
@@ -300,6 +303,8 @@ class _Run:
         """
         ready: list[EncodedBlob] = []
         again: list[Descriptor] = []
+        # Read under the lock, so no other process can make a delta of a base until these blobs have
+        # their names.
         cold = self._store.cold_files()
         bases = set(self._store.cold_bases(cold).values())
         for item in batch:
@@ -309,9 +314,11 @@ class _Run:
             elif outcome is not None:
                 self._add(item.blob, outcome)
             elif item.base is None or pin(self._store, item.base):
+                # Its base outlives the hot file from now on.
                 ready.append(item)
                 continue
             else:
+                # From now on no delta against a hot base is tried.
                 self._builder.has_links = False
                 again.append(item.blob)
             if item.path is not None:
@@ -334,6 +341,7 @@ class _Run:
         if item.base is not None:
             if digest in bases:
                 return "in use"  # no base has a base itself
+            # Another process may have frozen the base as a delta since the plan was made.
             try:
                 if item.base not in cold:
                     is_base = self._store.has_hot(item.base)

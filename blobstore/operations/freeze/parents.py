@@ -95,6 +95,7 @@ class ParentFinder:
         for parent, ladder in parents.items():
             if parent.digest in chosen:
                 saved = self._size(parent) - self._size(parent, chosen[parent.digest])
+                # As a delta the parent saves more than the ladder takes without it.
                 if saved >= sum(self._size(blob) for blob in ladder):
                     continue
                 del chosen[parent.digest]

@@ -50,6 +50,8 @@ class FreezePlan:
         """Return why blobs must stay hot, by the hex digests of the blobs."""
         needs: dict[str, Need] = {}
         for path, manifest in self.reachable.by_path().items():
+            # A name with another manifest than at the time of the plan is not the model that was to
+            # be frozen. Only tensors get cold.
             is_frozen = self.frozen.get(path) == manifest.state
             needs.update(dict.fromkeys(manifest.others if is_frozen else manifest.blobs, "shared"))
         return needs | dict.fromkeys((digest.hex for digest in leased), "in use")
@@ -107,6 +109,7 @@ def plan_freeze(
     manifests: dict[Reference, Manifest] = {}
     if base is not None or find_base:
         for reference in all_names:
+            # Removed since the names were listed.
             with contextlib.suppress(BlobstoreError):
                 manifests[reference] = store.parse(reference)[1]
     _choose_models(store, plan, chosen, older_than, is_named=bool(named))
@@ -130,6 +133,8 @@ def _choose_models(
         if not layers and not is_named:
             continue  # a GGUF model of Ollama
         if older_than is not None:
+            # A thawed blob has a new file, so the times of the blobs count as well as that of the
+            # manifest.
             modified = 0.0
             for file in (path, *(store.blob_path(layer.digest) for layer in layers)):
                 with contextlib.suppress(OSError):

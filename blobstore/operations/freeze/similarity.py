@@ -42,6 +42,7 @@ class BlobSampler:
             return 0.0
         if blob not in self._bits:
             self._bits[blob] = _entropy(mine)
+        # A constant sample has no entropy.
         return 1 - _entropy(_differences(mine, theirs)) / max(self._bits[blob], 1.0)
 
     def _sample(self, blob: BlobId) -> Array | None:

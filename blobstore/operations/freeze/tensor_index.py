@@ -210,6 +210,7 @@ class TensorIndex:
         """
         if digest not in self._keys:
             blob = self._blobs[digest]
+            # A piece whose probe no other blob has need not be read completely.
             shared = {
                 piece: probe for piece, probe in blob.probes.items() if len(self._owners[probe]) > 1
             }

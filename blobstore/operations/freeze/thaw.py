@@ -92,6 +92,7 @@ def thaw_models(
     if cold:
         pool = WorkerPool(jobs, progress, sum(blob.size for blob in cold))
         with store.writing(), TemporaryFiles(store) as files:
+            # gc keeps the bases as long as their deltas.
             files.lease.hold(blob.digest for blob in cold)
             decode = partial(_decode, store, files=files, report=pool.report)
             for batch in run_in_batches(pool, cold, decode):
@@ -167,6 +168,7 @@ def _is_intact(store: LocalStore, blob: Descriptor, report: Report) -> bool:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    # A program that takes no lock may have removed the name since; the synced file is then lost.
     return os.path.lexists(store.blob_path(blob.digest))
 
 
@@ -178,6 +180,8 @@ def _commit(
     with store.exclusive_lock():
         for item in batch:
             hot = store.blob_path(item.blob.digest)
+            # Replace only the file that was found damaged: another process may have put an intact
+            # one there.
             if item.path is not None and FileState.of(hot) == item.replaced:
                 if os.path.lexists(hot):
                     put_in_place(store, item.blob.digest, item.path)
@@ -187,11 +191,13 @@ def _commit(
         placed = [
             item for item in batch if FileState.of(store.blob_path(item.blob.digest)) == item.state
         ]
+        # The hot names must be durable before the cold files go.
         sync_folder(store.folder("blobs"))
         if not keep_cold:
             bases = set(store.cold_bases().values())
             for item in placed:
                 digest, cold = item.blob.digest, store.cold_path(item.blob.digest)
+                # Programs that take no lock may have removed the hot file since.
                 if FileState.of(store.blob_path(digest)) != item.state or not os.path.lexists(cold):
                     continue
                 # The base of other blobs must get its second link, or it stays cold too.

@@ -89,10 +89,12 @@ def copy_to_store(
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
         ingest.publish()
         digest = Digest.of(data)
+        # Before the name: a policy may refuse a model whose signatures are still missing.
         for kept in store.kept_signatures(digest):
             if kept.data is not None:
                 other.keep_signature(digest, kept.data, is_verified=kept.is_verified)
         with other.writing(), ingest.exclusive_lock():
+            # Again: the name may have been given to another model while blobs were copied.
             replaced = _check_name(other, target, data, force=force)
             other.place(target, data, manifest.blobs)
     return CopiedModel(
@@ -139,7 +141,9 @@ def _copy_blobs(
                 yield piece
                 workers.report(len(piece), label)
 
+        # Decompressing frozen blobs twice would take longer than writing them in vain.
         item = ingest.add(blob.size, pieces, once=True)
+        # The error ends the import, so the wrong bytes get no name.
         if item.digest != blob.digest:
             raise BlobDamaged(
                 f"layer {quote(label)}: blob {blob.digest} is damaged: it has digest {item.digest}"

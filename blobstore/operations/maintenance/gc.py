@@ -281,10 +281,13 @@ class _Collection:
                     removed += self._visit(remaining.pop())
                     if time.monotonic() >= end:
                         break
+                # The removals of this process change the folder too, and are no reason to read it
+                # again.
                 self._cold_version = self._version_of_cold()
             if remaining and not self._is_dry:
                 interrupts.sleep(_PAUSE)
         if not self._is_dry:
+            # Without the lock: a removal that a power cut takes back leaves garbage, as before.
             for folder in dict.fromkeys(item.folder for item in candidates):
                 sync_folder(folder)
         return removed
@@ -322,6 +325,8 @@ class _Collection:
         """Return why a blob that is not in use must stay; None if it is garbage."""
         if self._is_base(item.digest):
             return "base"
+        # The damaged part of a manifest may be the digest of its config, so a config is kept if it
+        # confirms the layers.
         lost = self._marks.lost()
         if lost and _promise_of(item.folder / item.name) in lost:
             return "damaged manifest"
@@ -399,9 +404,13 @@ class _Collection:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
         folder = self._store.folder
         self._update()
+        # Removes the entries of cold blobs that are gone. It needs the lock, because freeze appends
+        # to the file.
         if self._cold and not self._is_dry:
             self._store.cold_index.rewrite(self._cold)
         leased = self._leases
+        # The name of a temporary file begins with that of its lease. Without a living lease, its
+        # process is dead.
         temporary = [
             entry
             for entry in scan_folder(folder("temporary"))
@@ -409,6 +418,7 @@ class _Collection:
         ]
         known = {digest.hex for digest in self._marks.manifests()}
         caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
+        # Files that begin with a dot are caches that were being written when their process died.
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
         links = [
@@ -444,6 +454,7 @@ class _Collection:
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 size = allocated(status)
+                # The name of a partial file or its lock begins with the hex digest of the blob.
                 leases = self._leases_of(Digest(entry.name.partition("-")[0]))
                 if not leases and _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), size)
@@ -465,6 +476,8 @@ class _Collection:
                     continue
                 descriptor = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
+                    # A push keeps its lock file locked. Entries of uploads are never locked, so
+                    # their age decides.
                     if try_lock(descriptor, fcntl.LOCK_EX, self._store.root):
                         yield self._remove(Path(entry.path), status.st_size)
                 finally:

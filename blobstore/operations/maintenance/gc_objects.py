@@ -79,6 +79,8 @@ def collect_objects(
     address = address if isinstance(address, StoreAddress) else StoreAddress.parse(address)
     store = ObjectStore(address)
     with Collection(store.client) as collection:
+        # Blobs first: what is written after the list is no candidate. Leases before names: a push
+        # whose lease has ended has written its name.
         blobs = dict(_blobs(store))
         leased = collection.leased()
         references = store.references()
@@ -123,6 +125,7 @@ def _blobs(store: ObjectStore) -> Iterator[tuple[Digest, ObjectInfo]]:
             digest = Digest.parse(name.replace("-", ":", 1))
         except InvalidDigest:  # not a blob
             continue
+        # A key that spells the digest in another way is not the key that a manifest leads to.
         if name == digest.file_name:
             yield digest, item
 

@@ -98,6 +98,7 @@ def restore_model(
     store, reference = LocalStore.of(store), Reference.of(reference)
     former = _chosen(model_history(reference, store=store), reference, ident)
     blobs = Manifest.from_bytes(former.data).blobs
+    # Under the lock, gc cannot remove a blob between this look and the new name.
     with store.writing(), store.exclusive_lock():
         if not store.has_blobs(blobs):
             raise NotFound(

@@ -135,6 +135,7 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
+            # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
                 store.remove(*(entry.reference for entry in entries))
     return left
@@ -158,6 +159,7 @@ def _rename(
             manifest = Manifest.from_bytes(data)
         except InvalidManifest as error:
             raise error.at(quote(store.manifest_path(source))) from None
+        # On a file system that ignores case, removing the old name would remove the new one.
         if not keeps_source and source.full.casefold() == target.full.casefold():
             raise NameConflict(
                 f"{quote(source)} and {quote(target)} differ only in case; rename the model to a "
@@ -172,6 +174,7 @@ def _rename(
         # Even if the name has this manifest already: its writer may not have synced it.
         with interrupts.deferred():
             store.place(target, data, manifest.blobs)
+            # The new name is durable by now, so a crash leaves at least one of the two.
             if not keeps_source:
                 store.remove(source)
     return Named(

@@ -161,6 +161,8 @@ def repair_models(
             recorded = {it.source for it in _recorded(store, manifests) or ()}
             if options == DEFAULT_OPTIONS and len(recorded) == 1:
                 (options,) = recorded
+            # The source must offer every file that the models have, even one that it leaves out by
+            # default.
             kept = {layer.name for it in manifests for layer in it.layers_of(media_types.FILE)}
             every = replace(options, keep=(*options.keep, *map(glob.escape, sorted(kept))))
             opened = open_source(source, every, progress=progress)
@@ -309,6 +311,8 @@ class _Repair:
             with self._store.lease() as self._lease:
                 for key, blob in list(self._wanted.items()):
                     # A damaged cold blob whose hot file is intact is not needed.
+                    # Judging reads the files, which takes long, so the lock is taken after it, and
+                    # the states are compared.
                     seen = states(self._store, blob.digest)
                     if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
                         with self._store.exclusive_lock():
@@ -362,12 +366,14 @@ class _Repair:
             try:
                 is_right = self._has_digest(candidate, descriptor)
                 if is_right:
+                    # The bytes must be durable before they get the name of the blob.
                     os.fsync(descriptor)
             finally:
                 self._lease.close_file(descriptor)
             if is_right:
                 self._place(candidate.blob, path)
         finally:
+            # A file that was put in place has the name of the blob by now.
             path.unlink(missing_ok=True)
         return is_right
 

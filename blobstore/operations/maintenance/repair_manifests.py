@@ -53,6 +53,7 @@ def restore_manifests(
             yield Restored(reference, manifest, None)
             continue
         with store.writing(), store.exclusive_lock():
+            # It was read without the lock, so another process may have restored or replaced it.
             if _damaged(store, reference) != damaged:
                 continue
             path = store.manifest_path(reference)
@@ -69,6 +70,7 @@ def _damaged(store: LocalStore, reference: Reference) -> bytes | None:
         data = store.read_manifest(reference)
     except BlobstoreError:
         return None
+    # What does not parse is damaged as well.
     with contextlib.suppress(InvalidManifest):
         if store.check_manifest(data, Manifest.from_bytes(data)):
             return None

@@ -166,6 +166,7 @@ class RebuiltBlobs:
                         tried.add(attempt)
                         found.append(Candidate(blob, partial(new.buffers, self._converter.convert)))
             yield found
+            # Files do not depend on the plan, so the first round has tried them all.
             files = []
             if not wanted:
                 return

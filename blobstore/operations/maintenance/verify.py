@@ -194,6 +194,7 @@ class _BlobCheck:
             if blob.id not in self.seen or blob.id in self.damaged or self.base_fault(blob)
         }
         for key in blobs:
+            # A blob that was frozen again may have another base.
             self.bases.pop(key.digest, None)
         self.of_models |= blobs.keys()
         self._check(blobs, as_bases=False)
@@ -205,6 +206,7 @@ class _BlobCheck:
             if (base.id not in self.seen or base.id in self.damaged)
             and base.id not in self.of_models
         }
+        # A base that no checked model lists may be here by its second hard link alone.
         self._check(unchecked, as_bases=True)
 
     def base_fault(self, blob: Descriptor) -> tuple[BlobId, str] | None:

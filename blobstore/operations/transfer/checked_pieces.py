@@ -38,6 +38,8 @@ class CheckedPieces:
         Raises:
             BlobDamaged: the digest differs.
         """
+        # A digest cannot go back, so bytes before the last piece are read again from the start of
+        # the blob.
         if self._source is None or offset < self._digester.size - len(self._piece):
             self.close()
             self._source = self._blob.pieces()
@@ -59,6 +61,8 @@ class CheckedPieces:
         if piece is not None:
             self._piece = memoryview(piece).cast("B")
             digester.update(piece)
+        # Checked before the last piece is passed on, so the server never gets the end of a damaged
+        # blob.
         if (piece is None or digester.size >= blob.size) and digester.digest() != blob.digest:
             raise BlobDamaged(
                 f"layer {quote(blob.label)}: blob {blob.digest} is damaged: it has digest "

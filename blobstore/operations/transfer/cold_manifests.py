@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from blobstore.registry.manifest import RemoteDescriptor
     from blobstore.store.local import LocalStore
 
+# A registry may list any number of them, and each takes a request.
 _MAX_MANIFESTS: Final = 100
 
 
@@ -52,6 +53,7 @@ def fetch_cold_layers(
             continue
         for one in content.layers if isinstance(content, ImageManifest) else ():
             layer = ColdLayer.of(one)
+            # By digest and size: what the registry states about the size must fit the model.
             if layer is not None and layer.blob in wanted:
                 known = found.setdefault(layer.blob.digest, layer)
                 if layer.stored.size < known.stored.size:
@@ -91,6 +93,7 @@ def usable_layers(
         layer = layers.get(blob.digest)
         if layer is None:
             continue
+        # An earlier pull may have fetched most of either form.
         left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
         if left[0] >= left[1]:
             continue

@@ -129,6 +129,7 @@ class Download:
         try:
             self._workers.run(range(streams), self._work, self._source.client.abort)
         finally:
+            # Unlocks the blobs. What has arrived stays for the next pull.
             for fetch in self._fetches:
                 if fetch.file is not None:
                     fetch.file.close()
@@ -165,6 +166,7 @@ class Download:
                 while self._unfinished and not self._tasks:
                     if self._workers.stopping.is_set():
                         raise Cancelled("stopped")
+                    # With a limit, because a request to stop does not notify.
                     self._changed.wait(_BUSY_PAUSE)
                 if not self._tasks:
                     return
@@ -186,6 +188,7 @@ class Download:
     def _begin(self, fetch: _Fetch) -> None:
         """Open the partial file of a blob, and fetch the parts that it lacks."""
         self._workers.report(0, fetch.label)
+        # Reporting raises if the pull must end, also while an earlier file is copied.
         file = self._ingest.open_partial(fetch.stored, lambda: self._workers.report(0, fetch.label))
         if file is None:
             # Last, so that this thread first does what no other process does.
@@ -201,6 +204,7 @@ class Download:
         fetch.resumed = file.done
         self._count(fetch, file.done)
         parts = file.missing
+        # Set before the parts are tasks: another thread may end one at once.
         fetch.parts = len(parts)
         if not parts:
             self._check(fetch, file)
@@ -245,6 +249,7 @@ class Download:
             return
         if fetch.cold is None and file.has_right_digest():
             self._ingest.adopt_partial(file)
+            # Before the blob ends: deltas that wait for it then read this file.
             self.paths[file.blob.digest] = file.path
             self._end(fetch, file)
             return
@@ -271,6 +276,7 @@ class Download:
 
     def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
         """Add what a complete cold layer decodes to; return False if that is not the blob."""
+        # A part is missing if the registry refused it, or has no such blob.
         if file.missing or not file.has_right_digest():
             return False
         file.complete()

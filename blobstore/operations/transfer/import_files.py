@@ -77,6 +77,7 @@ def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalSto
             out.writelines(store.read_pieces(file.digest, file.size))
     else:
         try:
+            # A link spares a copy: nobody writes to either name.
             os.link(content, target)
         except OSError:  # the file system has no hard links
             shutil.copyfile(content, target)
@@ -93,6 +94,7 @@ def _unpack(file: RemoteFile, content: Path, folder: Path) -> None:
 
     import zstandard
 
+    # Without compression, the files of a tar are no larger than the tar.
     left = file.size if not file.compression else max(file.size * _MAX_RATIO, _MIN_LIMIT)
     try:
         with (
@@ -101,6 +103,7 @@ def _unpack(file: RemoteFile, content: Path, folder: Path) -> None:
         ):
             for number, member in enumerate(tar):
                 name = member.name.removeprefix("./").rstrip("/")
+                # Folders are created when a file needs them.
                 if member.isdir():
                     continue
                 left -= member.size

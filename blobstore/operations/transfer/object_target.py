@@ -64,6 +64,7 @@ def open_objects(
         if dry_run:
             yield target
             return
+        # Before the first look for a blob, so that blobs which are found stay.
         with leased(objects.client, [target.model.digest, *digests]) as target.check_lease:
             yield target
 
@@ -72,6 +73,7 @@ class ObjectTarget:
     """A store in object storage that a model is pushed to."""
 
     kind = "the object storage"
+    # Object storage takes any bytes as a manifest, so blobs are always looked for.
     checks_manifests = False
 
     def __init__(
@@ -93,6 +95,7 @@ class ObjectTarget:
         former: bytes | None = None
         self._tag: ObjectTag | None = None
         with contextlib.suppress(ModelNotFound):
+            # Read before anything is sent. The name is given only if it still has this version.
             former, self._tag = objects.read_version(name, READ_FORMER)
         self.model = PushedModel(
             address=ModelAddress(objects.address, name),

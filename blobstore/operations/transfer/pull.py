@@ -143,6 +143,7 @@ def pull_model(
     name = None if name is None else Reference.of(name)
     store = LocalStore.of(store)
     store.check_root()
+    # An address that gives no valid name fails before the registry is asked.
     if name is None and not is_in_objects(remote):
         address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
         name = address.name()
@@ -161,6 +162,8 @@ def pull_model(
         found, fetch_layers = _attached(source, digest, errors.append)
         signatures = SelectedSignatures.of(found, digest, policy)
         verdict = check_trust(store, reference, signed, signatures.data, policy, errors)
+        # Compressed forms are those of a store's blobs, and files of other tools are imported
+        # first.
         if source.files or not cold:
             fetch_layers = dict
         if source.files and pull.is_imported(dry_run=dry_run):
@@ -236,6 +239,7 @@ class _Pull:
         """Return whether the name has what an earlier pull made of these files, with intact blobs."""
         source, store = self.source, self.store
         record = PullRecord.read(store, self.reference)
+        # The address may have other files by now.
         if record is None or record[:2] != (str(source.address), str(source.root.digest)):
             return False
         blobs = store.resolve(self.reference).blobs
@@ -249,6 +253,7 @@ class _Pull:
         source, store = self.source, self.store
 
         def is_here(blob: BlobId) -> bool:
+            # A damaged blob is fetched again.
             with contextlib.suppress(BlobDamaged):
                 return store.exists(*blob)
             return False
@@ -277,6 +282,7 @@ class _Pull:
         model = source.model
         former: bytes | None = None
         with store.ingest() as ingest:
+            # Each blob is leased before it is looked for, so what is found stays.
             found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
             missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
             listed = fetch_layers() if missing else {}
@@ -294,11 +300,14 @@ class _Pull:
                 return transfer.result(created.notices, replaced=created.replaced)
             ingest.publish()
             transfer.remove_cold_files()
+            # The config is in the store by now, so it can confirm the manifest.
             store.check_manifest(model.manifest, source.manifest)
             digest = Digest.of(model.manifest)
+            # Before the name, so that a policy never finds the model without them.
             for data in signatures.data:
                 store.keep_signature(digest, data, is_verified=signatures.is_verified)
             with ingest.exclusive_lock():
+                # Again, under the lock: the name may have been given to another model since.
                 self.check_name()
                 if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                     former = store.place(reference, model.manifest, model.blobs)

@@ -196,7 +196,9 @@ def push_model(
             cold_blobs = ColdBlobs(store, reference, level, base)
         push = _Push(target, steps, cold_blobs, verify=verify, dry_run=dry_run)
         push.send_blobs()
+        # Signatures refer to the manifest, which is there by now.
         signatures = 0 if dry_run else target.send_signatures()
+        # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
         verified = push.verify()
     return Pushed(
@@ -272,6 +274,7 @@ class _Push:
     def _send(self, blob: PushedBlob, report: Report) -> Mapping[Sent, int]:
         """Send a blob unless the target has it; return bytes by how the target got it."""
         progress = BlobProgress(report, blob.label, blob.size)
+        # Only a hint: a registry that has lost the blob says so when it is sent the manifest.
         if self._target.has(blob):
             counts: Mapping[Sent, int] = {"present": blob.size}
         elif self._dry_run:
@@ -306,6 +309,7 @@ class _Push:
                 self.sent.update(counts)
                 if size := sum(counts.values()):
                     self.cold_sizes.append(size)
+            # Only now: a listed layer must be there.
             if new:
                 self._target.list_cold_layers(new)
 
@@ -319,6 +323,8 @@ class _Push:
     ) -> Mapping[Sent, int]:
         """Send the cold layer of a blob, unless ``known`` will do; add it to ``new`` after that."""
         size = cold_blobs.stored_size(blob)
+        # What is not frozen would have to be encoded first, so the form that the target has is good
+        # enough.
         if known is not None and (size is None or known.stored.size <= size):
             # A target may list a layer that it has lost. One that is damaged there is encoded and sent again.
             with contextlib.suppress(BlobDamaged, BlobMissing):

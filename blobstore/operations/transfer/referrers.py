@@ -85,6 +85,8 @@ def _list_referrers(
         known = {str(item.digest) for item in client.referrers(repository, root.digest)}
     missing = [item for item in sent if item["digest"] not in known]
     if missing:
+        # Registries have no conditional requests: if two processes do this at once, the entries of
+        # one are lost.
         before = tag_to_extend(client, repository, root.digest.file_name, root)
         content = before.parse() if before is not None else None
         index = content.manifests if isinstance(content, ImageIndex) else ()
@@ -130,6 +132,7 @@ def put_with(
 
     def send_missing(named: frozenset[str]) -> None:
         for digest, data in blobs.items():
+            # Some registries do not say which blobs they lack.
             if not named or str(digest) in named:
                 _upload(client, repository, digest, data)
 

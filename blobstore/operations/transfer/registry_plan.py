@@ -76,12 +76,14 @@ def _tar_digests(store: LocalStore, tars: Sequence[TarLayer], hashing: Hashing) 
     """
     digests: dict[TarLayer, Digest | None] = dict.fromkeys(tars)
     for tar in tars:
+        # A wrong entry is found when the tar is sent, because its bytes are hashed then.
         with contextlib.suppress(ValueError):  # as InvalidDigest is: there is no entry
             digests[tar] = Digest.parse((store.read_index(tar.key) or b"").decode("ascii"))
     unknown = [tar for tar, digest in digests.items() if digest is None]
     workers = hashing(sum(tar.size for tar in unknown), sum(tar.size for tar in tars))
 
     def read(digest: Digest, size: int) -> Iterator[memoryview]:
+        # Each blob is checked on the way, because the digest of the tar is noted for later pushes.
         blob = PushedBlob(digest, size, digest.short, partial(store.read_pieces, digest, size))
         with contextlib.closing(CheckedPieces(blob)) as pieces:
             yield from pieces(0)

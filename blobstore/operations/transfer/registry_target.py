@@ -117,6 +117,7 @@ def open_registry(
         RegistryClient(
             address.host, plain_http=http, limiter=limiter, part_size=part_size
         ) as client,
+        # The name may be removed while its blobs are sent.
         store.lease_if_writable(blob.digest for blob in plan.blobs),
         PushCache(store, address) as cache,
     ):
@@ -154,6 +155,7 @@ class RegistryTarget:
             layout=options.layout,
             manifests=len(plan.manifests),
             blobs=pushed_blobs(plan, store),
+            # Only a hint: without an answer, every blob is looked for.
             is_published=client.head_manifest(self._repository, address.tag) == plan.root.digest,
         )
 
@@ -164,6 +166,7 @@ class RegistryTarget:
             RemoteError: it says so, but with another size.
         """
         found = self._client.blob_size(self._repository, blob.digest, for_upload=True)
+        # A registry never replaces a blob that it has, so sending this one again would not help.
         if found not in {None, blob.size}:
             raise RemoteError(
                 f"{quote(self._address.host)} has blob {blob.digest} with {found} bytes instead of "
@@ -211,9 +214,12 @@ class RegistryTarget:
         send_missing = partial(self._send_missing, workers, sent)
         *parts, root = self._plan.manifests
         for part in parts:
+            # A part has its digest as its name, so one that is there is the same.
             if self._client.head_manifest(self._repository, str(part.digest)) is None:
                 self._put(str(part.digest), part, send_missing)
+        # Always sent, because the tag may refer to another manifest.
         self._put(self._address.tag, root, send_missing)
+        # Only the accepted manifest shows that the repository has all blobs.
         self._cache.add(blob.digest for blob in self.model.blobs)
 
     def _send_missing(
@@ -223,6 +229,7 @@ class RegistryTarget:
         missing = [blob for blob in self.model.blobs if str(blob.digest) in named] or [
             blob for blob in self.model.blobs if blob.digest in self._claimed
         ]
+        # Their bytes were reported as done before.
         workers.run(missing, lambda blob: self._upload(blob, lambda _: None), self.abort)
         for blob in missing:
             if (claimed := self._claimed.pop(blob.digest, None)) is not None:
@@ -246,6 +253,7 @@ class RegistryTarget:
 
     def _advice(self, error: RemoteRefused, manifest: RemoteManifest) -> str:
         """Return what may help if a registry refuses a manifest, or nothing."""
+        # The config has a digest too. An approximate number will do for advice.
         layers = manifest.data.count(b'"digest"') - 1
         if layers > _MANY_LAYERS:
             is_docker = manifest.media_type == media_types.MANIFEST
@@ -277,6 +285,7 @@ class RegistryTarget:
     def check_manifests(self) -> None:
         """Read the manifests back. Raises BlobDamaged if one has another digest."""
         for manifest in self._plan.manifests:
+            # The client compares the digest.
             self._client.get_manifest(self._repository, str(manifest.digest))
 
     def read(self, blob: BlobId) -> Generator[memoryview, None, None]:

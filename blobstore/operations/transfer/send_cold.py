@@ -96,6 +96,7 @@ class ColdBlobs:
         hot = (blob.size for blob in self.blobs if not self._store.has_cold(blob.digest))
         with self._store.writing(), TemporaryFiles(self._store) as self._files:
             self._files.lease.hold(self._leased)
+            # The largest blobs come first, and each thread encodes one at a time.
             self._store.check_space(sum(islice(hot, jobs)))
             yield
 
@@ -138,6 +139,7 @@ class ColdBlobs:
         try:
             base = base_of(ColdBlob(path, blob.digest, self._store.base_files))
             file = ColdFile(ColdLayer(blob.id, blob.id, base), descriptor)
+            # The remote stores the compressed bytes under their own digest.
             stored = BlobId(Digest.of_pieces(file.pieces()), size)
             yield file._replace(layer=file.layer._replace(stored=stored))
         finally:

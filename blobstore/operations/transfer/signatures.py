@@ -63,6 +63,7 @@ class SelectedSignatures(NamedTuple):
     ) -> SelectedSignatures:
         """Keep what keys of the policy have signed; without such keys, a few of those that are well-formed."""
         if policy is not None and policy.keys:
+            # A valid signature of another model proves nothing about this one.
             trusted = (one for one in signed_by(found, policy.keys) if one.manifest == manifest)
             return cls([one.data for one in trusted], is_verified=True)
         budget = Budget(limits.UNVERIFIED, "signatures")
@@ -98,6 +99,8 @@ def fetch_signatures(
     with noting_errors(on_error):
         content = client.get_manifest(repository, cosign.tag_of(root.digest)).parse()
         if isinstance(content, ImageManifest):
+            # If the registry's manifest differs from the store's, the signature is kept with it,
+            # because that is what was signed.
             subject = b"" if root.digest == manifest else root.data
             yield from _fetch_cosign(client, repository, content.layers, subject, budget, on_error)
     bundles = (item for item in referrers if item.artifact_type == BUNDLE)
@@ -127,6 +130,7 @@ def _fetch_bundles(
 ) -> Iterator[bytes]:
     content = client.get_manifest(repository, str(item.digest)).parse()
     layers = content.layers if isinstance(content, ImageManifest) else ()
+    # Each bundle is sent with a manifest of its own.
     for layer in islice((one for one in layers if one.media_type == BUNDLE), 1):
         yield _fetch_blob(client, repository, layer, limits.SIGNATURES.one, budget)
 
@@ -138,6 +142,7 @@ def _fetch_blob(
     if layer.size > limit:
         raise BlobDamaged(f"blob {layer.digest.short} of {layer.size} bytes is over {limit}")
     budget.spend(layer.size)
+    # No more bytes are read than the registry has stated and the budget allows.
     pieces = client.read_blob(repository, layer.digest, 0, layer.size, size=layer.size)
     with contextlib.closing(pieces):
         data = gather(pieces)
@@ -168,6 +173,7 @@ def push_signatures(
         signed = cosign.payload(f"{target.host}/{target.repository}", root.digest, int(time.time()))
         subject = b"" if root.digest == manifest else root.data
         data = cosign.write_signature(signed, key.sign(signed, is_sha256=True), subject)
+        # Kept before it is sent: if sending fails, the next push sends it and need not sign again.
         store.keep_signature(manifest, data, is_verified=True)
     return send_signatures(client, target.repository, root, store.signatures(manifest))
 
@@ -222,6 +228,7 @@ def _send_cosign(
         layer = send_blob(client, repository, SIMPLE_SIGNING, one.signed)
         blobs[Digest.of(one.signed)] = one.signed
         layer["annotations"] = annotations
+        # An earlier push may have sent it.
         if layer not in layers:
             layers.append(layer)
     if len(layers) == before:

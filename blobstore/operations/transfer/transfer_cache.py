@@ -58,6 +58,7 @@ class PushCache:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.utime(self._lock)  # gc removes old ones
             return self
+        # Another process has the lock, or nothing can be locked: go on without uploads to resume.
         self.__exit__()
         return self
 
@@ -108,6 +109,7 @@ class PushCache:
     def add(self, digests: Iterable[Digest]) -> None:
         """Remember what the repository has now."""
         known = self._pushed()
+        # The repository moves to the end, so that the oldest are forgotten first.
         blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
         known[self._repository] = list(blobs)
         _write(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))

@@ -177,6 +177,7 @@ def _from_tars(
     places = {}
     for blob in manifest.blobs:
         place = listed.get(blob.digest.hex) if isinstance(listed, dict) else None
+        # `isinstance` would take booleans for numbers.
         if not (isinstance(place, list) and [type(part) for part in place] == [int, int]):
             raise InvalidManifest(f"the first layer does not say where blob {blob.digest} is")
         number, offset = place

@@ -77,6 +77,7 @@ def tar_header(path: str, size: int, *, is_folder: bool = False) -> bytes:
     import tarfile
 
     info = tarfile.TarInfo(f"{ROOT}/{path}" if path else ROOT)
+    # Nothing of this machine enters the bytes, so equal models have equal layers.
     info.size, info.mode, info.mtime = size, 0o644, 0
     if is_folder:
         info.type, info.mode = tarfile.DIRTYPE, 0o755
@@ -95,6 +96,7 @@ def tar_entries(tar: bytes) -> Iterator[tuple[str, int, int]]:
         ValueError: an entry is not one of a :class:`TarLayer`: a link, for example.
     """
     begin = 0
+    # A block of zeros ends a tar.
     while block := tar[begin : begin + _BLOCK].rstrip(b"\0"):
         name, octal, kind = block[:100].rstrip(b"\0"), block[124:135], block[156:157]
         if _OCTAL.fullmatch(octal) is None:

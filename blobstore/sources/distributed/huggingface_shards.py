@@ -16,9 +16,9 @@ from blobstore.core.tensor import DType
 from blobstore.errors import DamagedSource, InvalidHeader, UnsupportedSource, UsageError
 from blobstore.safetensors.file import read_header
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.distributed.file_names import SHARD
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spec_of
-from blobstore.sources.distributed.layout import SHARD
 from blobstore.sources.distributed.pieces import Box, Piece
 from blobstore.sources.distributed.tiling import check_tiling
 from blobstore.sources.file_tree import FileTree

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.files import read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.base import SourceOptions
-from blobstore.sources.distributed.layout import FORMAT, METADATA_FILE
+from blobstore.sources.distributed.file_names import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, is_allowed
 from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadata, subtrees_in
 from blobstore.sources.pytorch.inspect import GlobalUse, Inspection

@@ -21,10 +21,10 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.distributed.file_names import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder, spec_of
 from blobstore.sources.distributed.items import check_places, read_piece, read_value
-from blobstore.sources.distributed.layout import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, parse_metadata
 from blobstore.sources.distributed.templates import Templates
 from blobstore.sources.distributed.tiling import check_tiling

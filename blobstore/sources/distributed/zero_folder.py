@@ -16,9 +16,9 @@ from blobstore.core.escape import join_some, quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.distributed.file_names import ZERO_MODEL, ZERO_OPTIMIZER, ZERO_TOOLS
 from blobstore.sources.distributed.files import DataFile
 from blobstore.sources.distributed.folder import Assembled, AssembledFolder
-from blobstore.sources.distributed.layout import ZERO_MODEL, ZERO_OPTIMIZER, ZERO_TOOLS
 from blobstore.sources.distributed.zero_files import read_model_states, read_optimizer_states
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.selection import read_json
