@@ -8,6 +8,7 @@ the buffer and a second one of its size.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+_MAX_OPEN = 16
+"""Files that a tensor keeps open while it is read; those of a tensor in more of them are opened again."""
+
 
 def read_assembled(
     shape: Sequence[int], itemsize: int, pieces: Sequence[Piece], buffer: memoryview
@@ -44,8 +48,21 @@ def read_assembled(
     """
     if not pieces:
         return iter(())
-    streams = [_Stream(piece) if piece.strided is None else _Gathered(piece) for piece in pieces]
-    return _Assembly(shape, itemsize, buffer).parts(streams, 0)
+    return _read(_Assembly(shape, itemsize, buffer), pieces)
+
+
+def _read(assembly: _Assembly, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    files = {piece.file for piece in pieces}
+    with contextlib.ExitStack() as stack:
+        # Where pieces have parts of every row, each file is read once for each part of the tensor.
+        opened = {}
+        if len(files) <= _MAX_OPEN:
+            opened = {file: stack.enter_context(file.opened()) for file in files}
+        streams = [
+            (_Stream if piece.strided is None else _Gathered)(piece, opened.get(piece.file))
+            for piece in pieces
+        ]
+        yield from assembly.parts(streams, 0)
 
 
 class _Source(Protocol):
@@ -60,9 +77,10 @@ class _Source(Protocol):
 class _Stream:
     """A piece whose elements are in C order in its file."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, descriptor: int | None) -> None:
         self.box = piece.box
         self._piece = piece
+        self._descriptor = descriptor
         self._done = 0
         self._crc = 0
 
@@ -70,7 +88,7 @@ class _Stream:
         """See :class:`_Source`."""
         piece = self._piece
         done = 0
-        with piece.file.opened() as descriptor:
+        with piece.file.opened(self._descriptor) as descriptor:
             if piece.check and not self._done:
                 piece.check(descriptor)
             while done < len(target):
@@ -92,9 +110,10 @@ class _Stream:
 class _Gathered:
     """A piece whose elements are in another order in its file. It is read completely at first."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, descriptor: int | None) -> None:
         self.box = piece.box
         self._piece = piece
+        self._descriptor = descriptor
         self._data = memoryview(b"")
         self._done = 0
 
@@ -102,7 +121,7 @@ class _Gathered:
         """See :class:`_Source`."""
         if not self._done:
             data = bytearray(self._piece.size)
-            _Stream(self._piece).read_into(memoryview(data))
+            _Stream(self._piece, self._descriptor).read_into(memoryview(data))
             assert self._piece.strided is not None  # noqa: S101 - for the type checker
             self._data = gathered(self._piece.strided, data)
         end = self._done + len(target)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class DataFile:
     """A file with pieces of tensors.
 
-    It is not kept open, because a checkpoint of many processes can have more files than a process may
+    It is not kept open for long, because a checkpoint of many processes can have more files than a process may
     open. Whenever it is opened, it must be the file that it was at first.
     """
 
@@ -37,14 +37,16 @@ class DataFile:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[int]:
-        """Open the file for a moment.
+    def opened(self, descriptor: int | None = None) -> Iterator[int]:
+        """Open the file for a moment, or take ``descriptor``, which stays open; check that it is unchanged.
 
         Raises:
             DamagedSource: it is missing or has changed, or cannot be read.
             SourceError: it cannot be opened, or is not a regular file.
         """
-        descriptor = self._open()
+        own = None
+        if descriptor is None:
+            descriptor = own = self._open()
         try:
             if self.version != FileVersion.of_status(os.fstat(descriptor)):
                 raise DamagedSource(f"{quote(self.path)} changed while it was read")
@@ -52,7 +54,8 @@ class DataFile:
         except OSError as error:
             raise DamagedSource(f"cannot read {quote(self.path)}: {error.strerror}") from error
         finally:
-            os.close(descriptor)
+            if own is not None:
+                os.close(own)
 
     def _open(self) -> int:
         try:
