@@ -101,6 +101,7 @@ class ParentFinder:
                 del chosen[parent.digest]
             chosen.update((blob.digest, parent) for blob in ladder)
             ladders.update(blob.digest for blob in ladder)
+        # A blob of a ladder has a base now, so it cannot be the base of others.
         return {blob: base for blob, base in chosen.items() if base.digest not in ladders}
 
     def _children(self) -> Iterator[_Child]:
