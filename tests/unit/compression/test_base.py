@@ -8,7 +8,9 @@ import pytest
 from blobstore.compression.base import MAX_CHAIN, BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta.low_rank import Factors, pack
+from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span
+from blobstore.compression.table import Part, Table
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
@@ -125,6 +127,14 @@ def test_rejects_factors_in_a_chain() -> None:
     spans = [Span(len(DATA), DType.BF16, base_begin=0, factors=factors)]
     with pytest.raises(ColdDamaged, match="has factors"):
         link(one, two, link(DATA, one), spans)
+
+
+def test_rejects_rules_in_a_chain() -> None:
+    identity = BlobId(Digest.of(b""), 64)
+    base = BaseBlob(identity, lambda *_: None, None, Table(*identity, identity, [Part(64)], []), 1)
+    rule = Part(18, 1, 18, base_begin=0, rule=QuantRule("Q4_0", DType.BF16))
+    with pytest.raises(ColdDamaged, match="has factors or rules"):
+        base.check_chain(Table(identity.digest, 18, identity, [rule], []))
 
 
 def test_a_cold_blob_without_parts_of_a_base_is_no_delta() -> None:
