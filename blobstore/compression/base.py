@@ -1,7 +1,14 @@
-"""The base of a delta: another blob, hot or cold, or a prediction made from it by factors or quantization."""
+"""The base of a delta: another blob, hot or cold, or a prediction made from it by factors or quantization.
+
+A base that is a delta itself makes a chain. Each of its chunks is decoded when a chunk of the delta asks
+for it, so the time for a chunk grows with the length of the chain. Chunks of a chain begin and end at the
+same places: otherwise each could ask for two, each of these for two more, and so on.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,18 +17,23 @@ from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import LowRankPredictor
 from blobstore.compression.scratch import scratch
 from blobstore.core.digest import BlobId, Digest
+from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Final
 
     from typing_extensions import Buffer
 
     from blobstore.compression.delta.low_rank import Factors
     from blobstore.compression.quant_rule import QuantRule
+    from blobstore.compression.table import Table
     from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+MAX_CHAIN: Final = 16
+"""Deltas of a chain, at most."""
 _ALIGNMENT = 8
 """Bytes of the widest elements that are encoded."""
 
@@ -34,6 +46,41 @@ class BaseBlob(NamedTuple):
     """Fills a buffer with the bytes from an offset on."""
     data: memoryview | None = None
     """All of its bytes, if they are in memory."""
+    table: Table | None = None
+    """The table of its file, if it is a delta itself."""
+    depth: int = 0
+    """Deltas that are decoded to read it: it and its bases, as far as they are deltas."""
+
+    def check_chain(self, table: Table) -> None:
+        """Check that a delta with this table can be decoded chunk by chunk, as its base is.
+
+        Raises:
+            ColdDamaged: this base is a delta, and the chain is too long, its chunks lie at other places, or
+                the delta has factors, which take much memory, or rules, which read many chunks.
+        """
+        if self.table is None:
+            return
+        if self.depth >= MAX_CHAIN:
+            raise ColdDamaged(f"a chain has more than {MAX_CHAIN} deltas")
+        if any(part.factors is not None or part.rule is not None for part in table.parts):
+            raise ColdDamaged("a delta against a delta has factors or rules")
+        begins = list(accumulate((part.size for part in self.table.parts), initial=0))
+        for number, part in enumerate(table.parts):
+            if part.base_begin is None:
+                continue
+            other = bisect_right(begins, part.base_begin) - 1
+            theirs, end = self.table.parts[other], part.base_begin + part.size
+            is_whole = end == begins[other + 1] or not part.size % part.chunk_size
+            if (
+                theirs.chunk_size != part.chunk_size
+                or (part.base_begin - begins[other]) % part.chunk_size
+                or end > begins[other + 1]
+                or not is_whole
+            ):
+                raise ColdDamaged(
+                    f"the chunks of part {number} do not lie where those of its base lie, "
+                    f"which is a delta: {self.identity.digest}"
+                )
 
     @classmethod
     def hot(cls, data: Buffer, digest: Digest | None = None) -> BaseBlob:
@@ -57,7 +104,8 @@ class BaseBlob(NamedTuple):
             found = np.frombuffer(self.data[begin : begin + size], np.uint8)
             if len(found) == size and found.ctypes.data % _ALIGNMENT == 0:
                 return found
-        out = scratch("base", size)
+        # To read a chain, all of its bases are read at the same time.
+        out = scratch(f"base {self.depth}", size)
         self.read_into(out.data, begin)
         return out
 

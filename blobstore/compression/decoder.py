@@ -99,7 +99,8 @@ class ColdBlobDecoder:
         """Set the base that a delta is decoded against.
 
         Raises:
-            ColdDamaged: the blob has a different base, or none.
+            ColdDamaged: the blob has a different base, or none; or the base is a delta, and
+                :meth:`BaseBlob.check_chain` refuses the chain.
         """
         if base.identity != self.table.base:
             found, wanted = (
@@ -107,17 +108,21 @@ class ColdBlobDecoder:
                 for item in (base.identity, self.table.base)
             )
             raise ColdDamaged(f"the base is {found}, expected {wanted}")
+        base.check_chain(self.table)
         self._base = base
 
     def as_base(self) -> BaseBlob:
         """Return this blob as a base for deltas; it is decoded as needed.
 
         Raises:
-            ColdDamaged: this is a delta; a delta cannot be a base.
+            ColdDamaged: this is a delta that was given no base.
         """
-        if self.table.base is not None:
+        identity = BlobId(self.table.digest, self.size)
+        if self.table.base is None:
+            return BaseBlob(identity, self.read_into)
+        if self._base is None:
             raise ColdDamaged(f"the base {self.table.digest} is itself a delta")
-        return BaseBlob(BlobId(self.table.digest, self.size), self.read_into)
+        return BaseBlob(identity, self.read_into, None, self.table, self._base.depth + 1)
 
     def chunk_ranges(self, limit: int, stored_limit: int) -> Iterator[ChunkRange]:
         """Yield ranges of complete chunks that together make up the blob.

@@ -247,11 +247,7 @@ class RangeLoader:
         if layer.base is None:
             return True
         try:
-            return (
-                # A delta cannot be the base of another.
-                not self._local.is_cold(layer.base.digest)
-                or self._local.open_cold(*layer.base).base is None
-            ) and self._local.exists(*layer.base)
+            return self._local.exists(*layer.base)
         except (BlobDamaged, BlobMissing):
             return False
 
@@ -294,7 +290,7 @@ class RangeLoader:
             if decoder.size != load.blob.size:
                 return False
             if layer.base is not None:
-                decoder.give_base(self._local.base(*layer.base))
+                decoder.give_base(self._local.base(*layer.base, in_chain=True))
             for begin in range(0, decoder.size, PART):
                 decoder.read_into(load.memory[begin : begin + PART], begin)
         except (ColdDamaged, BlobDamaged, BlobMissing):

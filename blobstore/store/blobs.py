@@ -301,13 +301,15 @@ class BlobReader:
 
         _either(lambda: self._hot.map(digest, size, slot, region), decode)
 
-    def base_files(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+    def base_files(
+        self, digest: Digest, size: int, *, in_chain: bool = False
+    ) -> Iterator[BaseBlob]:
         """Yield a base from each of its files that can be opened; see :meth:`ColdShelf.base_files`."""
-        return self._cold.base_files(digest, size)
+        return self._cold.base_files(digest, size, in_chain=in_chain)
 
-    def base(self, digest: Digest, size: int) -> BaseBlob:
+    def base(self, digest: Digest, size: int, *, in_chain: bool = False) -> BaseBlob:
         """Return a base from the cheapest of its files that can be opened. Raises as :meth:`base_files`."""
-        return next(self.base_files(digest, size))
+        return next(self.base_files(digest, size, in_chain=in_chain))
 
     # Reading
 

@@ -16,7 +16,7 @@ import os
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from blobstore.core.digest import Digest
+from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState
 from blobstore.core.fork import renew_lock_in_children
@@ -270,18 +270,22 @@ class ColdShelf:
                     found[digest] = entry.stat(follow_symlinks=False)
         return found
 
-    def base_files(self, digest: Digest, size: int) -> Iterator[BaseBlob]:
+    def base_files(
+        self, digest: Digest, size: int, *, in_chain: bool = False
+    ) -> Iterator[BaseBlob]:
         """Yield a base of ``size`` bytes from each of its files that can be opened, the cheapest first.
 
         Nothing is hashed: the bytes that are decoded against a base are checked afterwards. One file may
-        be intact where another is damaged.
+        be intact where another is damaged. Only ``in_chain`` may it be a delta itself: what is decoded then
+        comes from elsewhere, or goes there.
 
         Raises:
             BlobDamaged: it has no file, or none has that size.
             ColdDamaged: it is a delta itself.
             StoreError: it cannot be read.
         """
-        left = [self._open_hot_base, self._open_cold_base, self._open_pinned_base]
+        open_cold = self._open_delta_base if in_chain else self._open_cold_base
+        left = [self._open_hot_base, open_cold, self._open_pinned_base]
         faults: list[BlobDamaged | ColdDamaged | StoreError] = []
         is_here = False
         # A base that is frozen or thawed between two looks has moved to a file that the next round
@@ -322,6 +326,19 @@ class ColdShelf:
                 raise ColdDamaged(f"so is its base, cold blob {digest}: {error}") from None
 
         return base._replace(read_into=read_into)
+
+    def _open_delta_base(self, digest: Digest, size: int) -> BaseBlob:
+        """Return a cold blob as a base, even if it is a delta."""
+        from blobstore.compression.base import BaseBlob  # imports numpy
+
+        blob = self.open(digest, size)
+        if blob.base is None:
+            return self._open_cold_base(digest, size)
+
+        def read_into(out: Buffer, begin: int) -> None:
+            blob.read_into(begin, memoryview(out).cast("B"))
+
+        return BaseBlob(BlobId(digest, size), read_into, None, blob.container.table, 1)
 
     def _open_pinned_base(self, digest: Digest, size: int) -> BaseBlob:
         from blobstore.compression.base import BaseBlob  # imports numpy

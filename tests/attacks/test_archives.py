@@ -355,12 +355,44 @@ def test_rejects_a_cold_blob_of_another_digest(target: LocalStore) -> None:
     assert "it holds sha256:" in refused(longer, target)
 
 
-def test_rejects_chains_and_cycles_of_deltas(family: bytes, target: LocalStore) -> None:
+def test_rejects_cycles_of_deltas_and_bases_that_are_other_deltas(
+    family: bytes, target: LocalStore
+) -> None:
     numbers = [n for n, item in enumerate(Parts(family).members) if item.kind == Kind.DELTA]
     for number, base in itertools.product(numbers, numbers):
         parts = Parts(family)
         parts.change(number, base=base)
-        assert f"member {base} cannot be its base" in refused(parts.data(), target)
+        message = refused(parts.data(), target)
+        if base < number:
+            assert "the base is sha256:" in message
+        else:
+            assert f"member {base} cannot be its base" in message
+
+
+def test_rejects_chains_in_which_each_chunk_asks_for_many(target: LocalStore) -> None:
+    size, chunk_size = 1 << 22, 1 << 20
+    data = bytes(size)
+    plane = struct.pack("<BBBBBI", 0, 1, 1, 1, 0, 0)  # no element differs
+    stored = [(raw(data), data)]
+    before = BlobId(Digest.of(data), size)
+    for number in range(1, 16):
+        first = 2 * number  # so that each chunk begins in the middle of one of the base
+        blob = bytes([number]) * first + data[first:]
+        start = Chunk(zlib.crc32(blob[:first]), 0, (StoredPlane(Method.RAW, first),))
+        parts, chunks = [Part(first, 2, first)], [start]
+        parts.append(Part(size - first, 2, chunk_size, base_begin=first - 2))
+        for begin in range(first, size, chunk_size):
+            content = blob[begin : min(begin + chunk_size, size)]
+            entry = Chunk(zlib.crc32(content + plane), 37, (StoredPlane(Method.RAW, len(plane)),))
+            chunks.append(entry)
+        identity = BlobId(Digest.of(blob), size)
+        table = Table(identity.digest, size, before, parts, chunks)
+        delta = COLD_PREFIX + blob[:first] + plane * (len(chunks) - 1) + encode_table(table)
+        member, _ = cold_member(delta, *identity)
+        base = len(stored) + 1
+        stored.append((member._replace(kind=Kind.DELTA, base=base), delta))
+        before = identity
+    assert "do not lie where those of its base lie" in refused(hostile(*stored), target)
 
 
 def test_rejects_a_delta_that_is_listed_as_a_cold_blob(family: bytes, target: LocalStore) -> None:

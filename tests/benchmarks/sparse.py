@@ -20,6 +20,7 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import Span, merge_small
+from blobstore.compression.table import MAX_CHUNK
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes
@@ -137,7 +138,7 @@ class Slime:
 
 
 class Cold:
-    """Ours: one blob with all tensors, against one base."""
+    """Ours: one blob with all tensors, against one base. Both directions handle all of it."""
 
     def __init__(self, level: Level) -> None:
         self._level: Level = level
@@ -150,7 +151,7 @@ class Cold:
         written: list[bytes] = []
         encode(
             [whole(after)],
-            merge_small(spans),
+            merge_small(spans, MAX_CHUNK),
             lambda piece: written.append(bytes(piece)),
             level=self._level,
             digest=_ANY_DIGEST,
@@ -161,10 +162,7 @@ class Cold:
     def decode(self, stored: list[bytes], before: Sequence[Array], outs: Sequence[Array]) -> None:
         blob = ColdBlobDecoder(stored[0])
         blob.give_base(BaseBlob.hot(whole(before), _ANY_DIGEST))
-        at = 0
-        for out in outs:
-            blob.read_into(out.data, at)
-            at += out.nbytes
+        blob.read_into(whole(outs))
 
 
 CODECS: Mapping[str, Codec] = {"slime": Slime(), "fast": Cold("fast"), "small": Cold("small")}

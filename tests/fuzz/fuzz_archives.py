@@ -65,8 +65,11 @@ def read_one(data: bytes, path: Path) -> None:
     path.write_bytes(PREFIX + members + table + len(table).to_bytes(8, "little") + digest + _END)
     try:
         with mock.patch.object(archives, "Digester", Unchecked), open_archive(path) as reader:
-            for number, member in enumerate(reader.members):
-                if member.size <= _LARGEST and member.base is None:
+            for number in range(len(reader.members)):
+                if all(
+                    reader.members[one].size <= _LARGEST
+                    for one in (number, *reader.bases_of(number))
+                ):
                     _read(reader, number)
             reader.models()
     except ArchiveDamaged as error:

@@ -388,4 +388,6 @@ def _decode_sparse(
         position += size
         ranks.append(places)
         differences.append(found)
+    if len(parts) == 1:
+        return ranks[0], differences[0].view(dtype)
     return np.concatenate(ranks), np.concatenate(differences).view(dtype)

@@ -3,7 +3,7 @@
 This module turns the table of an archive into bytes and back, and does no I/O; the format is specified
 in docs/archive-format.md. Members lie in the file in the order of the table, without gaps. So the table
 states sizes and no offsets: members cannot overlap, and together they must fill the file. A base comes
-before the members that are encoded against it, so there are no cycles.
+before the members that are encoded against it, so there are no cycles. A base may have a base itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.compression.base import MAX_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.trailer import TrailerFormat
@@ -99,8 +100,13 @@ class ArchiveTable(NamedTuple):
                 f"{count} members and {name_count} names do not fit in a table of {len(table)} bytes"
             )
         members: list[Member] = []
-        for start in range(_HEAD.size, at, _MEMBER.size):
-            members.append(_decode_member(table[start : start + _MEMBER.size], members))
+        depths: list[int] = []
+        for number, start in enumerate(range(_HEAD.size, at, _MEMBER.size)):
+            member = _decode_member(table[start : start + _MEMBER.size], members)
+            members.append(member)
+            depths.append(0 if member.base is None else depths[member.base] + 1)
+            if depths[-1] > MAX_CHAIN:
+                raise ArchiveDamaged(f"member {number} ends a chain of {depths[-1]} deltas")
         names = list(_decode_names(table[at:], name_count, members))
         stored = sum(member.stored_size for member in members)
         if len(PREFIX) + stored != begin:
@@ -188,9 +194,9 @@ def _decode_member(entry: memoryview, before: Sequence[Member]) -> Member:
         if base:
             raise ArchiveDamaged(f"{where}: kind {kind} has no base, but {base} is stated")
         return member
-    if base >= len(before) or before[base].kind not in {Kind.RAW, Kind.COLD}:
+    if base >= len(before) or before[base].kind == Kind.MANIFEST:
         raise ArchiveDamaged(
-            f"{where}: member {base} cannot be its base, which must be an earlier blob without a base"
+            f"{where}: member {base} cannot be its base, which must be an earlier blob"
         )
     return member._replace(base=base)
 

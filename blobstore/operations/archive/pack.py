@@ -159,7 +159,6 @@ class _Encoding(NamedTuple):
 class _WrittenBlob(NamedTuple):
     """A blob that is in the archive, or will be when its turn has come."""
 
-    number: int
     slot: OrderedSlot
     kind: Kind
 
@@ -181,6 +180,8 @@ class _ArchiveWriter:
         self._writer = OrderedWriter(descriptor, folder, PREFIX)
         self._written: dict[Digest, _WrittenBlob] = {}
         self._numbers: dict[Digest, int] = {}
+        self._deltas: set[Digest] = set()
+        """Blobs that are to be deltas."""
         self.fallbacks: set[Digest] = set()
         """Blobs that are compressed alone, because their delta could not be verified."""
 
@@ -197,6 +198,7 @@ class _ArchiveWriter:
         self._numbers = {
             item.blob.digest: number for number, item in enumerate(planned, start=len(members))
         }
+        self._deltas = {item.blob.digest for item in planned if item.base is not None}
         members += self._workers.run(
             enumerate(planned, start=len(members)),
             lambda item: self._write_blob(*item),
@@ -231,7 +233,7 @@ class _ArchiveWriter:
                         progress.add(memoryview(piece).nbytes)
                     if slot.digest != blob.digest:
                         raise self._fault(planned)
-                self._written[blob.digest] = _WrittenBlob(number, slot, encoding.kind)
+                self._written[blob.digest] = _WrittenBlob(slot, encoding.kind)
             if not slot.is_intact():
                 raise self._fault(planned)
         except Damaged as error:
@@ -273,7 +275,10 @@ class _ArchiveWriter:
             return None
         with contextlib.ExitStack() as files:
             if is_hot:
-                encoder = BlobEncoder(self._store, blob, self._level, planned.base)
+                in_chain = planned.base is not None and planned.base.digest in self._deltas
+                encoder = BlobEncoder(
+                    self._store, blob, self._level, planned.base, in_chain=in_chain
+                )
             else:  # it is compressed again, without its base, which is not in the archive
                 file = files.enter_context(tempfile.TemporaryFile(dir=self._writer.folder))
                 for piece in self._store.read_pieces(*blob):
@@ -295,22 +300,31 @@ class _ArchiveWriter:
         return encoding
 
     def _verify(self, slot: OrderedSlot, report: Callable[[int], None]) -> _Encoding:
-        """Decode and hash the cold blob in a slot, against the base that is in the archive.
+        """Decode and hash the cold blob in a slot, against the bases that are in the archive.
 
         Raises:
             ColdDamaged: it does not decode to the blob.
         """
-        cold, base = ColdBlobDecoder(slot.read_back()), None
+        cold = self._opened(slot)
+        for piece in cold.pieces():
+            report(len(piece))
+        base = cold.table.base
+        return (
+            _Encoding(Kind.COLD)
+            if base is None
+            else _Encoding(Kind.DELTA, self._numbers[base.digest])
+        )
+
+    def _opened(self, slot: OrderedSlot) -> ColdBlobDecoder:
+        """Open the cold blob in a slot, with its base as soon as that is in the archive."""
+        cold = ColdBlobDecoder(slot.read_back())
         if cold.table.base is not None:
             digest = cold.table.base.digest
             self._writer.wait_until(self._numbers[digest] + 1)
             base = self._written[digest]
-            data = base.slot.read_back()
             cold.give_base(
-                BaseBlob.hot(data, digest)
+                BaseBlob.hot(base.slot.read_back(), digest)
                 if base.kind == Kind.RAW
-                else ColdBlobDecoder(data).as_base()
+                else self._opened(base.slot).as_base()
             )
-        for piece in cold.pieces():
-            report(len(piece))
-        return _Encoding(Kind.COLD) if base is None else _Encoding(Kind.DELTA, base.number)
+        return cold

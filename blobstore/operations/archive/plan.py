@@ -2,8 +2,9 @@
 
 A blob that is cold in the store is copied as it is if its base is in the archive too. Other blobs
 are compressed, against another blob of the archive where that saves space: one with equal tensors under
-other names, or the same layer of a similar model. A base has no base itself, and comes before its
-deltas. The plan depends only on the content of the store and on the level.
+other names, or the same layer of a similar model. A base comes before its deltas. It may have a base
+itself, unless a cold file that is copied needs it: that was not made for chains. The plan depends only on
+the content of the store and on the level.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.operations.archive.format import ArchivedModel
 from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
+from blobstore.operations.freeze.chains import Chains
 from blobstore.operations.freeze.duplicates import DuplicateFinder
 from blobstore.operations.freeze.parents import ParentFinder
 
@@ -93,10 +95,12 @@ def plan_members(
     _plan_copies(store, members, estimator)
     _plan_deltas(store, models, members, estimator, report)
     ordered: dict[Digest, PlannedMember] = {}
-    for digest, member in members.items():
-        if member.base is not None:
-            ordered.setdefault(member.base.digest, members[member.base.digest])
-        ordered.setdefault(digest, member)
+    for member in members.values():
+        chain = [member]
+        while (base := chain[-1].base) is not None:
+            chain.append(members[base.digest])
+        for one in reversed(chain):
+            ordered.setdefault(one.blob.digest, one)
     return list(ordered.values())
 
 
@@ -169,17 +173,17 @@ def _plan_deltas(
     finder = DuplicateFinder(store, estimator, tensors, deltas)
     finder.read(())
     layers = [tensor_layers(model.manifest) for model in models]
+    likely = _bases_by_name(store, models, members, report)
     chosen = ParentFinder(store, estimator, tensors, deltas).choose_bases(
-        layers, finder.choose_bases(_bases_by_name(store, models, members, report))
+        layers, finder.choose_bases(likely, chains=True)
     )
-    bases = set(deltas.values())
+    bases, chains = set(deltas.values()), Chains(deltas)
     for digest, base in chosen.items():
         member = members[digest]
         is_free = member.cold is None and digest not in bases and store.has_hot(digest)
         with_base = member._replace(base=base)
-        if is_free and not with_base.is_too_small and members[base.digest].base is None:
+        if is_free and not with_base.is_too_small and chains.add(digest, base.digest):
             members[digest] = with_base
-            bases.add(base.digest)
 
 
 def _bases_by_name(
@@ -196,10 +200,9 @@ def _bases_by_name(
         if any(members[layer.digest].cold is None for layer in found.values())
     ]
     manifests = {model.reference: model.manifest for model in models}
-    deltas = {digest for digest, member in members.items() if member.base is not None}
-    finder = BaseFinder(store, manifests, deltas, report)
+    finder = BaseFinder(store, manifests, (), report)
     bases: dict[Digest, BlobId] = {}
-    for reference, base in finder.find_bases(hot).items():
+    for reference, base in finder.find_bases(hot, chains=True).items():
         for name, layer in layers[reference].items():
             other = layers[base].get(name, layer)
             if other.digest != layer.digest:

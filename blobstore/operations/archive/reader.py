@@ -1,7 +1,7 @@
 """A reader of archives: the table first, then manifests, then single members.
 
 Opening an archive checks its table, :meth:`ArchiveReader.models` the manifests, and reading a member its
-digest. Reading a member costs that member and its base; no other member is touched. The stored bytes of
+digest. Reading a member costs that member and its bases; no other member is touched. The stored bytes of
 a cold member are read from the file and hashed before a codec sees them, so a failing disk is an error
 like any other, and no codec decodes altered bytes.
 """
@@ -83,7 +83,7 @@ class ArchiveReader:
             self._manifests[reference] = number
         if len({reference.full.casefold() for reference in self._manifests}) < len(table.names):
             raise ArchiveDamaged("two names differ in case only")
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._models: dict[int, tuple[bytes, Manifest]] = {}
         self._bases: dict[int, BaseBlob] = {}
         self._checked: set[int] = set()
@@ -108,9 +108,9 @@ class ArchiveReader:
         ]
         if len({model.reference for model in found}) == len(self._manifests):
             needed = set(self.needed(found))
-            bases = {self.members[number].base for number in needed}
+            needed |= {base for number in needed for base in self.bases_of(number)}
             for number in self.blobs.values():
-                if number not in needed and number not in bases:
+                if number not in needed:
                     raise ArchiveDamaged(f"no model needs {self._label(number)}")
         return found
 
@@ -152,6 +152,13 @@ class ArchiveReader:
     def needed(self, models: Iterable[ArchivedModel]) -> list[int]:
         """Return the numbers of the blobs that the models' manifests list, in archive order."""
         return sorted({self.blobs[blob.digest] for item in models for blob in item.manifest.blobs})
+
+    def bases_of(self, number: int) -> Iterator[int]:
+        """Yield the numbers of a member's base, of the base of that, and so on."""
+        base = self.members[number].base
+        while base is not None:
+            yield base
+            base = self.members[base].base
 
     def exists(self, digest: Digest, size: int) -> bool:
         """Return whether a blob is in the archive.
@@ -208,7 +215,7 @@ class ArchiveReader:
             report: called between reads of the file; may raise to stop.
 
         Raises:
-            ArchiveDamaged: the member or its base is altered, or cannot be decoded.
+            ArchiveDamaged: the member or one of its bases is altered, or cannot be decoded.
             BlobstoreError: the file cannot be read.
         """
         member = self.members[number]
@@ -267,10 +274,12 @@ class ArchiveReader:
         self._checked.add(number)
 
     def _check_stored(self, number: int, report: Callable[[], object] = lambda: None) -> None:
-        """Hash the stored bytes of a member and of its base, unless that was done."""
-        base = self.members[number].base
-        if base is not None:
-            self._check_stored(base, report)
+        """Hash the stored bytes of a member and of its bases, unless that was done."""
+        for base in self.bases_of(number):
+            self._check_one(base, report)
+        self._check_one(number, report)
+
+    def _check_one(self, number: int, report: Callable[[], object]) -> None:
         with self._lock:
             checking = self._checking.setdefault(number, threading.Lock())
         with checking:
@@ -279,7 +288,7 @@ class ArchiveReader:
                     pass
 
     def _open_cold(self, number: int) -> ColdBlobDecoder:
-        """Open a cold member whose stored bytes, and those of its base, were checked."""
+        """Open a cold member whose stored bytes, and those of its bases, were checked."""
         member = self.members[number]
         cold = ColdBlobDecoder(self._stored(number))
         table = cold.table
@@ -292,7 +301,7 @@ class ArchiveReader:
         return cold
 
     def _open_base(self, number: int) -> BaseBlob:
-        """Open a blob that has no base itself, once for all its deltas."""
+        """Open a blob once for all its deltas."""
         with self._lock:
             if number not in self._bases:
                 member = self.members[number]
@@ -355,7 +364,6 @@ def label_blobs(models: Iterable[ArchivedModel], archive: ArchiveReader) -> dict
         for blob in (model.manifest.config, *model.manifest.layers):
             labels.setdefault(archive.blobs[blob.digest], model.label(blob))
     for number in list(labels):
-        base = archive.members[number].base
-        if base is not None:
+        for base in archive.bases_of(number):
             labels.setdefault(base, f"the base of {labels[number]}")
     return labels

@@ -3,7 +3,7 @@
 Models are compared with few others: with those of the same layers whose blobs most models share, and with
 the most similar ones of other layers. Samples of blobs tell roughly how much a base saves. Of a family,
 as few models become bases as possible, because a base has no base itself: of the steps of one run, the one
-in the middle. If another model is many times nearer than the one that a card names, as the steps of a run
+in the middle. Where chains are allowed, each step has the one next to it. If another model is many times nearer than the one that a card names, as the steps of a run
 are to each other, the card is ignored.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.model_card import card_field
 from blobstore.operations.freeze.blob_encoder import MIN_GAIN
+from blobstore.operations.freeze.chains import Fit, choose_chains
 from blobstore.operations.freeze.similarity import BlobSampler
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ _MIN_SIMILAR: Final = 0.5
 _MANY_TIMES: Final = 8
 """A base that a card names must not take so many times the space that the nearest model takes."""
 _MAX_CARD: Final = 1 << 20
+_NUMBERS: Final = re.compile("([0-9]+)")
 
 
 class BaseFinder:
@@ -70,6 +73,8 @@ class BaseFinder:
         )
         self._groups: dict[frozenset[tuple[str, int]], list[Reference]] = defaultdict(list)
         """Models that can be bases, by the names and sizes of their layers."""
+        self._sorted: dict[frozenset[tuple[str, int]], list[Reference]] = {}
+        """The same models, sorted by their names."""
         for reference, layers in self._layers.items():
             # A base must not be a delta itself, so a model that consists mostly of deltas is of no
             # use as one.
@@ -77,11 +82,16 @@ class BaseFinder:
             if size > sum(layer.size for layer in layers.values()) / 2:
                 self._groups[_kind(layers)].append(reference)
 
-    def find_bases(self, references: Sequence[Reference]) -> dict[Reference, Reference]:
-        """Return the base of each of the models that has one; a base has no base itself."""
+    def find_bases(
+        self, references: Sequence[Reference], *, chains: bool = False
+    ) -> dict[Reference, Reference]:
+        """Return the base of each of the models that has one.
+
+        Unless ``chains`` are allowed, a base has no base itself.
+        """
         candidates: dict[frozenset[tuple[str, int]], list[Reference]] = {}
         named: dict[Reference, Reference] = {}
-        gains: dict[Reference, dict[Reference, float]] = {}
+        fits: dict[Reference, dict[Reference, Fit]] = {}
         for number, reference in enumerate(references, start=1):
             self._report(f"searching for bases: {number} of {len(references)} models")
             kind = _kind(self._layers.get(reference, {}))
@@ -95,17 +105,26 @@ class BaseFinder:
             # family.
             if kind not in candidates:
                 candidates[kind] = self._candidates(kind, similar)
+            others = [*candidates[kind], *self._neighbours(reference, kind)]
             found = {
-                other: self._saved_and_left(reference, other)
-                for other in dict.fromkeys([*candidates[kind], *([base] if base else [])])
+                other: self._fit(reference, other)
+                for other in dict.fromkeys([*others, *([base] if base else [])])
                 if other != reference
             }
-            gains[reference] = {other: saved for other, (saved, _) in found.items() if saved > 0}
+            fits[reference] = {other: fit for other, fit in found.items() if fit.saved > 0}
             if base is not None:
-                least = min((left for saved, left in found.values() if saved > 0), default=math.inf)
-                if found[base][1] <= _MANY_TIMES * least:
+                least = min((fit.left for fit in fits[reference].values()), default=math.inf)
+                if found[base].left <= _MANY_TIMES * least:
                     named[reference] = base
-        return choose_bases(named, gains)
+        if chains:
+            return choose_chains(fits)
+        return choose_bases(
+            named,
+            {
+                one: {other: fit.saved for other, fit in others.items()}
+                for one, others in fits.items()
+            },
+        )
 
     def _similar_groups(self, kind: frozenset[tuple[str, int]]) -> list[frozenset[tuple[str, int]]]:
         """Return the groups with enough of the same layers, the most similar first."""
@@ -128,8 +147,18 @@ class BaseFinder:
         chosen = own[: _MAX_CANDIDATES - 1]
         if rest := own[_MAX_CANDIDATES - 1 :]:
             # The base of a family is nearer to each fine-tune than the other fine-tunes are.
-            chosen.append(max(rest, key=lambda other: self._saved_and_left(other, chosen[0])[0]))
+            chosen.append(max(rest, key=lambda other: self._fit(other, chosen[0]).saved))
         return [*chosen, *others[:_MAX_CANDIDATES]]
+
+    def _neighbours(
+        self, reference: Reference, kind: frozenset[tuple[str, int]]
+    ) -> Sequence[Reference]:
+        """Return the models of the same layers whose names come before and after, as those of steps do."""
+        if kind not in self._sorted:
+            self._sorted[kind] = sorted(self._groups.get(kind, ()), key=_natural)
+        group = self._sorted[kind]
+        place = bisect_left(group, _natural(reference), key=_natural)
+        return group[max(place - 1, 0) : place + 2]
 
     def _rank(self, reference: Reference) -> tuple[int, Reference]:
         """Return a key that sorts models with blobs that many models have first."""
@@ -154,7 +183,7 @@ class BaseFinder:
                 if isinstance(name, str) and name:
                     yield _normalize(name.rpartition("/")[2])
 
-    def _saved_and_left(self, reference: Reference, base: Reference) -> tuple[float, float]:
+    def _fit(self, reference: Reference, base: Reference) -> Fit:
         """Return about the bytes of a model's own blobs that a base saves, 0 if too few, and the others."""
         theirs = self._layers[base]
         # Equal blobs are stored once in any case, so only blobs that differ count.
@@ -171,8 +200,8 @@ class BaseFinder:
         # Models that share a blob share what it saves.
         total = sum(layer.size / self._uses[layer.digest] for layer, _ in pairs)
         if not size or saved < MIN_GAIN * size:
-            return 0.0, total
-        return saved / size * total, (1 - saved / size) * total
+            return Fit(0.0, total)
+        return Fit(saved / size * total, (1 - saved / size) * total)
 
 
 def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Reference, Reference]:
@@ -237,6 +266,11 @@ def _names(reference: Reference) -> set[str]:
 def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
     """Return the tensor layers of a model by name."""
     return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
+
+
+def _natural(reference: Reference) -> list[Any]:
+    """Return a key that sorts numbers in names by their values: ``step-9`` before ``step-10``."""
+    return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(reference.full)]
 
 
 def _normalize(name: str) -> str:

@@ -132,7 +132,8 @@ def write_verified(
 class BlobEncoder:
     """Compresses a blob, against ``base`` if that is given and has similar tensors.
 
-    The bytes are those of the hot file, unless ``data`` is given.
+    The bytes are those of the hot file, unless ``data`` is given. Only ``in_chain`` may the base be a
+    delta, or become one: then no factors improve the prediction, and no rules quantize the base.
 
     Raises:
         BlobMissing, BlobDamaged: the blob has no readable hot file.
@@ -146,11 +147,14 @@ class BlobEncoder:
         level: Level,
         base: BlobId | None = None,
         data: memoryview | None = None,
+        *,
+        in_chain: bool = False,
     ) -> None:
         from blobstore.compression.spans import spans_of  # imports numpy
 
         self._blob = blob
         self._level: Level = level
+        self._in_chain = in_chain
         self._data = store.mmap_hot(*blob) if data is None else data
         self._spans = spans_of(self._data, blob.size)
         self._aligned: Sequence[Span] = self._spans
@@ -161,8 +165,11 @@ class BlobEncoder:
         try:
             end = PREFIX_SIZE + header_size(self._data[:PREFIX_SIZE], blob.size)
             header = parse_header(self._data[PREFIX_SIZE:end], blob.size)
-            base_header, base_blob = store.read_blob_header(*base), store.base(*base)
-            aligner = _BaseAligner(self._data, header, base_blob, base_header)
+            base_header = store.read_blob_header(*base)
+            base_blob = store.base(*base, in_chain=in_chain)
+            aligner = _BaseAligner(
+                self._data, header, base_blob, base_header, has_rules=not in_chain
+            )
             aligned = aligner.align(self._spans)
         except (InvalidHeader, Damaged, StoreError):
             return  # no tensors, or the base cannot be read
@@ -193,7 +200,7 @@ class BlobEncoder:
         from blobstore.compression.spans import mark_duplicates, merge_small
 
         spans: Sequence[Span] = self._aligned
-        if self._base is not None:
+        if self._base is not None and not self._in_chain:
             look = partial(report, 0)  # which raises if the jobs must end
             spans = list(fit_low_rank(self._data, spans, self._base, self._level, look))
         # A span that equals an earlier one refers to it, so a base would save nothing more.
@@ -225,12 +232,19 @@ class _BaseAligner:
     """
 
     def __init__(
-        self, data: memoryview, header: Header, base: BaseBlob, base_header: Header
+        self,
+        data: memoryview,
+        header: Header,
+        base: BaseBlob,
+        base_header: Header,
+        *,
+        has_rules: bool,
     ) -> None:
         def read_into(out: memoryview, begin: int) -> None:
             out[:] = data[begin : begin + len(out)]
 
         self._read_into = read_into
+        self._has_rules = has_rules
         self._header = header
         self._base = base
         self._base_header = base_header
@@ -262,7 +276,7 @@ class _BaseAligner:
         )
         tensors = [(name, at) for name, at in self._header.tensors.items() if at.end > at.begin]
         for span, (name, entry) in zip(spans, tensors, strict=True):
-            blocks = Blocks.of(entry, self._header)
+            blocks = Blocks.of(entry, self._header) if self._has_rules else None
             found = blocks and find_rule(blocks, self._read_into, self._base, self._base_header)
             if found is not None:
                 yield span._replace(base_begin=found[0], rule=found[1])

@@ -76,9 +76,16 @@ class ColdBlobBuilder:
     """Builds the cold files of blobs. Threads share it."""
 
     def __init__(
-        self, store: LocalStore, estimator: SizeEstimator, bases: Mapping[Digest, BlobId]
+        self,
+        store: LocalStore,
+        estimator: SizeEstimator,
+        bases: Mapping[Digest, BlobId],
+        *,
+        chains: bool = False,
     ) -> None:
+        """Encode blobs against ``bases``, which may be deltas themselves if ``chains`` are made."""
         self._store = store
+        self._chains = chains
         self._estimator = estimator
         self._bases = bases
         self._verified = WholeBases(store)
@@ -138,7 +145,9 @@ class ColdBlobBuilder:
         Raises:
             BlobDamaged: the file does not decode to the blob.
         """
-        encoder = BlobEncoder(self._store, blob.id, self._estimator.level, self._base_of(blob))
+        base = self._base_of(blob)
+        in_chain = self._chains and base is not None and self._is_delta(base)
+        encoder = BlobEncoder(self._store, blob.id, self._estimator.level, base, in_chain=in_chain)
         with files.create() as (path, descriptor):
             output = _FileOutput(descriptor)
 
@@ -164,6 +173,10 @@ class ColdBlobBuilder:
             return EncodedBlob(blob)
         return encoded
 
+    def _is_delta(self, blob: BlobId) -> bool:
+        """Return whether a blob can be read only with its base."""
+        return self._store.is_cold(blob.digest) and self._store.open_cold(*blob).base is not None
+
     def _verify(
         self, blob: Descriptor, where: str, path: Path | None, report: Callable[[int], None]
     ) -> EncodedBlob | None:
@@ -174,7 +187,8 @@ class ColdBlobBuilder:
         """
 
         def first_file(digest: Digest, size: int) -> Iterator[BaseBlob]:
-            return islice(self._store.base_files(digest, size), 1)  # the one that was hashed
+            files = self._store.base_files(digest, size, in_chain=self._chains)
+            return islice(files, 1)  # the one that was hashed
 
         # Read before the file is decoded: the commit compares it, and so notices any later change.
         state = FileState.of(where)

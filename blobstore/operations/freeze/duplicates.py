@@ -112,11 +112,14 @@ class DuplicateFinder:
                     if len(header.tensors) == 1:
                         self._singles.add(digest)
 
-    def choose_bases(self, likely: Mapping[Digest, BlobId]) -> dict[Digest, BlobId]:
+    def choose_bases(
+        self, likely: Mapping[Digest, BlobId], *, chains: bool = False
+    ) -> dict[Digest, BlobId]:
         """Return the best base of each blob that has one, duplicates considered.
 
         Args:
             likely: the bases that the blobs would have without duplicates.
+            chains: whether bases may have bases themselves. They may make cycles, too.
         """
         copies = self._find_copies({base.digest for base in likely.values()}, likely)
         chosen: dict[Digest, BlobId] = {}
@@ -124,24 +127,30 @@ class DuplicateFinder:
             original = copies.get(base.digest, base)
             if original.digest != blob:
                 chosen[blob] = original
-        for digest in {base.digest for base in chosen.values()}:
+        for digest in () if chains else {base.digest for base in chosen.values()}:
             chosen.pop(digest, None)  # a base has no base itself
         groups: dict[Digest, dict[Digest, BlobId]] = defaultdict(dict)
         for blob, original in copies.items():
             groups[original.digest][blob] = original
         for digest, members in groups.items():
-            self._join_group(chosen, digest, members)
+            self._join_group(chosen, digest, members, chains=chains)
         return chosen
 
     def _join_group(
-        self, chosen: dict[Digest, BlobId], original: Digest, members: Mapping[Digest, BlobId]
+        self,
+        chosen: dict[Digest, BlobId],
+        original: Digest,
+        members: Mapping[Digest, BlobId],
+        *,
+        chains: bool,
     ) -> None:
         """Choose the bases of an original and its copies.
 
-        If the original has a base, the copies can use that too, or the original stays without one.
+        If the original has a base, the copies can use that too, or the original stays without one,
+        unless there may be chains.
         """
         base = chosen.get(original)
-        if base is None:
+        if base is None or chains:
             for blob, copied in members.items():
                 other = chosen.get(blob)
                 if other is None or self._size(blob, copied) < self._size(blob, other):

@@ -74,6 +74,7 @@ def plan_freeze(
     older_than: float | None,
     base: Reference | None,
     find_base: bool,
+    chains: bool = False,
     report: Callable[[str], object] = lambda _: None,
 ) -> FreezePlan:
     """Choose the models and blobs to freeze, and their bases.
@@ -85,6 +86,7 @@ def plan_freeze(
         older_than: skip models that were created, copied or thawed within so many seconds.
         base: the base model of the others.
         find_base: search for base models if ``base`` is not given, and for duplicates in any case.
+        chains: whether bases may be deltas themselves, as the result is not kept in the store.
         report: called with the state of the search for bases, in words.
 
     Raises:
@@ -114,7 +116,7 @@ def plan_freeze(
                 manifests[reference] = store.parse(reference)[1]
     _choose_models(store, plan, chosen, older_than, is_named=bool(named))
     if manifests:
-        _choose_bases(store, plan, manifests, estimator, base, report)
+        _choose_bases(store, plan, manifests, estimator, base, report, chains=chains)
     return plan
 
 
@@ -159,6 +161,8 @@ def _choose_bases(
     estimator: SizeEstimator,
     base: Reference | None,
     report: Callable[[str], object],
+    *,
+    chains: bool,
 ) -> None:
     layers = {reference: tensor_layers(manifest) for reference, manifest in manifests.items()}
     hot = [
@@ -168,7 +172,8 @@ def _choose_bases(
     ]
     deltas = store.cold_bases()
     if base is None:
-        plan.bases = BaseFinder(store, manifests, deltas, report).find_bases(hot)
+        excluded = () if chains else deltas
+        plan.bases = BaseFinder(store, manifests, excluded, report).find_bases(hot)
     else:
         plan.bases = {reference: base for reference in hot if reference != base}
     likely = {
@@ -186,5 +191,6 @@ def _choose_bases(
     plan.base_blobs = {
         digest: blob
         for digest, blob in chosen.items()
-        if digest not in bases and blob.digest not in deltas  # a base has no base itself
+        # In a store, a base has no base itself.
+        if chains or (digest not in bases and blob.digest not in deltas)
     }

@@ -34,7 +34,7 @@ class BlobSampler:
         """Return the share of the compressed size of a blob that a base saves.
 
         Raises:
-            BlobMissing, BlobDamaged, ColdDamaged: a blob cannot be read, or is a delta.
+            BlobMissing, BlobDamaged, ColdDamaged: a blob cannot be read.
             StoreError: the store cannot be read.
         """
         mine, theirs = self._sample(blob), self._sample(base)
@@ -66,7 +66,7 @@ class BlobSampler:
             return None
         step = (entry.end - entry.begin - size) // (_SLICES - 1) // width * width
         sample = np.empty(_SLICES * size, np.uint8)
-        base = self._store.base(*blob)
+        base = self._store.base(*blob, in_chain=True)
         for number in range(_SLICES):
             target = sample[number * size : (number + 1) * size]
             base.read_into(target.data, header.data_start + entry.begin + number * step)

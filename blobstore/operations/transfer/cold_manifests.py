@@ -69,7 +69,7 @@ def usable_layers(
 ) -> tuple[dict[Digest, ColdLayer], int]:
     """Return the cold layers of missing blobs that spare bytes, and whose bases are in the store or are fetched too.
 
-    The second result is the number of those whose bases are missing.
+    Bases may be deltas. The second result is the number of those whose bases are missing.
 
     Args:
         store: the store, which may have some of the blobs and bases.
@@ -80,9 +80,7 @@ def usable_layers(
 
     def is_base(base: BlobId) -> bool:
         with contextlib.suppress(BlobDamaged, BlobMissing):
-            # A delta cannot be a base.
-            is_alone = not store.is_cold(base.digest) or store.open_cold(*base).base is None
-            return is_alone and is_intact(base)
+            return is_intact(base)
         return False
 
     found: dict[Digest, ColdLayer] = {}
@@ -98,17 +96,27 @@ def usable_layers(
         if left[0] >= left[1]:
             continue
         base = layer.base
-        if base in fetched:
-            # Deltas must not wait for each other.
-            chosen = found.get(base.digest)
-            is_usable = base != blob.id and (chosen is None or chosen.base not in fetched)
-        elif base is not None:
+        is_usable = True
+        if base is not None and base not in fetched:
             if base not in bases:
                 bases[base] = is_base(base)
             is_usable = bases[base]
             without_base += not is_usable
-        else:
-            is_usable = True
         if is_usable:
             found[blob.digest] = layer
+    _cut_cycles(found)
     return found, without_base
+
+
+def _cut_cycles(layers: dict[Digest, ColdLayer]) -> None:
+    """Remove layers until no deltas wait for each other."""
+    seen: dict[Digest, int] = {}
+    """The walk that has first come to a layer; each is walked over once."""
+    for walk, start in enumerate(list(layers)):
+        digest: Digest | None = start
+        while digest in layers and digest not in seen:
+            seen[digest] = walk
+            base = layers[digest].base
+            digest = None if base is None else base.digest
+        if digest in layers and seen.get(digest) == walk:
+            del layers[digest]

@@ -298,7 +298,7 @@ class Download:
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
                 yield BaseBlob.hot(_mapped(path, size), digest)
-        yield from self._store.base_files(digest, size)
+        yield from self._store.base_files(digest, size, in_chain=True)
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
         """Close the file of a blob that is done."""

@@ -341,8 +341,8 @@ class _Pull:
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
     notice = (
-        f"compressed forms whose bases are not here, or are deltas themselves: {without_base}; pull "
-        "or thaw the base model first to fetch less"
+        f"compressed forms whose bases are not here: {without_base}; pull the base model first to "
+        "fetch less"
     )
     return (notice,) if without_base else ()
 

@@ -67,10 +67,16 @@ class ColdBlobs:
         check_compression_level(level)
         estimator = SizeEstimator(store, level)
         plan = plan_freeze(
-            store, [reference], estimator, older_than=None, base=base, find_base=True
+            store,
+            [reference],
+            estimator,
+            older_than=None,
+            base=base,
+            find_base=True,
+            chains=True,
         )
         self._store = store
-        self._builder = ColdBlobBuilder(store, estimator, plan.base_blobs)
+        self._builder = ColdBlobBuilder(store, estimator, plan.base_blobs, chains=True)
         self._leased = [*plan.blobs, *(blob.digest for blob in plan.base_blobs.values())]
         self._files: TemporaryFiles | None = None
         self.blobs: Sequence[Descriptor] = sorted(

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 
-from blobstore.compression.base import BaseBlob
+from blobstore.compression.base import MAX_CHAIN, BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.delta.low_rank import Factors, pack
+from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span
+from blobstore.compression.table import Part, Table
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
@@ -46,6 +52,89 @@ def test_rejects_a_base_that_is_a_delta() -> None:
     delta = cold(DATA[:-2] + b"xy", spans=[Span(len(DATA), DType.BF16, base_begin=0)], base=base)
     with pytest.raises(ColdDamaged, match="is itself a delta"):
         ColdBlobDecoder(delta).as_base()
+
+
+def link(
+    before: bytes, after: bytes, base: BaseBlob | None = None, spans: list[Span] | None = None
+) -> BaseBlob:
+    """Return a delta of one blob against another as a base."""
+    spans = spans or [Span(len(after), DType.BF16, base_begin=0)]
+    made = ColdBlobDecoder(cold(after, spans=spans, base=BaseBlob.hot(before)))
+    made.give_base(base or BaseBlob.hot(before))
+    return made.as_base()
+
+
+def run(many: int, size: int = 3 << 20) -> list[bytes]:
+    """Return the steps of a run, in each of which some other bytes change."""
+    data = bytearray(weights(DType.BF16, size // 2))
+    found = [bytes(data)]
+    for number in range(1, many):
+        for place in range(100 * number, size, 1 << 14):
+            data[place] ^= 1
+        found.append(bytes(data))
+    return found
+
+
+@pytest.mark.parametrize("first", ["hot", "cold"])
+def test_reads_a_delta_against_a_delta(first: str) -> None:
+    data = run(6)
+    base = BaseBlob.hot(data[0]) if first == "hot" else ColdBlobDecoder(cold(data[0])).as_base()
+    for before, after in pairwise(data):
+        base = link(before, after, base)
+    assert base.depth == 5
+    begin, size = 1_000_001, 1_100_000
+    assert base.read(begin, size).tobytes() == data[-1][begin : begin + size]
+
+
+def test_rejects_a_chain_that_is_too_long() -> None:
+    data = run(MAX_CHAIN + 2, 1 << 12)
+    base = BaseBlob.hot(data[0])
+    for before, after in pairwise(data[:-1]):
+        base = link(before, after, base)
+    with pytest.raises(ColdDamaged, match=f"more than {MAX_CHAIN} deltas"):
+        link(data[-2], data[-1], base)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [Span(2), Span(len(DATA) - 2, DType.BF16, base_begin=2)],
+        [
+            Span(1000, DType.BF16, base_begin=0),
+            Span(len(DATA) - 1000, DType.BF16, base_begin=1000),
+        ],
+    ],
+    ids=["another begin", "more parts"],
+)
+def test_rejects_a_chain_whose_chunks_lie_at_other_places(spans: list[Span]) -> None:
+    one, two = DATA[:-2] + b"xy", DATA[:-2] + b"ab"
+    with pytest.raises(ColdDamaged, match="do not lie where those of its base lie"):
+        link(one, two, link(DATA, one), spans)
+    with pytest.raises(ColdDamaged, match="do not lie where those of its base lie"):
+        link(one, two, link(DATA, one, spans=spans))
+
+
+def test_parts_of_a_chain_may_be_whole_chunks_of_others() -> None:
+    one, two = run(3, 4 << 20)[1:]
+    base = link(run(1, 4 << 20)[0], one)
+    spans = [Span(1 << 20, DType.BF16, base_begin=begin << 20) for begin in range(4)]
+    assert link(one, two, base, spans).read(0, len(two)).tobytes() == two
+
+
+def test_rejects_factors_in_a_chain() -> None:
+    one, two = DATA[:-2] + b"xy", DATA[:-2] + b"ab"
+    factors = pack(Factors((0,), np.zeros((1, 3), np.int8), np.zeros((1, 100_000), np.int8)))
+    spans = [Span(len(DATA), DType.BF16, base_begin=0, factors=factors)]
+    with pytest.raises(ColdDamaged, match="has factors"):
+        link(one, two, link(DATA, one), spans)
+
+
+def test_rejects_rules_in_a_chain() -> None:
+    identity = BlobId(Digest.of(b""), 64)
+    base = BaseBlob(identity, lambda *_: None, None, Table(*identity, identity, [Part(64)], []), 1)
+    rule = Part(18, 1, 18, base_begin=0, rule=QuantRule("Q4_0", DType.BF16))
+    with pytest.raises(ColdDamaged, match="has factors or rules"):
+        base.check_chain(Table(identity.digest, 18, identity, [rule], []))
 
 
 def test_a_cold_blob_without_parts_of_a_base_is_no_delta() -> None:

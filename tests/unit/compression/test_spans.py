@@ -73,6 +73,11 @@ def test_small_neighbours_are_merged() -> None:
     assert merge_small(small(100, 1 << 16, 300)) == small(100, 1 << 16, 300)
     many = merge_small(small(*[1000] * 100))
     assert [span.size for span in many] == [65_000, 35_000]
+    assert [span.size for span in merge_small(small(*[1000] * 100), 40_000)] == [
+        40_000,
+        40_000,
+        20_000,
+    ]
 
 
 def test_a_header_is_merged_with_the_tensor_behind_it() -> None:

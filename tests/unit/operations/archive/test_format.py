@@ -5,6 +5,7 @@ import struct
 
 import pytest
 
+from blobstore.compression.base import MAX_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged
 from blobstore.operations.archive.format import (
@@ -136,14 +137,24 @@ def test_rejects_reserved_bytes_that_are_not_0(place: int) -> None:
     assert "the reserved bytes are not 0" in refused(with_table(bytes(table), _BLOB))
 
 
-@pytest.mark.parametrize("base", [0, 3, 4, 5, 2**32 - 1])
-def test_rejects_a_base_that_is_a_manifest_or_a_delta_or_comes_later(base: int) -> None:
-    second = _DELTA._replace(digest=Digest.of(b"3"), base=3)
-    members = [*_MEMBERS[:3], _DELTA._replace(base=base if base != 3 else 2), second]
-    if base != 3:
-        members = members[:4]
-    message = refused(archive(members, [*_STORED, b"del"][: len(members)], _NAMES))
+@pytest.mark.parametrize("base", [0, 3, 4, 2**32 - 1])
+def test_rejects_a_base_that_is_a_manifest_or_comes_later(base: int) -> None:
+    members = [*_MEMBERS[:3], _DELTA._replace(base=base)]
+    message = refused(archive(members, _STORED, _NAMES))
     assert f"member {base} cannot be its base" in message
+
+
+def test_a_base_may_be_a_delta_in_a_chain_that_is_not_too_long() -> None:
+    many = MAX_CHAIN + 1
+    deltas = [
+        _DELTA._replace(digest=Digest.of(b"delta %d" % number), base=number + 2)
+        for number in range(many)
+    ]
+    stored = [*_STORED[:3], *[b"del"] * many]
+    whole = [*_MEMBERS[:3], *deltas]
+    assert decoded(archive(whole[:-1], stored[:-1], _NAMES)).members == whole[:-1]
+    message = refused(archive(whole, stored, _NAMES))
+    assert message == f"member {many + 2} ends a chain of {many} deltas"
 
 
 def test_rejects_the_same_digest_twice() -> None:

@@ -14,6 +14,7 @@ from typing_extensions import Buffer
 
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.encoder import Encoded
+from blobstore.compression.level import Level
 from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
 from blobstore.core.files import write_all
@@ -33,7 +34,7 @@ from blobstore.operations.archive.format import Kind
 from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.plan import plan_members
 from blobstore.operations.archive.reader import open_archive
-from blobstore.operations.archive.unpack import check_archive
+from blobstore.operations.archive.unpack import check_archive, unpack_archive
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
@@ -44,7 +45,7 @@ from tests.readers.archives import read_archive
 from tests.support import sandbox
 from tests.support.archives import Parts, put_family
 from tests.support.cold import cold, noise
-from tests.support.frozen import flip, layer, layers, spoil_deltas, tuned, weights
+from tests.support.frozen import flip, layer, layers, spoil_deltas, steps, tuned, weights
 from tests.support.models import add_blobs, dense_tensors, write_folder
 
 CHILDREN = ("one", "two", "three")
@@ -111,6 +112,31 @@ def test_a_second_reader_reads_it(store: LocalStore, path: Path) -> None:
         assert data == Path(store.blob_path(Digest(digest))).read_bytes()
     assert len(read.bases) == 9
     assert set(read.bases.values()) <= alone.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["fast", "small"])
+def test_the_steps_of_a_run_are_deltas_against_their_neighbours(
+    tmp_path: Path, path: Path, level: Level
+) -> None:
+    store, target = LocalStore(tmp_path / "run"), LocalStore(tmp_path / "target")
+    run = steps(5, 1, 10)
+    for number, data in enumerate(run):
+        add_blobs(store, f"run:{number}", {"x": layer("x", data)})
+    names = [f"run:{number}" for number in range(10)]
+    freeze_models(["run:8"], store=store, base="run:5")
+    packed = pack_models(names, path, store=store, level=level)
+    assert (packed.deltas, packed.fallbacks) == (9, 0)
+    numbers = {store.resolve(name).layers[0].digest.hex: n for n, name in enumerate(names)}
+    read = read_archive(path.read_bytes())
+    found = {numbers[one]: numbers[base] for one, base in read.bases.items()}
+    assert found.pop(8) == 5  # as it is frozen
+    assert all(abs(one - base) == 1 for one, base in found.items())
+    assert packed.stored < 1.2 * len(run[0])
+    unpack_archive(path, store=target, jobs=2)
+    for name in names:
+        for blob in target.resolve(name).blobs:
+            target.check_digest(*blob.id)
 
 
 @pytest.mark.slow

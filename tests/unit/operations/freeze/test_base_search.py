@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_the_time_grows_with_the_number_of_models(
     manifests = {reference: store.parse(reference)[1] for reference in store.references()}
     names = list(manifests)
     BaseFinder(store, manifests, report=reported.append).find_bases(names)
-    assert len(compared) <= 10 * len(names)
+    assert len(compared) <= 11 * len(names)
     assert reported[-1] == f"searching for bases: {len(names)} of {len(names)} models"
 
 
@@ -137,13 +138,28 @@ def test_the_base_of_the_steps_of_a_run_is_the_one_in_the_middle(tmp_path: Path)
     assert {base.tag for base in bases.values()} <= {"step-4", "step-5"}
 
 
-def test_a_new_step_gets_the_nearest_step_as_its_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("known", "base"), [((0, 3, 9, 10), 9), (range(11), 9), ((0, 1, 3, 10, 11, 12), 11)]
+)
+def test_a_new_step_gets_the_nearest_step_as_its_base(
+    tmp_path: Path, known: Iterable[int], base: int
+) -> None:
     store = LocalStore(tmp_path / "run")
-    run = steps(5, 1, 10)
-    for number in (0, 3, 8, 9):
+    run = steps(5, 1, 13)
+    for number in known:
         add_blobs(store, f"run:step-{number}", {"x": layer("x", run[number])})
-    newest = Reference.parse("run:step-9")
-    assert finder(store).find_bases([newest])[newest].tag == "step-8"
+    newest = Reference.parse("run:step-10")
+    assert finder(store).find_bases([newest])[newest].tag == f"step-{base}"
+
+
+def test_each_step_of_a_chain_has_its_neighbour_as_its_base(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    for number, data in enumerate(steps(5, 1, 12)):
+        add_blobs(store, f"run:step-{number}", {"x": layer("x", data)})
+    bases = finder(store).find_bases(list(store.references()), chains=True)
+    assert len(bases) == 11
+    for one, base in bases.items():
+        assert abs(int(one.tag[5:]) - int(base.tag[5:])) == 1
 
 
 @pytest.mark.parametrize(("far", "base"), [(tuned(3, 1, step=1e-2), "near"), (None, "far")])

@@ -235,3 +235,23 @@ def test_an_archive_has_a_ladder_as_rules(store: LocalStore, tmp_path: Path) -> 
     unpack_archive(tmp_path / "all.tar", store=other)
     for name, blobs in models.items():
         assert_whole(other, name, blobs)
+
+
+def test_an_archive_has_steps_in_a_chain_next_to_a_ladder(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    matrix = source(1, DType.BF16)
+    bits = matrix.view(np.uint16).copy()
+    blobs = {}
+    for number in range(4):
+        blobs[f"run:{number}"] = {NAME: weight_blob(NAME, bits.view(matrix.dtype).copy())}
+        bits.reshape(-1)[number :: 100 + number] += 1
+    blobs["ladder:q4_0"] = {NAME: block_blob(NAME, "Q4_0", matrix)}
+    for name, model in blobs.items():
+        put(store, name, model)
+    path, target = tmp_path / "run.bsar", LocalStore(tmp_path / "target")
+    packed = pack_models(list(blobs), path, store=store)
+    assert (packed.deltas, packed.fallbacks) == (4, 0)
+    unpack_archive(path, store=target)
+    for name, model in blobs.items():
+        assert_whole(target, name, model)

@@ -14,15 +14,17 @@ import pytest
 import blobstore
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
+from blobstore.manifests import media_types
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
+from blobstore.operations.transfer.cold_manifests import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.cold_layers import ColdLayer
 from blobstore.store.local import LocalStore
-from tests.support.frozen import flip_in_place, layer, put, tuned
+from tests.support.frozen import flip_in_place, layer, put, steps, tuned
 from tests.support.models import add_blobs
 from tests.support.registry import Server
 
@@ -83,8 +85,63 @@ def test_a_client_without_the_base_pulls_the_blobs(
     check(target, origin, "tune")
     assert not pulled.bytes_saved
     assert len(pulled.notices) == 1
-    assert "bases are not here, or are deltas themselves: 2" in pulled.notices[0]
+    assert "bases are not here: 2" in pulled.notices[0]
     assert planned.notices == pulled.notices
+
+
+@pytest.mark.parametrize("is_pushed_frozen", [False, True])
+def test_a_base_may_be_a_delta_itself(
+    origin: LocalStore, remote: str, tmp_path: Path, is_pushed_frozen: bool
+) -> None:
+    run = steps(5, 1, 3)
+    for number, data in enumerate(run):
+        add_blobs(origin, f"run:{number}", {"a": layer("a", data)})
+    if is_pushed_frozen:
+        blobstore.freeze("run:1", base="run:0", store=origin)
+    pushed = blobstore.push("run:2", remote, store=origin, cold=True)
+    target = LocalStore(tmp_path / "target")
+    for number in range(2):
+        add_blobs(target, f"run:{number}", {"a": layer("a", run[number])})
+    blobstore.freeze("run:1", base="run:0", store=target)
+    (stored,) = cold_layers(origin, remote, "run:2")
+    assert stored.base == origin.resolve("run:1").layers[0].id
+    pulled = blobstore.pull(remote, "run:2", store=target)
+    check(target, origin, "run:2")
+    assert pulled.bytes_saved > 0.9 * len(run[2])
+    assert pulled.bytes_fetched == pushed.bytes_cold
+    assert not pulled.notices
+    # What is kept needs one base.
+    assert target.cold_bases() == {
+        target.resolve("run:1").layers[0].digest: target.resolve("run:0").layers[0].digest
+    }
+
+
+def cut(bases: dict[int, int | None]) -> set[int]:
+    """Return the numbers of the layers that are used, given the base of each."""
+    ids = {number: BlobId(Digest.of(bytes([number])), 100) for number in bases}
+    layers = {
+        ids[number].digest: ColdLayer(
+            ids[number],
+            BlobId(Digest.of(b"stored%d" % number), 10),
+            None if base is None else ids[base],
+        )
+        for number, base in bases.items()
+    }
+    blobs = [Descriptor(media_types.TENSOR, *one, str(number)) for number, one in ids.items()]
+    store = LocalStore("/nowhere")
+    found, without_base = usable_layers(store, layers, blobs, lambda _: False)
+    assert not without_base
+    return {number for number, one in ids.items() if one.digest in found}
+
+
+def test_deltas_of_one_pull_make_chains_but_no_cycles() -> None:
+    chain = {0: None, 1: 0, 2: 1, 3: 2}
+    assert cut(chain) == {0, 1, 2, 3}
+    assert cut({0: 0}) == set()
+    assert len(cut({0: 1, 1: 2, 2: 0, 3: 0, 4: 3})) == 4
+    assert (
+        len(cut({4: 3, 3: 0, 0: 1, 1: 2, 2: 0, **{n: n - 1 for n in range(6, 200)}, 5: 4})) == 199
+    )
 
 
 def test_a_push_leaves_the_model_uncompressed(origin: LocalStore, remote: str) -> None:
@@ -93,12 +150,12 @@ def test_a_push_leaves_the_model_uncompressed(origin: LocalStore, remote: str) -
     assert not list(origin.folder("temporary").iterdir())
 
 
-def cold_layers(origin: LocalStore, remote: str) -> list[ColdLayer]:
+def cold_layers(origin: LocalStore, remote: str, name: str = "tune") -> list[ColdLayer]:
     address = RemoteReference.parse(remote)
     with RegistryClient(address.host) as client:
         root = client.get_manifest(address.repository, address.tag)
         referrers = fetch_referrers(client, address.repository, root)
-        blobs = [blob.id for blob in origin.resolve("tune").blobs]
+        blobs = [blob.id for blob in origin.resolve(name).blobs]
         return list(fetch_cold_layers(client, address.repository, referrers, blobs).values())
 
 
