@@ -14,7 +14,7 @@ from blobstore.models.source_layers import (
     read_stacks,
     source_specs,
 )
-from blobstore.models.tensors import COMPANIONS, read_tensors
+from blobstore.models.tensors import QPARAMS, read_tensors
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.formats import (
     FLOAT8_TYPE,
@@ -98,7 +98,7 @@ class PublishedTensors(NamedTuple):
             name + end: naming.spec(name, suffix, specs[name + end], FORMATS[kind])
             for name, (kind, _) in model.quantized.items()
             if kind in SYMMETRIC_TYPES or _has_global_scale(model, name, kind)
-            for suffix, end in {"": "", **COMPANIONS}.items()
+            for suffix, end in {"": "", **QPARAMS}.items()
             if name + end in specs
         }
         for name, (kind, *_) in model.quantized.items():
@@ -241,5 +241,5 @@ def gpt_oss_experts(model: Model, config: Mapping[str, Any]) -> Collection[str]:
     if SourceQuantConfig(config).method != gpt_oss.METHOD:
         return ()  # without reading the headers of all blobs
     tensors = read_tensors(model.store, model.manifest).tensors.values()
-    packed = [(item.name, item.shape, item.item) for item in tensors if item.companions]
+    packed = [(item.name, item.shape, item.item) for item in tensors if item.qparams]
     return [name for name, *_ in packed] if gpt_oss.is_gpt_oss(config, packed) else ()

@@ -117,7 +117,7 @@ def name_fault(layer: Descriptor, names: Sequence[str]) -> tuple[str, str] | Non
 def tensor_name(layer: Descriptor, names: Collection[str]) -> str:
     """Return the only tensor of a blob, given its known names; empty if it is a group."""
     if layer.name in names:
-        return layer.name  # the others are its companions
+        return layer.name  # the others are its quantization parameters
     if len(names) != 1:
         return ""
     (name,) = names

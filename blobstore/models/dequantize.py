@@ -52,7 +52,7 @@ def plain_pieces(
     start = stored.header.data_start
     arrays = {
         suffix: as_array(memory, start + entry.begin, entry.spec)
-        for suffix, entry in {"": stored.entry, **stored.companions}.items()
+        for suffix, entry in {"": stored.entry, **stored.qparams}.items()
     }
     if item.float8 is not None:
         rows_of_all = arrays[""].reshape(-1, stored.shape[-1])

@@ -70,7 +70,7 @@ def upload_tensors(
     stored_names: dict[str, tuple[str, ...]] = {}
     for name in names:
         is_quantized = name in weights.dequantized
-        stored_names[name] = (name, *weights.companions(name).values()) if is_quantized else (name,)
+        stored_names[name] = (name, *weights.qparams(name).values()) if is_quantized else (name,)
     tensors = [index.location(name) for name in itertools.chain(*stored_names.values())]
     with contextlib.closing(transfer(tensors, stream, read, progress=progress)) as arriving:
         for name, stored in stored_names.items():

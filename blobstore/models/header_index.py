@@ -28,7 +28,7 @@ from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.model import Manifest
-from blobstore.models.tensors import COMPANIONS, at_layer, only_tensor, read_tensors, tensors_of
+from blobstore.models.tensors import QPARAMS, at_layer, only_tensor, read_tensors, tensors_of
 from blobstore.quantization.metadata import stated
 from blobstore.safetensors.header import Header
 
@@ -248,14 +248,14 @@ def _runtime_names(
     except BlobDamaged as error:
         raise at_layer(error, layer) from None
     named: list[tuple[str, TensorEntry]] = []
-    for name, _, _, entry, companions, item, group_size in group:
+    for name, _, _, entry, qparams, item, group_size in group:
         named.append((name, entry))
-        if companions or item is not None:
+        if qparams or item is not None:
             quantized[name] = stated(item, group_size) if item else ("", 0)
             is_kept = item is not None and item.float8 is not None
             named += [
-                (other.spec.name if is_kept else name + COMPANIONS[suffix], other)
-                for suffix, other in companions.items()
+                (other.spec.name if is_kept else name + QPARAMS[suffix], other)
+                for suffix, other in qparams.items()
             ]
     return named
 

@@ -212,13 +212,13 @@ class Model(ModelFiles, Mapping[str, Array]):
         Raises:
             UnsupportedDType: a blob does not say how its weight is quantized.
         """
-        companions = self._weights.owners()
+        qparams = self._weights.owners()
         return sum(
             self._weights.dequantized_spec(name).elements
             if name in self._weights
             else self._index.spec(name).elements
             for name in self._entries
-            if name not in companions
+            if name not in qparams
         )
 
     @property
@@ -281,7 +281,7 @@ class Model(ModelFiles, Mapping[str, Array]):
         if name not in self._weights:
             return self._array(name)
         chosen = None if dtype is None else checked_dtype(dtype)
-        stored = (name, *self._weights.companions(name).values())
+        stored = (name, *self._weights.qparams(name).values())
         arrays = {part: self._array(part) for part in stored}
         found: Array = self._weights.dequantize(name, arrays, chosen)
         return found

@@ -10,7 +10,7 @@ from blobstore.core.slicing import Selection, select
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import UnsupportedDType, UsageError
 from blobstore.models.frameworks import FLOATS, dequantizer, original_dtype
-from blobstore.models.tensors import COMPANIONS
+from blobstore.models.tensors import QPARAMS
 from blobstore.quantization.formats import FLOAT8_TYPE, FORMATS, GGUF_FORMATS, SCALE_SUFFIXES
 from blobstore.quantization.metadata import KEYS, parse_quant_metadata
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
@@ -29,7 +29,7 @@ class QuantizedPart(NamedTuple):
     """A part of a quantized weight."""
 
     selections: dict[str, Selection]
-    """What to take of the weight and of its companions, as they are stored, by name."""
+    """What to take of the weight and of its quantization parameters, as they are stored, by name."""
     requested: tuple[int | slice, ...]
     """The index of the requested part in what was selected, in the last dimensions."""
 
@@ -71,25 +71,25 @@ class QuantizedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._index.quantized
 
-    def companions(self, name: str) -> dict[str, str]:
-        """Return the names of a weight's companions by suffix. They are in the same blob."""
+    def qparams(self, name: str) -> dict[str, str]:
+        """Return the names of a weight's quantization parameters by suffix. They are in the same blob."""
         index, slot = self._index, self._index.slot(name)
         if index.quantized[name][0] in GGUF_FORMATS:
             return {}
-        ends = list(COMPANIONS.items())
+        ends = list(QPARAMS.items())
         if index.quantized[name][0] == FLOAT8_TYPE:
             ends = [(SCALE, end) for end in SCALE_SUFFIXES]
         names = ((suffix, name + end) for suffix, end in ends)
         return {
-            suffix: companion
-            for suffix, companion in names
-            if companion in index.entries and index.slot(companion) == slot
+            suffix: qparam
+            for suffix, qparam in names
+            if qparam in index.entries and index.slot(qparam) == slot
         }
 
     def owners(self, weights: Collection[str] | None = None) -> dict[str, str]:
-        """Return the weight of each companion of some weights, or of all."""
+        """Return the weight of each quantization parameter of some weights, or of all."""
         weights = self._index.quantized if weights is None else weights
-        return {name: weight for weight in weights for name in self.companions(weight).values()}
+        return {name: weight for weight in weights for name in self.qparams(weight).values()}
 
     def format(self, name: str) -> tuple[QuantFormat, int]:
         """Return the type of a weight, and how many of its elements share a scale.
@@ -97,8 +97,8 @@ class QuantizedWeights:
         Raises:
             UnsupportedDType: its blob does not say.
         """
-        companions = self.companions(name).items()
-        specs = {suffix: self._index.spec(companion) for suffix, companion in companions}
+        qparams = self.qparams(name).items()
+        specs = {suffix: self._index.spec(qparam) for suffix, qparam in qparams}
         metadata = dict(zip(KEYS, map(str, self._index.quantized[name]), strict=False))
         known = parse_quant_metadata(self._index.spec(name), specs, metadata)
         if known is None:
@@ -122,14 +122,14 @@ class QuantizedWeights:
 
         Args:
             name: the weight.
-            arrays: the stored parts of the weight and of its companions, by name.
+            arrays: the stored parts of the weight and of its quantization parameters, by name.
             dtype: the element type to return; by default the one before quantization.
 
         Raises:
             UnsupportedDType: as :meth:`format`.
         """
         item, group_size = self.format(name)
-        names = self.companions(name)
+        names = self.qparams(name)
         scale, bias, scalar = (
             arrays.get(names.get(suffix, "")) for suffix in (SCALE, BIAS, GLOBAL_SCALE)
         )
@@ -167,9 +167,9 @@ class QuantizedWeights:
             )
         kept = selection._replace(is_kept=(*selection.is_kept[:-1], True))
         selections = {name: kept.with_last(item.words(bounds[0]), item.words(bounds[1]))}
-        for suffix, companion in self.companions(name).items():
-            selections[companion] = (
-                select(self._index.spec(companion), ...)
+        for suffix, qparam in self.qparams(name).items():
+            selections[qparam] = (
+                select(self._index.spec(qparam), ...)
                 if suffix == GLOBAL_SCALE
                 else kept.with_last(first, last)
             )
@@ -180,7 +180,7 @@ class QuantizedWeights:
     ) -> QuantizedPart:
         """Return where a part of an fp8 weight is stored; see :meth:`part`."""
         shape = self._index.spec(name).shape
-        scale = self._index.spec(self.companions(name)[SCALE])
+        scale = self._index.spec(self.qparams(name)[SCALE])
         rows, columns = selection.ranges[-2:]
         bounds, blocks = [], []
         sizes = (1, *layout.block)[-len(shape) :]
@@ -219,13 +219,13 @@ class QuantizedWeights:
                 "would split one, or a row: open the model with dequantize=True for that"
             )
         selections = {name: select(self._index.spec(name), slice(*bounds[0]))}
-        for suffix, companion in self.companions(name).items():
+        for suffix, qparam in self.qparams(name).items():
             part = ... if suffix == GLOBAL_SCALE else slice(first, last)
-            selections[companion] = select(self._index.spec(companion), part)
+            selections[qparam] = select(self._index.spec(qparam), part)
         return QuantizedPart(selections, _within(selection, bounds))
 
     def _original_dtype(self, name: str, item: QuantFormat) -> FloatName:
-        scale = self.companions(name).get(SCALE)
+        scale = self.qparams(name).get(SCALE)
         return original_dtype(item, None if scale is None else self._index.spec(scale).dtype)
 
 

@@ -188,9 +188,7 @@ class SliceReader:
     def stored_names(self, name: str) -> tuple[str, ...]:
         """Return the stored tensors that a look-up of a tensor reads."""
         weights = self._weights
-        return (
-            (name, *weights.companions(name).values()) if name in weights.dequantized else (name,)
-        )
+        return (name, *weights.qparams(name).values()) if name in weights.dequantized else (name,)
 
     def _stored_weights(self) -> Mapping[str, str]:
         """Return the weight that each stored part of a quantized weight belongs to, the weight itself too."""

@@ -1,9 +1,9 @@
 """The tensors of a model, as its manifest and the headers of its blobs describe them.
 
-This is the one module that resolves groups and companions. The name of a layer is either the name of
-the one tensor in its blob or the prefix of a group; only the blob's header shows which. A quantized
-weight's companions (``.scale``, ``.bias``, ``.global_scale``) are the tensors of the same blob whose
-name is the weight's name with such a suffix; the scales of fp8 weights keep the name that they have in
+This is the one module that resolves groups and quantization parameters. The name of a layer is either the
+name of the one tensor in its blob or the prefix of a group; only the blob's header shows which. A quantized
+weight's quantization parameters (``.scale``, ``.bias``, ``.global_scale``) are the tensors of the same blob
+whose name is the weight's name with such a suffix; the scales of fp8 weights keep the name that they have in
 the source. Other tensors whose names end in one of these suffixes
 are plain tensors.
 """
@@ -17,7 +17,7 @@ from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.quantization.metadata import companion_names, is_blocks, parse_quant_metadata
+from blobstore.quantization.metadata import is_blocks, parse_quant_metadata, qparam_names
 from blobstore.quantization.recipes import BIAS, GLOBAL_SCALE, SCALE
 from blobstore.safetensors.header import Header
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.protocols import BlobDescriber
 
-COMPANIONS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
-"""Suffixes of companions in a blob, and the suffixes of their runtime names. Scales of fp8 weights keep
-their names."""
+QPARAMS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: GLOBAL_SCALE}
+"""Suffixes of quantization parameters in a blob, and the suffixes of their runtime names. Scales of fp8
+weights keep their names."""
 CONSTANT_KEY = "data"
 """The name of the only tensor in blobs that Ollama wrote before February 2026."""
 
-_NO_COMPANIONS: Mapping[str, TensorEntry] = {}
+_NO_QPARAMS: Mapping[str, TensorEntry] = {}
 
 
 Headers: TypeAlias = "Mapping[BlobId, Header | BlobstoreError]"
@@ -51,9 +51,9 @@ class StoredTensor(NamedTuple):
     layer: Descriptor
     header: Header
     entry: TensorEntry
-    companions: Mapping[str, TensorEntry] = _NO_COMPANIONS
-    """Entries by their suffix in the blob. A tensor with companions is quantized; so are blocks of GGUF, which
-    have none."""
+    qparams: Mapping[str, TensorEntry] = _NO_QPARAMS
+    """Entries by their suffix in the blob. A tensor with quantization parameters is quantized; so are blocks
+    of GGUF, which have none."""
     item: QuantFormat | None = None
     """The quantization type; None for a plain tensor, or if the blob does not say."""
     group_size: int = 0
@@ -61,14 +61,14 @@ class StoredTensor(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """Whether the weight is quantized, also in a way that the blob does not tell."""
-        return self.item is not None or bool(self.companions)
+        return self.item is not None or bool(self.qparams)
 
     @property
     def type_name(self) -> str:
         """The quantization type, ``unknown`` if the blob does not say, or the element type."""
         if self.item is not None:
             return self.item.name
-        return "unknown" if self.companions else self.entry.spec.dtype.value
+        return "unknown" if self.qparams else self.entry.spec.dtype.value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,8 +78,8 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes in the blob, companions included."""
-        entries = (self.entry, *self.companions.values())
+        """The bytes in the blob, quantization parameters included."""
+        entries = (self.entry, *self.qparams.values())
         return sum(entry.end - entry.begin for entry in entries)
 
 
@@ -156,24 +156,24 @@ def tensors_of(layer: Descriptor, header: Header | BlobstoreError) -> Sequence[S
             if is_blocks(entry.spec, metadata)
             else None
         )
-        return (StoredTensor(name, layer, header, entry, _NO_COMPANIONS, *known or (None, 0)),)
-    companions: dict[str, dict[str, TensorEntry]] = {}
+        return (StoredTensor(name, layer, header, entry, _NO_QPARAMS, *known or (None, 0)),)
+    qparams: dict[str, dict[str, TensorEntry]] = {}
     hidden: set[str] = set()
     for name, entry in entries.items():
         own: dict[str, TensorEntry] = {}
-        for suffix, other in companion_names(entry.spec, metadata):
+        for suffix, other in qparam_names(entry.spec, metadata):
             if other in entries and own.setdefault(suffix, entries[other]).spec.name != other:
                 raise BlobDamaged(f"tensor {quote(name)} has two tensors of scales")
         if SCALE in own:
-            companions[name] = own
-            hidden.update(companion.spec.name for companion in own.values())
+            qparams[name] = own
+            hidden.update(qparam.spec.name for qparam in own.values())
     found = []
     for name, entry in entries.items():
         if name in hidden:
             continue
-        known, own = None, companions.get(name, {})
+        known, own = None, qparams.get(name, {})
         if own or is_blocks(entry.spec, metadata):
-            specs = {suffix: companion.spec for suffix, companion in own.items()}
+            specs = {suffix: qparam.spec for suffix, qparam in own.items()}
             known = parse_quant_metadata(entry.spec, specs, metadata)
         item, group_size = known or (None, 0)
         found.append(StoredTensor(name, layer, header, entry, own, item, group_size))

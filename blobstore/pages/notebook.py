@@ -6,7 +6,7 @@ from html import escape as escape_html
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
-from blobstore.models.tensors import COMPANIONS
+from blobstore.models.tensors import QPARAMS
 from blobstore.operations.describe.disk_usage import read_disk, usage_of
 from blobstore.pages.model_view import GridTensor, grid
 from blobstore.pages.store_view import store_view
@@ -95,7 +95,7 @@ def model_picture(index: TensorIndex) -> str:
 
 
 def _tensors(index: TensorIndex) -> Iterator[GridTensor]:
-    scales = {name + suffix for name in index.quantized for suffix in COMPANIONS.values()}
+    scales = {name + suffix for name in index.quantized for suffix in QPARAMS.values()}
     for name in index.entries:
         if name in scales:
             continue

@@ -3,7 +3,7 @@
 The name and element type of a weight say which scheme it may belong to:
 
 ======================  =============================================  ====================
-weight                  companions                                     becomes
+weight                  quantization parameters                        becomes
 ======================  =============================================  ====================
 ``X.weight`` U32        ``X.scales``, ``X.biases``                     as packed by MLX
 ``X.weight_packed`` U8  ``X.weight_scale``, ``X.weight_global_scale``  nvfp4, or mxfp4
@@ -125,7 +125,7 @@ def detect_quantization(
         as_is: keep the source as published, also if it can be read.
 
     Raises:
-        UnsupportedSource: a weight lacks a companion or contradicts the config. The message names it.
+        UnsupportedSource: a weight lacks a quantization parameter or contradicts the config. The message names it.
     """
     if as_is:
         return _as_published(specs, config, "")
@@ -427,7 +427,7 @@ def _check_scales(
 def _check_plain(
     spec: TensorSpec, specs: Specs, config: SourceQuantConfig, quantized: Collection[str]
 ) -> None:
-    """Check that a tensor without companions is really not quantized."""
+    """Check that a tensor without quantization parameters is really not quantized."""
     name, dtype, shape = spec
     if name in quantized:
         fail(name, "is in the source both plain and quantized")

@@ -1,9 +1,9 @@
 """Quantization in the metadata of a blob: writing and checked reading.
 
 ``quant_type`` and ``group_size`` apply to every quantized tensor of a blob without its own
-``{name}.quant_type``. Readers do not trust them: type, group size and the shapes of weight and companions
-must agree. ``fp8`` has no groups, but ``block_size``: which values share a scale. Its scales keep the
-name that they have in the source.
+``{name}.quant_type``. Readers do not trust them: type, group size and the shapes of weight and
+quantization parameters must agree. ``fp8`` has no groups, but ``block_size``: which values share a scale.
+Its scales keep the name that they have in the source.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def quant_metadata(types: Mapping[str, Stated | None]) -> dict[str, str]:
     }
 
 
-def companion_names(weight: TensorSpec, metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the suffixes of the companions that a tensor of a blob may have, and their names.
+def qparam_names(weight: TensorSpec, metadata: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the suffixes of the quantization parameters that a tensor of a blob may have, and their names.
 
     A tensor without scales among them is plain.
     """
@@ -83,13 +83,13 @@ def companion_names(weight: TensorSpec, metadata: Mapping[str, str]) -> Iterator
 
 
 def parse_quant_metadata(
-    weight: TensorSpec, companions: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+    weight: TensorSpec, qparams: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> tuple[QuantFormat, int] | None:
     """Return type and group size of a quantized weight, or None if the metadata has none.
 
     Args:
         weight: the weight as stored.
-        companions: its companions by suffix, at least ``.scale``; none for blocks of GGUF.
+        qparams: its quantization parameters by suffix, at least ``.scale``; none for blocks of GGUF.
         metadata: the metadata of the blob.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_quant_metadata(
     if item is None:
         _fail(name, f"{TYPE} {quote(quant_type)} is unknown; known: {', '.join(FORMATS)}")
     if quant_type == FLOAT8_TYPE:
-        item = _parse_float8(weight, companions, metadata)
+        item = _parse_float8(weight, qparams, metadata)
         return item, item.group_size
     rows, words, bits = weight.shape[:-1], weight.shape[-1:], item.bits
     if not words or not words[0] or words[0] * WORD_BITS % bits:
@@ -114,7 +114,7 @@ def parse_quant_metadata(
     columns = item.columns(words[0])
     if columns > _MAX_COLUMNS:  # only possible without rows; arithmetic in libraries would overflow
         _fail(name, f"rows of {columns} elements are too long")
-    scale = companions[SCALE]
+    scale = qparams[SCALE]
     text = _group_size(item, weight, scale, metadata)
     if not _NUMBER.fullmatch(text) or not item.has_group_size(int(text)):
         known = item.group_sizes or filter(None, (item.group_size,))
@@ -127,7 +127,7 @@ def parse_quant_metadata(
             f"scales of shape {list(scale.shape)} do not fit {item.name} of shape "
             f"{[*rows, columns]} in groups of {group_size}",
         )
-    _check_companions(item, name, companions)
+    _check_qparams(item, name, qparams)
     return item, group_size
 
 
@@ -151,7 +151,7 @@ def _value(name: str, key: str, metadata: Mapping[str, str]) -> str:
 
 
 def is_blocks(weight: TensorSpec, metadata: Mapping[str, str]) -> bool:
-    """Return whether a tensor of a blob is blocks of GGUF, which need no companions."""
+    """Return whether a tensor of a blob is blocks of GGUF, which need no quantization parameters."""
     if weight.dtype is not DType.U8 or not metadata:
         return False
     return _value(weight.name, TYPE, metadata) in GGUF_FORMATS
@@ -176,9 +176,9 @@ def _parse_blocks(
 
 
 def _parse_float8(
-    weight: TensorSpec, companions: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+    weight: TensorSpec, qparams: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> QuantFormat:
-    name, scale = weight.name, companions[SCALE]
+    name, scale = weight.name, qparams[SCALE]
     block = _value(name, BLOCK_SIZE, metadata)
     sharing: Sharing
     if block in ("tensor", "channel"):
@@ -187,8 +187,8 @@ def _parse_float8(
         sharing = int(match[1]), int(match[2])
     else:
         _fail(name, f"{BLOCK_SIZE} {quote(block)} is not tensor, channel, or rows x columns")
-    if len(companions) > 1:
-        _fail(name, f"{FLOAT8_TYPE} has no companions but scales")
+    if len(qparams) > 1:
+        _fail(name, f"{FLOAT8_TYPE} has no quantization parameters but scales")
     item = float8_format(weight, scale, sharing)
     if item is None:
         _fail(
@@ -199,8 +199,8 @@ def _parse_float8(
     return item
 
 
-def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, TensorSpec]) -> None:
-    scale, bias = companions[SCALE], companions.get(BIAS)
+def _check_qparams(item: QuantFormat, name: str, qparams: Mapping[str, TensorSpec]) -> None:
+    scale, bias = qparams[SCALE], qparams.get(BIAS)
     expected = _FLOAT_SCALES if item.has_float_scales else (DType.U8,)
     if scale.dtype not in expected:
         _fail(name, f"scales of {item.name} cannot be {scale.dtype.value}")
@@ -208,7 +208,7 @@ def _check_companions(item: QuantFormat, name: str, companions: Mapping[str, Ten
         _fail(name, f"{item.name} needs biases of the type and shape of the scales")
     if bias is not None and not item.has_bias:
         _fail(name, f"{item.name} has no biases")
-    scalar = companions.get(GLOBAL_SCALE)
+    scalar = qparams.get(GLOBAL_SCALE)
     if scalar is not None and item.mode == "symmetric":
         _fail(name, f"{item.name} has no global scale")
     if scalar is not None and (scalar.dtype, scalar.elements) != (DType.F32, 1):

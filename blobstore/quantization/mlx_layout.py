@@ -1,7 +1,7 @@
 """The layout of MLX repositories: tensor names and ``config.json`` of quantized models.
 
-The companions of ``X.weight`` are ``X.scales`` and ``X.biases``. The experts of a projection are one
-tensor below ``switch_mlp``. ``quantization`` in the config has bits, group size and mode of most
+The quantization parameters of ``X.weight`` are ``X.scales`` and ``X.biases``. The experts of a projection
+are one tensor below ``switch_mlp``. ``quantization`` in the config has bits, group size and mode of most
 weights, and entries for modules that differ. mlx-lm repeats it as ``quantization_config`` for the Hub's
 pages. Other keys have the names that transformers used before version 5.
 """
@@ -43,7 +43,7 @@ _MIXER_PROJECTIONS = {"up_proj": "fc1", "down_proj": "fc2"}
 
 
 def mlx_name(name: str, suffix: str) -> str:
-    """Return what MLX calls a weight's companion, or for no suffix the weight.
+    """Return what MLX calls a weight's quantization parameter, or for no suffix the weight.
 
     Raises:
         BlobstoreError: it is a global scale, which most of MLX's layers do not have.
@@ -61,9 +61,9 @@ def mlx_name(name: str, suffix: str) -> str:
 def joined_experts(specs: Iterable[TensorSpec], plain: Iterable[str] = ()) -> dict[str, list[str]]:
     """Return the tensors of experts that MLX holds as one, in order, by its name.
 
-    ``specs`` are packed weights and companions under MLX's names, ``plain`` the names of the other
+    ``specs`` are packed weights and quantization parameters under MLX's names, ``plain`` the names of the other
     tensors. Experts are not joined if their numbers from 0 have a gap, if the
-    types or shapes of their weights or companions differ, or if some of them are plain.
+    types or shapes of their weights or quantization parameters differ, or if some of them are plain.
     """
     found: dict[str, dict[int, dict[str, TensorSpec]]] = defaultdict(lambda: defaultdict(dict))
     for spec in specs:

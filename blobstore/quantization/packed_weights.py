@@ -240,7 +240,7 @@ def check_matrix(weight: TensorSpec) -> None:
 
 
 def fail(name: str, what: str) -> NoReturn:
-    """Raise an error about a tensor that contradicts its companions or the config."""
+    """Raise an error about a tensor that contradicts its quantization parameters or the config."""
     raise UnsupportedSource(
         f"tensor {quote(name)} {what}", advice="store the tensors as they are with --as-is"
     )

@@ -1,7 +1,7 @@
 """Recipes: how the tensors of a blob are made from tensors of a source. Pure values.
 
 A recipe describes one logical tensor of a model under its name in the model. It says which tensors a
-blob stores for it (the weight and its companions), and from which source tensors they are made.
+blob stores for it (the weight and its quantization parameters), and from which source tensors they are made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from blobstore.quantization.formats import QuantFormat
 
 SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
-"""Suffixes of a quantized weight's companions in a blob, in the order of the data."""
+"""Suffixes of a quantized weight's quantization parameters in a blob, in the order of the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class Quantized:
 
 @dataclass(frozen=True, slots=True)
 class Prequantized:
-    """A tensor that is quantized in the source: packed weight and companions are copied."""
+    """A tensor that is quantized in the source: packed weight and quantization parameters are copied."""
 
     parts: tuple[Copied, ...]
-    """The weight, then its companions, under their names in the blob."""
+    """The weight, then its quantization parameters, under their names in the blob."""
     item: QuantFormat
     group_size: int | None
     """None is not written to the metadata; the type then has only one size."""

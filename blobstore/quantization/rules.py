@@ -118,14 +118,14 @@ _EXPERT_NAMES: Final = (
     "*.mixer.shared_experts.*",
 )
 """Names of experts' weights. They need not end in ``.weight``, and may be stacks of matrices."""
-_EXPERT_COMPANIONS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
+_EXPERT_QPARAMS: Final = ("*.bias", "*.scale", "*.qbias", "*_bias")
 """Names of experts' tensors that are not weights. Stacked biases look like matrices."""
 
 
 def is_expert_weight(name: str) -> bool:
     """Return whether a name is that of an expert's weight."""
-    is_companion = any_glob(_EXPERT_COMPANIONS).match(name)
-    return any_glob(_EXPERT_NAMES).match(name) is not None and is_companion is None
+    is_qparam = any_glob(_EXPERT_QPARAMS).match(name)
+    return any_glob(_EXPERT_NAMES).match(name) is not None and is_qparam is None
 
 
 _INT4: Final = frozenset({"int4"})

@@ -37,9 +37,9 @@ _ENDS: Final = {
     BIAS: (),
     GLOBAL_SCALE: ("_global_scale", "_scale_2"),
 }
-"""What sources append to the name of a weight for it and its companions."""
+"""What sources append to the name of a weight for it and its quantization parameters."""
 _MLX_ENDS: Final = {SCALE: ".scales", BIAS: ".biases"}
-"""What MLX has for companions in place of ``.weight``."""
+"""What MLX has for quantization parameters in place of ``.weight``."""
 _PACKED: Final = (DType.U8, DType.I8, DType.F8_E4M3)
 _FLOAT8_SCALES: Final = (DType.F8_E4M3, DType.F8_E8M0)
 
@@ -58,15 +58,15 @@ class SourceNaming:
         self._is_compressed_tensors = section.method == _COMPRESSED_TENSORS
 
     def is_reciprocal(self, suffix: str) -> bool:
-        """Return whether the source has the reciprocals of companions with this suffix."""
+        """Return whether the source has the reciprocals of quantization parameters with this suffix."""
         return self._is_compressed_tensors and suffix == GLOBAL_SCALE
 
     def spec(self, name: str, suffix: str, stored: TensorSpec, item: QuantFormat) -> TensorSpec:
-        """Return the spec in the source of a quantized weight, or of its companion.
+        """Return the spec in the source of a quantized weight, or of its quantization parameter.
 
         Args:
             name: the name of the weight.
-            suffix: the suffix of the companion, or none for the weight itself.
+            suffix: the suffix of the quantization parameter, or none for the weight itself.
             stored: the tensor in the blob.
             item: the type of the weight.
 
@@ -150,7 +150,7 @@ def _module_names(weight: str) -> set[str]:
 
 
 def _has_same_bits(source: TensorSpec, stored: TensorSpec, *, is_weight: bool) -> bool:
-    """Return whether a quantized weight or a companion of a source is only relabelled in a blob."""
+    """Return whether a quantized weight or a quantization parameter of a source is only relabelled in a blob."""
     _, dtype, shape = source
     if not is_weight:
         is_relabelled = stored.dtype is DType.U8 and dtype in _FLOAT8_SCALES

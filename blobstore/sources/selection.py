@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 DATA_FILE: Final = ".distcp"
 """Ending of the data files of ``torch.distributed.checkpoint``."""
-_GGUF_COMPANIONS: Final = ("mmproj-", "mtp-")
+_GGUF_PROJECTORS: Final = ("mmproj-", "mtp-")
 """Starts of the names of GGUF files that belong to a model next to them: a projector, heads for more tokens."""
 _GGUF_PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf", re.ASCII)
 _T = TypeVar("_T")
@@ -352,11 +352,11 @@ def _choose(
 
 def _choose_gguf(tree: FileTree, folder: str, names: Sequence[str]) -> Sequence[str]:
     """Return the GGUF files of a model: one, or all parts of one, and those of its projectors."""
-    models = [name for name in names if not name.startswith(_GGUF_COMPANIONS)]
+    models = [name for name in names if not name.startswith(_GGUF_PROJECTORS)]
     sets = {_GGUF_PART.sub("", name) for name in models}
     others = [name for name in names if name not in models]
-    companions = {name.partition("-")[0] for name in others}
-    if len(sets) > 1 or len(companions) < len(others):
+    kinds = {name.partition("-")[0] for name in others}
+    if len(sets) > 1 or len(kinds) < len(others):
         raise SourceError(
             f"{tree.label(folder)} has several GGUF files ({join_some([*map(quote, names)], 5)}); choose "
             "with --weights PATTERN"

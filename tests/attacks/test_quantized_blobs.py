@@ -1,4 +1,4 @@
-"""Blobs with false metadata or companion tensors: a clear error everywhere, never a guess."""
+"""Blobs with false metadata or quantization parameter tensors: a clear error everywhere, never a guess."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.tensor import TensorSpec
-from blobstore.models.tensors import COMPANIONS
+from blobstore.models.tensors import QPARAMS
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.mlx_layout import joined_experts, mlx_name
 from blobstore.quantization.recipes import BIAS
@@ -51,15 +51,15 @@ def mlx_naming(
     packed: dict[str, TensorSpec] = {}
     plain: list[str] = []
     types: dict[str, tuple[QuantFormat, int]] = {}
-    companions: dict[str, tuple[str, str]] = {}
+    qparams: dict[str, tuple[str, str]] = {}
     for weight, (kind, _) in quantized.items():
-        for suffix, end in COMPANIONS.items():
+        for suffix, end in QPARAMS.items():
             # A weight without offsets may have an unrelated tensor of that name.
             is_unrelated = suffix == BIAS and kind in FORMATS and not FORMATS[kind].has_bias
             if not is_unrelated and weight + end in all_specs:
-                companions[weight + end] = (weight, suffix)
+                qparams[weight + end] = (weight, suffix)
     for runtime, spec in all_specs.items():
-        weight, suffix = companions.get(runtime, (runtime, ""))
+        weight, suffix = qparams.get(runtime, (runtime, ""))
         names = [mlx_name(name, suffix) for name in stacks.get(weight, (weight,))]
         shape = spec.shape
         if weight in stacks:

@@ -10,7 +10,7 @@ import numpy as np
 from blobstore.core.gc_pause import gc_paused
 from blobstore.integrations.mlx_lm.names import Naming, mlx_naming
 from blobstore.integrations.source_names import component_prefixes, stacked_names
-from blobstore.models.tensors import COMPANIONS
+from blobstore.models.tensors import QPARAMS
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.formats import FLOAT8_TYPE, SYMMETRIC_TYPES, TILED_TYPES
 from blobstore.quantization.mlx_layout import mlx_name
@@ -77,10 +77,10 @@ class Weights:
         """What mlx-lm expects of them, by runtime name."""
         for name in gpt_oss_weights:
             for suffix in ("", SCALE):
-                runtime = name + COMPANIONS.get(suffix, "")
+                runtime = name + QPARAMS.get(suffix, "")
                 renamed = specs[runtime]._replace(name=mlx_name(name, suffix))
                 self._of_gpt_oss[runtime] = gpt_oss.folder_spec(renamed)
-        hidden = {name + end for name in gpt_oss_weights for end in ("", *COMPANIONS.values())}
+        hidden = {name + end for name in gpt_oss_weights for end in ("", *QPARAMS.values())}
         self._single = {
             runtime: name for runtime, name in naming.single.items() if runtime not in hidden
         }

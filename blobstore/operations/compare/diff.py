@@ -215,15 +215,15 @@ def _changes(ours: SourceTensor, theirs: SourceTensor) -> tuple[str, ...]:
 
 def _type(part: SourceTensor) -> tuple[object, ...]:
     stored = part.stored
-    companions = [(suffix, entry.spec.dtype) for suffix, entry in stored.companions.items()]
-    return stored.type_name, stored.group_size, stored.entry.spec.dtype, companions
+    qparams = [(suffix, entry.spec.dtype) for suffix, entry in stored.qparams.items()]
+    return stored.type_name, stored.group_size, stored.entry.spec.dtype, qparams
 
 
 def _extents(part: SourceTensor) -> list[tuple[int, int]]:
-    """Return offset and size of a tensor and its companions in the blob."""
+    """Return offset and size of a tensor and its quantization parameters in the blob."""
     stored = part.stored
     found = []
-    for entry in (stored.entry, *stored.companions.values()):
+    for entry in (stored.entry, *stored.qparams.values()):
         begin, size = stored.header.data_start + entry.begin, entry.end - entry.begin
         if part.place is not None and entry.spec.shape[:1] == (part.parts,):
             size //= part.parts

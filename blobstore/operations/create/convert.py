@@ -52,7 +52,7 @@ class Converter:
         self._local = threading.local()
 
     def convert(self, recipe: Recipe) -> Iterator[Buffer]:
-        """Yield the bytes of a tensor and its companions; each buffer is valid until the next one.
+        """Yield the bytes of a tensor and its quantization parameters; each buffer is valid until the next one.
 
         Raises:
             UnreadableGroups: values of the tensor cannot be quantized.
@@ -121,8 +121,8 @@ class Converter:
             scales.append(scale)
             if bias is not None:
                 biases.append(bias)
-        for companion in (*scales, *biases):
-            yield as_bytes(companion)
+        for qparam in (*scales, *biases):
+            yield as_bytes(qparam)
 
     def _decode(self, recipe: Decoded) -> Iterator[Array]:
         from blobstore.quantization import fp8

@@ -64,8 +64,8 @@ _PUBLISHED_EXPERTS = re.compile(
     r"(?P<prefix>.+\.experts)\.(?:0|[1-9]\d*)\.(?P<rest>.+)", re.ASCII | re.DOTALL
 )
 """Any tensor of an expert, also a scale under a name that is not known."""
-_COMPANION_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, *SCALE_SUFFIXES, "_qbias")
-"""Suffixes of the companions of a quantized weight, in blobs and at run time."""
+_QPARAM_SUFFIXES = (SCALE, BIAS, GLOBAL_SCALE, *SCALE_SUFFIXES, "_qbias")
+"""Suffixes of the quantization parameters of a quantized weight, in blobs and at run time."""
 _BY_NAME = attrgetter("spec.name")
 
 
@@ -79,7 +79,7 @@ class BlobPlan:
 
     @property
     def stored(self) -> list[TensorSpec]:
-        """The tensors and their companions in the order of the data."""
+        """The tensors and their quantization parameters in the order of the data."""
         return [spec for recipe in self.tensors for spec in recipe.stored]
 
     @cached_property
@@ -97,7 +97,7 @@ class BlobPlan:
         return len(self.header) + sum(spec.nbytes for spec in self.stored)
 
     def buffers(self, convert: Callable[[Recipe], Iterable[Buffer]]) -> Iterator[Buffer]:
-        """Yield the bytes of the blob; ``convert`` returns those of a tensor and its companions.
+        """Yield the bytes of the blob; ``convert`` returns those of a tensor and its quantization parameters.
 
         A buffer is valid until the next one is requested.
         """
@@ -237,7 +237,7 @@ def _stacking_key(recipe: Copied | Decoded) -> tuple[object, ...]:
 
 
 def _check_names(blobs: Iterable[BlobPlan]) -> None:
-    """Check that names are unique, and that no tensor could be mistaken for a companion."""
+    """Check that names are unique, and that no tensor could be mistaken for a quantization parameter."""
     layers: set[str] = set()
     tensors: set[str] = set()
     for blob in blobs:
@@ -249,10 +249,10 @@ def _check_names(blobs: Iterable[BlobPlan]) -> None:
             seen.add(name)
     for recipe in (recipe for blob in blobs for recipe in blob.tensors if _quantization(recipe)):
         own = {spec.name for spec in recipe.stored}
-        for name in (recipe.spec.name + suffix for suffix in _COMPANION_SUFFIXES):
+        for name in (recipe.spec.name + suffix for suffix in _QPARAM_SUFFIXES):
             if name in tensors and name not in own:
                 raise UnsupportedSource(
-                    f"tensor {quote(name)} has the name of a companion of {quote(recipe.spec.name)}, "
+                    f"tensor {quote(name)} has the name of a quantization parameter of {quote(recipe.spec.name)}, "
                     "which is quantized; keep that one with an override to none, or rename "
                     "the tensor"
                 )

@@ -286,7 +286,7 @@ def _needs_source_layout(tensor: StoredTensor) -> bool:
         item.float8 is not None
         or item.mode == "symmetric"
         or item.is_tiled
-        or GLOBAL_SCALE in tensor.companions
+        or GLOBAL_SCALE in tensor.qparams
     )
 
 
@@ -335,7 +335,7 @@ def _source_tensors(
     for stored in contents.tensors.values():
         unused.discard(stored.name)
         made = _folder_tensors(stored, stacks.get(stored.name), naming, dequantize=dequantize)
-        if is_gpt_oss and stored.companions:  # quantized weights and their scales
+        if is_gpt_oss and stored.qparams:  # quantized weights and their scales
             made = (
                 tensor._replace(
                     spec=gpt_oss.folder_spec(tensor.spec), is_transposed=tensor.packed is not None
@@ -362,15 +362,15 @@ def _folder_tensors(
     *,
     dequantize: bool,
 ) -> Iterator[FolderTensor]:
-    """Yield a tensor dequantized, or it and its companions as stored, with MLX's or other names."""
-    entries = {"": stored.entry, **stored.companions}
+    """Yield a tensor dequantized, or it and its quantization parameters as stored, with MLX's or other names."""
+    entries = {"": stored.entry, **stored.qparams}
     packed = None
     if dequantize and stored.is_quantized:
         if stored.item is None:
             raise BlobstoreError(
                 f"tensor {quote(stored.name)} is quantized, but its blob does not say how"
             )
-        scale = stored.companions.get(SCALE)
+        scale = stored.qparams.get(SCALE)
         dtype = FLOATS[original_dtype(stored.item, scale and scale.spec.dtype)]
         plain = TensorSpec(stored.name, dtype, stored.shape)
         packed, entries = stored, {"": stored.entry._replace(spec=plain)}

@@ -195,7 +195,7 @@ def _tensor_bytes(
     """
     layer = tensors[0].layer
     if any(tensor.packed for tensor in tensors):
-        # A weight and its companions lie apart, so the blob is mapped, and hashed before.
+        # A weight and its quantization parameters lie apart, so the blob is mapped, and hashed before.
         store.check_digest(layer.digest, layer.size)
         region = MappedRegion([layer.size])
         store.map_blob(layer.digest, layer.size, 0, region)

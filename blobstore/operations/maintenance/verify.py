@@ -37,7 +37,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
 from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record, read_stacks
-from blobstore.models.tensors import COMPANIONS, read_headers, read_tensors
+from blobstore.models.tensors import QPARAMS, read_headers, read_tensors
 from blobstore.operations.describe.show import check_options
 from blobstore.operations.export.original import plan_original
 from blobstore.safetensors.header import Header
@@ -345,11 +345,11 @@ def _record_faults(
 
 
 def _clashes(reference: str, contents: ModelTensors) -> Iterator[Fault]:
-    """Yield tensors whose runtime name, which differs for companions, is the name of another."""
+    """Yield tensors whose runtime name, which differs for quantization parameters, is the name of another."""
     names = set(contents.tensors)
     for tensor in contents.tensors.values():
-        for suffix in tensor.companions:
-            name = tensor.name + COMPANIONS[suffix]
+        for suffix in tensor.qparams:
+            name = tensor.name + QPARAMS[suffix]
             if name in names:
                 message = f"two tensors of the model would both be called {quote(name)}"
                 digest = str(tensor.layer.digest)

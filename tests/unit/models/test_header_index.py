@@ -141,7 +141,7 @@ def test_the_index_is_json_after_a_checksum_line_that_includes_the_manifest(
     assert all(len(spelled) == 64 for spelled, _ in blobs)
 
 
-def test_a_quantized_weight_is_indexed_with_its_companions_by_runtime_name(tmp_path: Path) -> None:
+def test_a_quantized_weight_is_indexed_with_its_qparams_by_runtime_name(tmp_path: Path) -> None:
     quantized = blob(WEIGHT, SCALE, BIAS, quant_type="int4", group_size="32")
     plain = blob(("data", "U8", (1,), b"x"))
     store = LocalStore(tmp_path)

@@ -248,7 +248,7 @@ def rebuilt(model: Model, parts: dict[str, Any], tag: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("tag", ["int4", "int8", "nvfp4"])
 @pytest.mark.parametrize("options", WAYS)
-def test_a_weight_and_its_companions_are_sliced_alike(
+def test_a_weight_and_its_qparams_are_sliced_alike(
     quantized: LocalStore, tag: str, options: dict[str, Any]
 ) -> None:
     with blobstore.open(f"m:{tag}", store=quantized, **options) as model:
@@ -386,7 +386,7 @@ def test_a_plan_can_be_a_function(store: LocalStore) -> None:
 
 
 @pytest.mark.parametrize("options", WAYS)
-def test_companions_are_sliced_with_their_weight(
+def test_qparams_are_sliced_with_their_weight(
     quantized: LocalStore, options: dict[str, Any]
 ) -> None:
     with blobstore.open("m:int4", store=quantized, **options) as model:

@@ -26,7 +26,7 @@ def contents(store: LocalStore, **blobs: bytes) -> Mapping[str, StoredTensor]:
 def test_a_layer_is_a_tensor(store: LocalStore) -> None:
     (found,) = contents(store, a=blob(("a", "F32", (2, 3), bytes(24)))).values()
     assert (found.name, found.type_name, found.shape, found.nbytes) == ("a", "F32", (2, 3), 24)
-    assert (found.companions, found.item, found.group_size) == ({}, None, 0)
+    assert (found.qparams, found.item, found.group_size) == ({}, None, 0)
 
 
 def test_a_layer_is_a_group(store: LocalStore) -> None:
@@ -35,16 +35,16 @@ def test_a_layer_is_a_group(store: LocalStore) -> None:
     assert all(tensor.layer.name == "g" for tensor in found.values())
 
 
-def test_a_quantized_weight_has_its_companions(store: LocalStore) -> None:
+def test_a_quantized_weight_has_its_qparams(store: LocalStore) -> None:
     data = blob(WEIGHT, SCALE, BIAS, quant_type="int4", group_size="32")
     (found,) = contents(store, w=data).values()
     assert found.name == "w.weight"
-    assert list(found.companions) == [".scale", ".bias"]
+    assert list(found.qparams) == [".scale", ".bias"]
     assert (found.type_name, found.group_size, found.shape) == ("int4", 32, (2, 32))
     assert found.nbytes == 40
 
 
-def test_a_global_scale_is_a_companion(store: LocalStore) -> None:
+def test_a_global_scale_is_a_qparam(store: LocalStore) -> None:
     data = blob(
         WEIGHT,
         ("w.weight.scale", "U8", (2, 2), bytes(4)),
@@ -52,7 +52,7 @@ def test_a_global_scale_is_a_companion(store: LocalStore) -> None:
         quant_type="nvfp4",
     )
     (found,) = contents(store, w=data).values()
-    assert set(found.companions) == {".scale", ".global_scale"}
+    assert set(found.qparams) == {".scale", ".global_scale"}
     assert (found.type_name, found.group_size) == ("nvfp4", 16)
 
 
@@ -95,7 +95,7 @@ def test_metadata_that_contradicts_the_shapes_counts_as_damage(store: LocalStore
     assert (list(found.tensors), [digest for digest, _ in found.faults]) == (["a"], [bad])
 
 
-def test_plain_tensors_may_have_names_like_companions(store: LocalStore) -> None:
+def test_plain_tensors_may_have_names_like_qparams(store: LocalStore) -> None:
     found = contents(
         store,
         a=blob(("q.bias", "F32", (1,), bytes(4))),
@@ -113,7 +113,7 @@ def test_plain_tensors_may_have_names_like_companions(store: LocalStore) -> None
         *("q.bias", "router.scale", "g.q", "g.q.scale", "g.q.bias", "g.r.bias"),
         *("u.w", "u.w.bias", "f.weight", "f.scale"),
     ]
-    assert not any(tensor.companions for tensor in found.values())
+    assert not any(tensor.qparams for tensor in found.values())
 
 
 def test_a_constant_key_stands_for_the_layer_s_name(store: LocalStore) -> None:

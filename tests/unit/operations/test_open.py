@@ -800,9 +800,7 @@ def test_a_global_scale_is_applied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["_qbias", ".global_scale"])
 @pytest.mark.parametrize("index", [True, False])
-def test_a_tensor_of_another_blob_is_not_a_companion(
-    tmp_path: Path, end: str, *, index: bool
-) -> None:
+def test_a_tensor_of_another_blob_is_not_a_qparam(tmp_path: Path, end: str, *, index: bool) -> None:
     store = LocalStore(tmp_path / "store")
     tensors = [("w", "U32", (1, 2), bytes([0x21] * 8)), ("w.scale", "U8", (1, 1), bytes([56]))]
     other = blob((f"w{end}", "F32", (1,), np.float32(3).tobytes()))

@@ -8,8 +8,8 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged
 from blobstore.quantization.formats import FORMATS, QuantFormat
 from blobstore.quantization.metadata import (
-    companion_names,
     parse_quant_metadata,
+    qparam_names,
     quant_metadata,
     stated,
 )
@@ -124,7 +124,7 @@ NO_SCALAR = "a global scale must be one F32 number"
 
 
 @pytest.mark.parametrize(
-    ("companions", "quant_type", "message"),
+    ("quantization parameters", "quant_type", "message"),
     [
         (affine(dtype=DType.U8), "int4", "scales of int4 cannot be U8"),
         (affine(dtype=DType.F64), "int4", "scales of int4 cannot be F64"),
@@ -139,11 +139,11 @@ NO_SCALAR = "a global scale must be one F32 number"
         (FLOAT | {".global_scale": spec(DType.F32, 0)}, "nvfp4", NO_SCALAR),
     ],
 )
-def test_rejects_companions_that_do_not_fit_the_type(
-    companions: dict[str, TensorSpec], quant_type: str, message: str
+def test_rejects_qparams_that_do_not_fit_the_type(
+    qparams: dict[str, TensorSpec], quant_type: str, message: str
 ) -> None:
     with pytest.raises(BlobDamaged, match=message):
-        parse_quant_metadata(WEIGHT, companions, {"quant_type": quant_type})
+        parse_quant_metadata(WEIGHT, qparams, {"quant_type": quant_type})
 
 
 # 8-bit floats.
@@ -238,22 +238,22 @@ def test_8_bit_floats_that_contradict_their_metadata_are_damage(
 
 
 @pytest.mark.parametrize("suffix", [".bias", ".global_scale"])
-def test_other_companions_of_8_bit_floats_are_damage(suffix: str) -> None:
-    companions = {".scale": spec(DType.F32, 3, 2), suffix: spec(DType.F32)}
-    with pytest.raises(BlobDamaged, match="'w': fp8 has no companions but scales"):
-        parse_quant_metadata(spec(E4M3, 300, 200), companions, FP8)
+def test_other_qparams_of_8_bit_floats_are_damage(suffix: str) -> None:
+    qparams = {".scale": spec(DType.F32, 3, 2), suffix: spec(DType.F32)}
+    with pytest.raises(BlobDamaged, match="'w': fp8 has no quantization parameters but scales"):
+        parse_quant_metadata(spec(E4M3, 300, 200), qparams, FP8)
 
 
-def test_8_bit_floats_have_companions_only_if_the_metadata_says_fp8() -> None:
+def test_8_bit_floats_have_qparams_only_if_the_metadata_says_fp8() -> None:
     weight, plain = spec(E4M3, 300, 200), spec(DType.U8, 4, 4)
     scales = [(".scale", "w_scale"), (".scale", "w_scale_inv")]
     for metadata in (FP8, {"w.quant_type": "fp8", "quant_type": "int4"}):
-        assert list(companion_names(weight, metadata)) == scales
+        assert list(qparam_names(weight, metadata)) == scales
     others = [{}, {"quant_type": "int4"}, {"w.quant_type": "nvfp4"}, {"v.quant_type": "fp8"}]
-    assert not any(list(companion_names(weight, metadata)) for metadata in others)
-    assert not list(companion_names(plain, FP8))
+    assert not any(list(qparam_names(weight, metadata)) for metadata in others)
+    assert not list(qparam_names(plain, FP8))
     packed = [(end, f"w{end}") for end in (".scale", ".bias", ".global_scale")]
-    assert list(companion_names(WEIGHT, {})) == list(companion_names(WEIGHT, FP8)) == packed
+    assert list(qparam_names(WEIGHT, {})) == list(qparam_names(WEIGHT, FP8)) == packed
 
 
 SYMMETRIC = {".scale": spec(DType.BF16, 4, 2)}
@@ -275,7 +275,7 @@ def test_symmetric_integers_have_groups_of_whole_words(
 
 
 @pytest.mark.parametrize(
-    ("companions", "changes", "message"),
+    ("quantization parameters", "changes", "message"),
     [
         (SYMMETRIC, {"group_size": "32"}, "scales of shape .* do not fit int4-sym"),
         (SYMMETRIC, {"group_size": "0"}, "cannot have a group_size of '0'"),
@@ -291,8 +291,8 @@ def test_symmetric_integers_have_groups_of_whole_words(
     ],
 )
 def test_rejects_symmetric_integers_that_do_not_fit(
-    companions: dict[str, TensorSpec], changes: dict[str, str], message: str
+    qparams: dict[str, TensorSpec], changes: dict[str, str], message: str
 ) -> None:
     metadata = {"quant_type": "int4-sym", "group_size": "64", **changes}
     with pytest.raises(BlobDamaged, match=f"^tensor 'w': .*{message}"):
-        parse_quant_metadata(WEIGHT, companions, metadata)
+        parse_quant_metadata(WEIGHT, qparams, metadata)

@@ -23,7 +23,7 @@ FP8: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
         ("experts.gate_up_proj", ".scale", "experts.gate_up_proj.scales"),
     ],
 )
-def test_companions_have_the_names_of_mlx(name: str, suffix: str, expected: str) -> None:
+def test_qparams_have_the_names_of_mlx(name: str, suffix: str, expected: str) -> None:
     assert mlx_name(name, suffix) == expected
 
 
@@ -45,7 +45,7 @@ def test_experts_are_joined_by_number() -> None:
     assert joined_experts(specs(*names)) == joined
 
 
-def test_companions_of_experts_are_joined_too() -> None:
+def test_qparams_of_experts_are_joined_too() -> None:
     kinds = ("weight", "scales", "biases")
     found = joined_experts(specs(*(f"{EXPERTS}.0.up_proj.{kind}" for kind in kinds)))
     assert list(found) == [f"model.layers.0.mlp.switch_mlp.up_proj.{kind}" for kind in kinds]
@@ -91,14 +91,14 @@ def test_the_config_has_the_type_of_most_weights_and_the_exceptions() -> None:
 
 
 @pytest.mark.parametrize("kind", ["scales", "biases"])
-def test_experts_with_different_companions_are_not_joined(kind: str) -> None:
+def test_experts_with_different_qparams_are_not_joined(kind: str) -> None:
     weights = specs(*(f"{EXPERTS}.{number}.up_proj.weight" for number in (0, 1)))
-    companions = [
+    qparams = [
         *specs(f"{EXPERTS}.0.up_proj.{kind}", shape=(4, 2)),
         *specs(f"{EXPERTS}.1.up_proj.{kind}", shape=(4, 1)),
     ]
-    assert joined_experts([*weights, *companions]) == {}
-    assert joined_experts([*weights, companions[0]]) == {}
+    assert joined_experts([*weights, *qparams]) == {}
+    assert joined_experts([*weights, qparams[0]]) == {}
 
 
 def test_experts_are_not_joined_if_one_is_plain() -> None:

@@ -129,7 +129,7 @@ def test_affine_scales_have_the_type_of_the_weight(dtype: DType) -> None:
         ((8, 2**60), (BF16, 8, 2), (BF16, 8, 2), "by config.json"),
     ],
 )
-def test_rejects_weights_that_contradict_companions_or_config(
+def test_rejects_weights_that_contradict_qparams_or_config(
     weight: tuple[int, ...], scale: tuple[Any, ...], bias: tuple[Any, ...] | None, message: str
 ) -> None:
     scales = spec("m.scales", *scale)
@@ -207,7 +207,7 @@ def test_mxfp4_keeps_its_bits(dtype: DType) -> None:
         (WEIGHT._replace(shape=(8, 0)), SCALE._replace(shape=(8, 0)), FACTOR, "of shape"),
     ],
 )
-def test_rejects_4_bit_floats_with_wrong_companions(
+def test_rejects_4_bit_floats_with_wrong_qparams(
     weight: TensorSpec, scale: TensorSpec, factor: TensorSpec | None, message: str
 ) -> None:
     with pytest.raises(UnsupportedSource, match=message):

@@ -36,7 +36,7 @@ def created(tmp_path: Path, experts: ExpertForm, quantize: str | None = "int4") 
     return store
 
 
-def test_companions_have_mlx_names(tmp_path: Path) -> None:
+def test_qparams_have_mlx_names(tmp_path: Path) -> None:
     naming = naming_of(created(tmp_path, "packed"))
     assert naming.single[f"{Q}.weight"] == f"{Q}.weight"
     assert naming.single[f"{Q}.weight_scale"] == f"{Q}.scales"

@@ -232,7 +232,7 @@ def described(blob: BlobPlan) -> dict[str, tuple[DType, tuple[int, ...]]]:
     return {spec.name: (spec.dtype, spec.shape) for spec in blob.stored}
 
 
-def test_companions_follow_a_quantized_tensor() -> None:
+def test_qparams_follow_a_quantized_tensor() -> None:
     (blob,) = plan_blobs(
         specs("a.weight", dtype=DType.F16, shape=(64, 128)), policy=Policy(FORMATS["int4"])
     )
@@ -292,7 +292,7 @@ def test_stacked_experts_of_one_type_share_a_blob() -> None:
     assert len(group.stored) == 6
 
 
-def test_rejects_a_tensor_with_the_name_of_a_companion() -> None:
+def test_rejects_a_tensor_with_the_name_of_a_qparam() -> None:
     both = specs("a.weight", shape=(64, 128)) | specs("a.weight.scale")
     assert len(plan_blobs(both)) == 2
     with pytest.raises(UnsupportedSource, match=r"both be stored as 'a\.weight\.scale'"):
@@ -301,7 +301,7 @@ def test_rejects_a_tensor_with_the_name_of_a_companion() -> None:
 
 @pytest.mark.parametrize("end", [".bias", ".global_scale", "_scale", "_qbias"])
 @pytest.mark.parametrize("quant_type", ["int4", "nvfp4"])
-def test_rejects_a_tensor_that_could_be_mistaken_for_a_companion(quant_type: str, end: str) -> None:
+def test_rejects_a_tensor_that_could_be_mistaken_for_a_qparam(quant_type: str, end: str) -> None:
     both = specs("a.weight", shape=(64, 128)) | specs(f"a.weight{end}")
     assert len(plan_blobs(both)) == 2
     with pytest.raises(UnsupportedSource, match=rf"'a\.weight{end}'"):

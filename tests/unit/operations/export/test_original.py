@@ -78,7 +78,7 @@ def index_of(**files: str) -> bytes:
 
 
 def scaled(name: str, groups: int = 4) -> Tensors:
-    """Return a weight of compressed-tensors NVFP4 with its companions and an input scale."""
+    """Return a weight of compressed-tensors NVFP4 with its quantization parameters and an input scale."""
     return {
         f"{name}.weight_packed": ("U8", [4, groups * 8], bytes(range(4 * groups * 8))),
         f"{name}.weight_scale": ("F8_E4M3", [4, groups], bytes(range(56, 56 + 4 * groups))),

@@ -114,7 +114,7 @@ QUANTIZED = [TensorSpec("x", DType.U32, (1,)), TensorSpec("x.scale", DType.F32, 
 
 
 @pytest.mark.parametrize("content", [blob("data"), encode_header(QUANTIZED) + bytes(8)])
-def test_accepts_a_tensor_named_data_or_with_companions(store: LocalStore, content: bytes) -> None:
+def test_accepts_a_tensor_named_data_or_with_qparams(store: LocalStore, content: bytes) -> None:
     publish_with(store, add(store, content, name="x"))
     assert verify_models(store=store).faults == ()
 
@@ -176,7 +176,7 @@ def test_names_the_tensor_of_a_blob_whose_header_is_lost(
     assert (fault.layer, fault.tensor) == (PLAIN, PLAIN)
 
 
-def test_names_a_quantized_tensor_and_not_its_companions(tmp_path: Path) -> None:
+def test_names_a_quantized_tensor_and_not_its_qparams(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store")
     create(write_folder(tmp_path / "s", quantizable_tensors()), NAME, store=store, quantize="int4")
     for layer in ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight"):
@@ -362,7 +362,7 @@ def test_finds_runtime_names_that_collide(store: LocalStore) -> None:
         TensorSpec("w_scale", DType.U8, (1,)),
     ]
     publish_with(store, add(store, encode_header(specs) + bytes(6), name="w"))
-    # The companion w.scale is called w_scale at run time.
+    # The quantization parameter w.scale is called w_scale at run time.
     messages = [fault.message for fault in verify_models(store=store).faults]
     assert "two tensors of the model would both be called 'w_scale'" in messages
 
