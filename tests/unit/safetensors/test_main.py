@@ -93,6 +93,9 @@ def test_the_module_is_a_program(path: str) -> None:
 def test_a_file_of_another_format_is_said_to_be_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a").write_bytes(b"PK\x03\x04" + bytes(range(100)))
+    (tmp_path / "a").write_bytes(b"RIFF" + bytes(range(100)))
     assert main([str(tmp_path / "a")]) == 4
     assert "the file is damaged, or of another format" in capsys.readouterr().err
+    (tmp_path / "a").write_bytes(b"PK\x03\x04" + bytes(range(100)))
+    assert main([str(tmp_path / "a")]) == 4
+    assert "PyTorch" in capsys.readouterr().err
