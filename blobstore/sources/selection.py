@@ -49,6 +49,9 @@ _STEMS = {
     ".bin": ("pytorch_model", "diffusion_pytorch_model"),
 }
 """Names of weight files by ending, without ending and shard number."""
+_ADAPTERS = "adapters.safetensors"
+_ADAPTERS_OF_STEP = re.compile(rf"[0-9]+_{re.escape(_ADAPTERS)}")
+"""Matches the files that mlx-lm saves next to its adapters while it trains them."""
 _EXTRA_FOLDERS = ("additional_chat_templates",)
 _MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 _TRAINING_STATE = re.compile(
@@ -160,7 +163,7 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
 
     Raises:
         DamagedSource: it cannot be parsed, or is of another kind.
-        SourceError: it cannot be read.
+        SourceError: it cannot be read, or is text of another encoding.
     """
     if not tree.has(name):
         return kind()
@@ -170,6 +173,12 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
     except OSError as error:
         raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
     except (ValueError, BlobstoreError) as error:
+        # A cut file ends in the middle of a character at worst.
+        if isinstance(error, UnicodeDecodeError) and error.end < len(error.object):
+            raise SourceError(
+                f"{tree.label(name)} is not {error.encoding.upper()} at byte {error.start}; save it "
+                "as UTF-8"
+            ) from None
         raise DamagedSource(
             f"{tree.label(name)} cannot be read: {error}; download the complete model"
         ) from None
@@ -341,6 +350,10 @@ def _choose(
     complete = [name for name in indexes[ending] if {*names} <= _mapped(tree, folder, name)]
     if len(complete) == 1:
         return complete[0], ()
+    if _ADAPTERS in names and all(
+        name == _ADAPTERS or _ADAPTERS_OF_STEP.fullmatch(name) for name in names
+    ):
+        return None, [_ADAPTERS]
     if len(names) > 1:
         raise SourceError(
             f"{tree.label(folder)} has several weight files "

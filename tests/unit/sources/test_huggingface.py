@@ -233,6 +233,18 @@ def test_rejects_several_files_without_a_usual_name(tmp_path: Path) -> None:
     assert Found(tmp_path, weights="[xy].safetensors").names == {"a", "b"}
 
 
+def test_adapters_of_mlx_win_over_those_of_earlier_steps(tmp_path: Path) -> None:
+    steps = ("0000100_adapters", "0000200_adapters")
+    put(tmp_path, adapters=ONE, **dict.fromkeys(steps, TWO))
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == unchosen(tmp_path, *(f"{step}.safetensors" for step in steps))
+    assert Found(tmp_path, weights="0000200*").names == {"b"}
+    put(tmp_path, other=TWO)
+    with pytest.raises(SourceError, match="several weight files"):
+        Found(tmp_path)
+
+
 def test_a_file_is_a_source(tmp_path: Path) -> None:
     put(tmp_path, x=ONE)
     touch(tmp_path, "config.json")
@@ -407,6 +419,30 @@ def test_lists_and_configs_that_cannot_be_read_are_damage(
     (tmp_path / name).write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(DamagedSource, match=rf"{name}' (cannot be read: |is not a JSON )"):
         Found(tmp_path)
+
+
+def test_a_config_of_another_encoding_is_not_damage(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    (tmp_path / "config.json").write_bytes('{"a": "é"}'.encode("latin-1"))
+    with pytest.raises(SourceError, match="config.json' is not UTF-8 at byte 7; save it") as caught:
+        Found(tmp_path)
+    assert caught.value.exit_code == 1
+    (tmp_path / "config.json").write_bytes('{"a": "é'.encode()[:-1])
+    with pytest.raises(DamagedSource, match="unexpected end of data; download the complete model"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'\xef\xbb\xbf{"a": "\xc3\xa9"}', b'{\r\n"a": "\xc3\xa9"\r\n}', '{"a": "é"}'.encode("utf-16")],
+    ids=["a byte order mark", "ends of lines of Windows", "UTF-16"],
+)
+def test_configs_as_editors_save_them_are_read_and_kept(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path, model=ONE)
+    (tmp_path / "config.json").write_bytes(content)
+    found = Found(tmp_path)
+    assert found.config == {"a": "é"}
+    assert found.paths["config.json"].read_bytes() == content
 
 
 @pytest.mark.parametrize(
