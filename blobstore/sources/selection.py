@@ -350,10 +350,7 @@ def _choose(
     complete = [name for name in indexes[ending] if {*names} <= _mapped(tree, folder, name)]
     if len(complete) == 1:
         return complete[0], ()
-    if _ADAPTERS in names and all(
-        name == _ADAPTERS or _ADAPTERS_OF_STEP.fullmatch(name) for name in names
-    ):
-        return None, [_ADAPTERS]
+    names = [name for name in names if not _is_of_earlier_step(name, names)]
     if len(names) > 1:
         raise SourceError(
             f"{tree.label(folder)} has several weight files "
@@ -361,6 +358,11 @@ def _choose(
             f"{_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
         )
     return None, names
+
+
+def _is_of_earlier_step(name: str, names: Sequence[str]) -> bool:
+    """Return whether a file has adapters of an earlier step than the file without a number."""
+    return _ADAPTERS in names and _ADAPTERS_OF_STEP.fullmatch(name) is not None
 
 
 def _choose_gguf(tree: FileTree, folder: str, names: Sequence[str]) -> Sequence[str]:
