@@ -253,6 +253,7 @@ def _select_weights(
     if index is not None:
         weight_map = read_weight_map(tree.path(joined(folder, index)))
         chosen = sorted(set(weight_map.values()))
+        others = [name for name in names if name not in chosen]
         for name in chosen:
             if not tree.has(joined(folder, name)):
                 raise DamagedSource(
@@ -260,6 +261,11 @@ def _select_weights(
                     f"{tree.label(joined(folder, index))} places "
                     f"{list(weight_map.values()).count(name)} tensors in it. "
                     "Download the complete model"
+                    + (
+                        f", or choose other weights, such as {quote(others[0])}, with --weights"
+                        if others
+                        else ""
+                    )
                 )
     selection.weights.append(
         ComponentWeights(
