@@ -49,6 +49,9 @@ _STEMS = {
     ".bin": ("pytorch_model", "diffusion_pytorch_model"),
 }
 """Names of weight files by ending, without ending and shard number."""
+_ADAPTERS = "adapters.safetensors"
+_ADAPTERS_OF_STEP = re.compile(rf"[0-9]+_{re.escape(_ADAPTERS)}")
+"""Matches the files that mlx-lm saves next to its adapters while it trains them."""
 _EXTRA_FOLDERS = ("additional_chat_templates",)
 _MODEL_FILES = ("config.json", "model_index.json", "modules.json")
 _TRAINING_STATE = re.compile(
@@ -160,7 +163,7 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
 
     Raises:
         DamagedSource: it cannot be parsed, or is of another kind.
-        SourceError: it cannot be read.
+        SourceError: it cannot be read, or is text of another encoding.
     """
     if not tree.has(name):
         return kind()
@@ -170,6 +173,12 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
     except OSError as error:
         raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
     except (ValueError, BlobstoreError) as error:
+        # A cut file ends in the middle of a character at worst.
+        if isinstance(error, UnicodeDecodeError) and error.end < len(error.object):
+            raise SourceError(
+                f"{tree.label(name)} is not {error.encoding.upper()} at byte {error.start}; save it "
+                "as UTF-8"
+            ) from None
         raise DamagedSource(
             f"{tree.label(name)} cannot be read: {error}; download the complete model"
         ) from None
@@ -244,6 +253,7 @@ def _select_weights(
     if index is not None:
         weight_map = read_weight_map(tree.path(joined(folder, index)))
         chosen = sorted(set(weight_map.values()))
+        others = [name for name in names if name not in chosen]
         for name in chosen:
             if not tree.has(joined(folder, name)):
                 raise DamagedSource(
@@ -251,6 +261,11 @@ def _select_weights(
                     f"{tree.label(joined(folder, index))} places "
                     f"{list(weight_map.values()).count(name)} tensors in it. "
                     "Download the complete model"
+                    + (
+                        f", or choose other weights, such as {quote(others[0])}, with --weights"
+                        if others
+                        else ""
+                    )
                 )
     selection.weights.append(
         ComponentWeights(
@@ -341,6 +356,7 @@ def _choose(
     complete = [name for name in indexes[ending] if {*names} <= _mapped(tree, folder, name)]
     if len(complete) == 1:
         return complete[0], ()
+    names = [name for name in names if not _is_of_earlier_step(name, names)]
     if len(names) > 1:
         raise SourceError(
             f"{tree.label(folder)} has several weight files "
@@ -348,6 +364,11 @@ def _choose(
             f"{_STEMS[ending][0]}{ending}; choose with --weights PATTERN"
         )
     return None, names
+
+
+def _is_of_earlier_step(name: str, names: Sequence[str]) -> bool:
+    """Return whether a file has adapters of an earlier step than the file without a number."""
+    return _ADAPTERS in names and _ADAPTERS_OF_STEP.fullmatch(name) is not None
 
 
 def _choose_gguf(tree: FileTree, folder: str, names: Sequence[str]) -> Sequence[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core import strict_json
@@ -24,7 +25,7 @@ from blobstore.sources.safetensors import SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
@@ -36,6 +37,8 @@ _MAX_INDEX_SIZE = 256 * 2**20
 SAFETENSORS = ".safetensors"
 _PART_KEY = "DCP_SHARDING_INFO"
 """The key in the metadata of a file that holds parts of tensors: one rank's."""
+_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
+"""Prefixes that DistributedDataParallel and torch.compile put in front of all names."""
 _HEAD = "lm_head.weight"
 CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of PyTorch checkpoints."""
@@ -151,6 +154,8 @@ class ShardSet:
     def check_stripped(self, path: Path) -> None:
         """Check that the prefix to strip, if there is one, was that of a name in ``path``.
 
+        A prefix that could be stripped of all names becomes a notice.
+
         Raises:
             UsageError: it was not.
         """
@@ -159,6 +164,8 @@ class ShardSet:
                 f"no tensor of {quote(path)} has a name that begins with "
                 f"{quote(self._options.strip_prefix)}"
             )
+        if self._shards.keys() == self._unreadable.keys():  # all are checkpoints
+            self.notices += wrapper_notices(self.specs)
 
     def names_in(self, path: Path) -> AbstractSet[str]:
         """Return the names of all tensors of an added file, also of those left out, without prefix."""
@@ -188,6 +195,14 @@ class ShardSet:
         """Close the files."""
         while self._shards:
             self._shards.popitem()[1].close()
+
+
+def wrapper_notices(names: Collection[str]) -> list[str]:
+    """Return a notice if all names begin with the same prefix of a wrapper."""
+    found = _WRAPPERS.match(next(iter(names), ""))
+    if found is None or not all(name.startswith(found[0]) for name in names):
+        return []
+    return [f"all names begin with {quote(found[0])}; --strip-prefix {found[0]} removes it"]
 
 
 def read_index(index: Path) -> bytes:

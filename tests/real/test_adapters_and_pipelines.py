@@ -60,6 +60,31 @@ def test_peft_loads_an_adapter(written: str, store: LocalStore, tmp_path: Path) 
     assert not torch.equal(logits(make("llama")), logits(adapted))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT uses it
+def test_peft_loads_a_dora_adapter_with_a_trained_head(store: LocalStore, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+        use_dora=True,
+        modules_to_save=["lm_head"],
+    )
+    adapted = peft.get_peft_model(make("llama"), config).eval()
+    source = tmp_path / "source"
+    adapted.save_pretrained(source / "checkpoint-10")
+    adapted.save_pretrained(source)
+    created = create(source, "dora", store=store)
+    assert created.notices == (f"left out: folder '{source}/checkpoint-10'",)
+    shutil.rmtree(source / "checkpoint-10")
+    export_model("dora", tmp_path / "exported", store=store)
+    assert digests(tmp_path / "exported") == digests(source)
+    saved = load_file(source / "adapter_model.safetensors")
+    assert {name.rpartition(".")[2] for name in saved} == {"lora_magnitude_vector", "weight"}
+    again = peft.PeftModel.from_pretrained(make("llama"), tmp_path / "exported").eval()
+    assert torch.equal(logits(again), logits(adapted))
+
+
 # Pipelines of diffusers
 
 

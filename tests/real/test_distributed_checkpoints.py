@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 import blobstore
+from blobstore.manifests import media_types
+from blobstore.manifests.reference import Reference
 from blobstore.sources.base import SourceOptions
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.real.distributed_training import WORLDS
-from tests.support.torch_files import raw
+from tests.support.saved_folders import COMPLETE, saved_folder
+from tests.support.torch_files import TYPES, raw
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,3 +90,34 @@ def test_two_and_four_processes_give_the_same_blobs(saved: Path, store: LocalSto
             names = ("columns", "middle", "both", "copies", "uneven", "half")
             found.append({tensor: digests[tensor] for tensor in names})
     assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_folders_of_lightning_and_megatron_have_the_tensors_that_were_saved(
+    name: str, tmp_path: Path
+) -> None:
+    folder = saved_folder(name, tmp_path)
+    types = {str(key).removeprefix("torch."): value for key, value in TYPES.items()}
+    wanted = {
+        tensor: (types[dtype], tuple(shape), digest)
+        for tensor, (dtype, shape, digest) in COMPLETE[name].items()
+    }
+    source = open_source(folder)
+    found = contents(folder)
+    assert {
+        tensor: (source.specs[tensor].dtype.value, shape, hashlib.sha256(data).hexdigest())
+        for tensor, (shape, data) in found.items()
+    } == wanted
+    assert any("optimizer" in notice for notice in source.notices)
+
+
+def test_two_and_four_processes_of_megatron_give_the_same_blobs(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    found = []
+    for name in ("megatron2", "megatron4"):
+        blobstore.create(saved_folder(name, tmp_path), name, store=store)
+        layers = store.resolve(Reference.parse(name)).layers
+        found.append([layer for layer in layers if layer.media_type == media_types.TENSOR])
+    assert len(found[0]) == len(COMPLETE["megatron2"])
+    assert found[0] == found[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
@@ -10,6 +9,7 @@ from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource, UsageError
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.sources.base import SourceFile
+from blobstore.sources.sharded import wrapper_notices
 from blobstore.sources.small_files import matching_files, small_files
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from blobstore.sources.distributed.pieces import Piece
     from blobstore.sources.file_tree import FileTree
 
-_WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
-"""Prefixes that DistributedDataParallel and torch.compile put in front of all names."""
 _SHOWN = 8
 
 
@@ -110,11 +108,7 @@ class AssembledFolder:
                     f"{self._tree.label()} would have no name of its own"
                 )
             by_name[bare] = tensor._replace(spec=tensor.spec._replace(name=bare))
-        first = next(iter(by_name), "")
-        if (found := _WRAPPERS.match(first)) and all(name.startswith(found[0]) for name in by_name):
-            self.notices.append(
-                f"all names begin with {quote(found[0])}; --strip-prefix {found[0]} removes it"
-            )
+        self.notices += wrapper_notices(by_name)
         self._tensors = by_name
         self.specs = {name: tensor.spec for name, tensor in by_name.items()}
 

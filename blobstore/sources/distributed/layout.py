@@ -87,7 +87,7 @@ def find_zero(folder: Path) -> str | None:
 
     Raises:
         DamagedSource: the folder that ``latest`` names is missing.
-        UnsupportedSource: there are several steps, and no ``latest``.
+        UnsupportedSource: there are several steps, and no ``latest``; or it is a universal checkpoint.
         OSError: a folder cannot be read.
     """
     names = [path.name for path in folder.iterdir()]
@@ -96,14 +96,19 @@ def find_zero(folder: Path) -> str | None:
     if any(map(_COMPLETE.fullmatch, names)):
         return None
     steps = sorted(name for name in names if _has_states(folder / name))
-    if "latest" not in names:
+    latest = (
+        read_regular(folder / "latest", _MAX_NAME).decode("utf-8", "replace").strip()
+        if "latest" in names
+        else None
+    )
+    _check_not_universal(folder, latest, steps)
+    if latest is None:
         if steps:
             raise UnsupportedSource(
                 f"{quote(folder)} has no file 'latest', which DeepSpeed writes last; import one of its "
                 f"folders: {join_some([*map(quote, steps)], _SHOWN)}"
             )
         return None
-    latest = read_regular(folder / "latest", _MAX_NAME).decode("utf-8", "replace").strip()
     if latest in steps:
         return latest
     if ZERO_TOOLS[0] in names or steps:
@@ -112,6 +117,26 @@ def find_zero(folder: Path) -> str | None:
             "files of DeepSpeed: it was not saved or copied completely"
         )
     return None
+
+
+def _check_not_universal(folder: Path, latest: str | None, steps: list[str]) -> None:
+    """Check that a folder is none that ``ds_to_universal`` wrote, and that it has or names another step."""
+    universal = [name for name in steps if _is_universal(folder / name)]
+    if _is_universal(folder):
+        found = folder
+    elif latest in universal or (latest is None and universal and universal == steps):
+        found = folder / (latest or universal[0])
+    else:
+        return
+    raise UnsupportedSource(
+        f"{quote(found)} is a universal checkpoint of DeepSpeed, which is not read; import the step from "
+        "which ds_to_universal made it, or load it with DeepSpeed and save complete weights"
+    )
+
+
+def _is_universal(folder: Path) -> bool:
+    zero = folder / "zero"
+    return zero.is_dir() and any((path / "fp32.pt").is_file() for path in zero.iterdir())
 
 
 def _has_states(folder: Path) -> bool:

@@ -204,7 +204,8 @@ def check_records(records: Iterable[Record]) -> None:
         names = sorted({quote(record.cls) for record in odd})
         raise CheckpointUnsupported(
             f"pickle byte {odd[0].offset}: it has objects of {join_some(names, _SHOWN)}, which only "
-            "their own code can read; save the model's state_dict() instead"
+            "their own code can read",
+            advice="save the model's state_dict() instead, or choose a part without them with --subtree",
         )
 
 

@@ -124,6 +124,33 @@ def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
         Found(tmp_path)
 
 
+def test_a_missing_shard_next_to_other_weights_names_the_option(tmp_path: Path) -> None:
+    write_folder(tmp_path, ONE | TWO, shards=2)
+    for name in SHARDS:
+        (tmp_path / name).rename(tmp_path / name.replace("of-00002", "of-00001"))
+    message = "or choose other weights, such as 'model-00001-of-00001.safetensors', with --weights"
+    with pytest.raises(DamagedSource, match=message):
+        Found(tmp_path)
+    assert Found(tmp_path, weights="model-00001-*").names == {"a"}
+
+
+def test_the_index_decides_between_two_sets_of_shards(tmp_path: Path) -> None:
+    others = [f"model-{number:05}-of-00004.safetensors" for number in range(1, 5)]
+    put(tmp_path, **{name.removesuffix(".safetensors"): TWO for name in others})
+    found = Found(write_folder(tmp_path, ONE | {"c": np.arange(2.0)}, shards=2))
+    assert found.names == {"a", "c"}
+    assert found.notices == unchosen(tmp_path, *others)
+
+
+def test_an_index_may_name_files_of_any_name(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE, mm_projector=TWO)
+    weight_map = {"a": "model.safetensors", "b": "mm_projector.safetensors"}
+    touch(tmp_path, INDEX, content=json.dumps({"weight_map": weight_map}))
+    found = Found(tmp_path)
+    assert found.names == {"a", "b"}
+    assert found.notices == []
+
+
 @pytest.mark.parametrize("weight_map", [{}, {"a": "model.safetensors"}])
 def test_reads_one_file_next_to_its_own_or_an_empty_index(
     tmp_path: Path, weight_map: dict[str, str]
@@ -231,6 +258,18 @@ def test_rejects_several_files_without_a_usual_name(tmp_path: Path) -> None:
     ):
         Found(tmp_path)
     assert Found(tmp_path, weights="[xy].safetensors").names == {"a", "b"}
+
+
+def test_adapters_of_mlx_win_over_those_of_earlier_steps(tmp_path: Path) -> None:
+    steps = ("0000100_adapters", "0000200_adapters")
+    put(tmp_path, adapters=ONE, **dict.fromkeys(steps, TWO))
+    found = Found(tmp_path)
+    assert found.names == {"a"}
+    assert found.notices == unchosen(tmp_path, *(f"{step}.safetensors" for step in steps))
+    assert Found(tmp_path, weights="0000200*").names == {"b"}
+    put(tmp_path, other=TWO)
+    with pytest.raises(SourceError, match="several weight files"):
+        Found(tmp_path)
 
 
 def test_a_file_is_a_source(tmp_path: Path) -> None:
@@ -407,6 +446,35 @@ def test_lists_and_configs_that_cannot_be_read_are_damage(
     (tmp_path / name).write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(DamagedSource, match=rf"{name}' (cannot be read: |is not a JSON )"):
         Found(tmp_path)
+
+
+def test_a_config_of_another_encoding_is_not_damage(tmp_path: Path) -> None:
+    put(tmp_path, model=ONE)
+    (tmp_path / "config.json").write_bytes('{"a": "é"}'.encode("latin-1"))
+    with pytest.raises(SourceError, match="config.json' is not UTF-8 at byte 7; save it") as caught:
+        Found(tmp_path)
+    assert caught.value.exit_code == 1
+    (tmp_path / "config.json").write_bytes('{"a": "é'.encode()[:-1])
+    with pytest.raises(DamagedSource, match="unexpected end of data; download the complete model"):
+        Found(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'\xef\xbb\xbf{"a": "\xc3\xa9"}',
+        b'{\r\n"a": "\xc3\xa9"\r\n}',
+        '{"a": "é"}'.encode("utf-16"),
+        b'{"a": "\xc3\xa9", "b": Infinity}',
+    ],
+    ids=["a byte order mark", "ends of lines of Windows", "UTF-16", "Infinity"],
+)
+def test_configs_as_editors_save_them_are_read_and_kept(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path, model=ONE)
+    (tmp_path / "config.json").write_bytes(content)
+    found = Found(tmp_path)
+    assert found.config["a"] == "é"
+    assert found.paths["config.json"].read_bytes() == content
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,24 @@ def test_finds_the_step_that_deepspeed_saved_last(tmp_path: Path) -> None:
     assert find_zero(tmp_path) is None
 
 
+def test_a_universal_checkpoint_of_deepspeed_is_named(tmp_path: Path) -> None:
+    universal = tmp_path / "global_step2_universal"
+    touch(universal / MODEL, universal / "zero" / "a.weight" / "fp32.pt")
+    (tmp_path / "latest_universal").write_text(universal.name)
+    for folder in (universal, tmp_path):
+        with pytest.raises(UnsupportedSource, match="global_step2_universal' is a universal check"):
+            open_source(folder)
+    (tmp_path / "latest").write_text(universal.name)
+    with pytest.raises(UnsupportedSource, match="import the step from which ds_to_universal made"):
+        open_source(tmp_path)
+    # The step itself, and a model that is complete, are read.
+    touch(tmp_path / "global_step2" / MODEL, tmp_path / "global_step2" / OPTIMIZER)
+    (tmp_path / "latest").write_text("global_step2")
+    assert find_zero(tmp_path) == "global_step2"
+    touch(tmp_path / "model.safetensors")
+    assert find_zero(tmp_path) is None
+
+
 def test_a_file_that_is_called_latest_means_nothing_by_itself(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("run-7")
     touch(tmp_path / "run-7" / "x.pt")

@@ -603,7 +603,7 @@ class Slotted:
             Config(),
             (
                 f"it has objects of '{__name__}.Config', which only their own code can read; "
-                r"save the model's state_dict\(\) instead$"
+                r"save the model's state_dict\(\) instead, or choose a part without them with --subtree$"
             ),
         ),
         (Slotted(3), f"it uses '{__name__}.Slotted', which checkpoints"),
