@@ -22,9 +22,8 @@ def family_view(
 ) -> dict[str, Any]:
     """Return trees of models. A node has its depth and its row; the rows of a tree follow each other.
 
-    The tree of the most models comes first. A node that is compressed against another model more than
-    against its parent names that one, with the bytes of the deltas. Models without relatives are counted,
-    not shown.
+    The tree of the most models comes first. A node that is compressed against another model than its
+    parent names that one, with the bytes of the deltas. Models without relatives are counted, not shown.
     """
     children: dict[Reference | str, list[Reference]] = defaultdict(list)
     for child, base in parents.items():
@@ -58,7 +57,7 @@ def family_view(
                 parent = parents.get(name)
                 node["size"] = sizes[name]
                 other = delta_bases.get(name)
-                if other is not None and (parent is None or other.size > parent.delta):
+                if other is not None:
                     node["against"] = [shown(other.reference), other.size]
                 if parent is not None:
                     node |= {

@@ -65,7 +65,7 @@ class _Origin(NamedTuple):
 
 
 class DeltaBase(NamedTuple):
-    """The model that a frozen model is compressed against."""
+    """A model that another is compressed against, though it is not its parent."""
 
     reference: Reference
     size: int
@@ -74,7 +74,7 @@ class DeltaBase(NamedTuple):
 
 def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
     """Return the parent of each model that has one. There are no circles."""
-    entries = _readable(disk)
+    entries = {name: entry for name, entry in disk.entries.items() if entry.manifest is not None}
     origins = {name: _origin(disk, entry) for name, entry in entries.items()}
     relatives = _Relatives(disk, entries)
     found: dict[Reference, Parent] = {}
@@ -87,29 +87,32 @@ def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
     return found
 
 
-def find_delta_bases(disk: StoreDisk) -> dict[Reference, DeltaBase]:
-    """Return for each model the one that holds the bases of most of its deltas."""
-    entries = _readable(disk)
+def find_delta_bases(
+    disk: StoreDisk, parents: Mapping[Reference, Parent]
+) -> dict[Reference, DeltaBase]:
+    """Return the model that holds the bases of most of a model's deltas, besides its parent.
+
+    Blobs that the parent has too, and deltas against blobs of the parent, do not count.
+    """
     bases = _known_bases(disk)
     wanted = set(bases.values())
     holders: dict[Digest, list[Reference]] = defaultdict(list)
-    for name in entries if bases else ():
-        for digest in wanted.intersection(disk.needs[name]):
+    for name, needed in disk.needs.items() if bases else ():
+        for digest in wanted.intersection(needed):
             holders[digest].append(name)
     found: dict[Reference, DeltaBase] = {}
-    for name in entries if bases else ():
+    for name, needed in disk.needs.items() if bases else ():
+        parent = parents[name].reference if name in parents else None
+        theirs = disk.needs[parent] if parent is not None else {}
         sizes: Counter[Reference] = Counter()
-        for digest in disk.needs[name]:
-            for holder in holders.get(bases[digest], ()) if digest in bases else ():
-                if holder != name:
+        for digest in needed.keys() & bases.keys() - theirs.keys():
+            if bases[digest] not in theirs:
+                for holder in holders[bases[digest]]:
                     sizes[holder] += disk.blobs.sizes.get(digest, 0)
+        sizes.pop(name, None)
         if sizes:
-            found[name] = DeltaBase(*sizes.most_common(1)[0])
+            found[name] = DeltaBase(*min(sizes.items(), key=lambda item: (-item[1], str(item[0]))))
     return found
-
-
-def _readable(disk: StoreDisk) -> dict[Reference, CatalogEntry]:
-    return {name: entry for name, entry in disk.entries.items() if entry.manifest is not None}
 
 
 def _known_bases(disk: StoreDisk) -> Mapping[Digest, Digest]:

@@ -119,7 +119,7 @@ def _page_data(
         "root": shown(store.root.name or store.root),
         "store": store_view(disk, usage, owners),
         "sharing": sharing_view(disk, owners),
-        "family": family_view(disk, parents, find_delta_bases(disk)),
+        "family": family_view(disk, parents, find_delta_bases(disk, parents)),
         "model": model_views(disk, chosen, parents, measured, owners),
         "health": health_view(disk, usage),
     }

@@ -17,7 +17,8 @@ from tests.support.models import add_blobs, write_folder
 
 def view_of(store: LocalStore) -> dict[str, Any]:
     disk = read_disk(store)
-    return family_view(disk, find_parents(disk), find_delta_bases(disk))
+    parents = find_parents(disk)
+    return family_view(disk, parents, find_delta_bases(disk, parents))
 
 
 def card(base: str) -> dict[str, bytes]:
