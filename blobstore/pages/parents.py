@@ -143,7 +143,11 @@ class _Relatives:
         return self._bases.get(digest, digest)
 
     def similar(self, name: Reference) -> list[tuple[Reference, int]]:
-        """Return earlier models with similar weights and the bytes of these, the most similar first."""
+        """Return earlier models with similar weights and the bytes of these.
+
+        Those with the most equal weights come first, then the earliest. Deltas do not count here: they say
+        what freeze chose.
+        """
         ours, age = self._weights[name], self._ages[name]
         similar: Counter[Reference] = Counter()
         equal: Counter[Reference] = Counter()
@@ -160,9 +164,7 @@ class _Relatives:
             for other in similar
         }
         found = [(other, size) for other, size in similar.items() if size >= least[other]]
-        return sorted(
-            found, key=lambda item: (-item[1] - equal[item[0]], self._ages[item[0]], str(item[0]))
-        )
+        return sorted(found, key=lambda item: (-equal[item[0]], self._ages[item[0]], str(item[0])))
 
     def between(self, name: Reference, parent: Reference | None) -> tuple[int, int, int]:
         """Return the bytes that a model shares with another, those of its deltas, and the rest."""

@@ -129,16 +129,18 @@ class BaseFinder:
                 for one, others in fits.items()
             },
         )
-        for root in [one for one in self._roots(fits, bases) if one not in named]:
-            _make_root(root, fits, bases)
+        self._prefer_older(fits, bases, named)
         return bases
 
-    def _roots(self, fits: Fits, bases: Mapping[Reference, Reference]) -> Iterator[Reference]:
-        """Yield models that are older than all that are like them, and have one of these as their base."""
+    def _prefer_older(
+        self, fits: Fits, bases: dict[Reference, Reference], named: Mapping[Reference, Reference]
+    ) -> None:
+        """Replace bases by older models that serve as well; those that cards name stay."""
         ages = {one: self._age(one) for one in {*fits, *chain.from_iterable(fits.values())}}
         kept: set[Digest] | None = None
-        for one, base in list(bases.items()):
-            if any(ages[other] <= ages[one] for other in fits[one]) or base not in ages:
+        for base in dict.fromkeys(bases.values()):
+            users = [one for one, other in bases.items() if other == base]
+            if base not in ages or any(one in named for one in users):
                 continue
             if base not in fits:
                 # A model that is not frozen now can be a delta later, unless deltas need it already.
@@ -146,7 +148,10 @@ class BaseFinder:
                     kept = {*self._store.cold_bases().values(), *self._store.frozen()}
                 if not kept.isdisjoint(layer.digest for layer in self._layers[base].values()):
                     continue
-            yield one
+            older = {*users, *chain.from_iterable(fits[one] for one in users)}
+            for other in sorted(older, key=lambda one: (ages[one], one)):
+                if ages[other] < ages[base] and _replace_base(base, other, fits, bases):
+                    break
 
     def _age(self, reference: Reference) -> float:
         """Return when the manifest of a model was written; the last of all if it has just been removed."""
@@ -256,20 +261,26 @@ def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Ref
     )
 
 
-def _make_root(root: Reference, fits: Fits, bases: dict[Reference, Reference]) -> None:
-    """Swap a model with its base, if it serves the others as well.
+def _replace_base(
+    base: Reference, other: Reference, fits: Fits, bases: dict[Reference, Reference]
+) -> bool:
+    """Make another model the base of those with some base, if it serves all as well.
 
-    The base must be frozen too, or another model must use it: else the swap would save nothing.
+    If it is one of them, it has no base from then on. Then it must serve another model, or ``base`` if that
+    is frozen too: else nothing would be saved.
     """
-    base = bases[root]
-    users = [one for one, other in bases.items() if other == base and one != root]
-    children = [*users, base] if base in fits else users
-    if not children or any(root not in fits[one] for one in children):
-        return
+    users = [one for one, known in bases.items() if known == base and one != other]
+    children = [*users, base] if base in fits and other in bases else users
+    if not children or bases.get(other, base) != base:
+        return False
+    if any(other not in fits[one] for one in children):
+        return False
     before = sum(fits[one][base].left if base in fits[one] else math.inf for one in users)
-    if sum(fits[one][root].left for one in users) <= before:
-        del bases[root]
-        bases.update(dict.fromkeys(children, root))
+    if sum(fits[one][other].left for one in users) > before:
+        return False
+    bases.pop(other, None)
+    bases.update(dict.fromkeys(children, other))
+    return True
 
 
 def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:

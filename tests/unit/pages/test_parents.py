@@ -12,7 +12,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.pages.parents import Parent, find_delta_bases, find_parents
 from blobstore.store.local import LocalStore
-from tests.support.frozen import layer, tuned, weights
+from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs, quantizable_tensors, write_folder
 
 
@@ -110,6 +110,19 @@ def test_the_direction_of_deltas_makes_no_descent(store: LocalStore) -> None:
     }
     assert {name: parent.name for name, parent in found_in(store).items()} == dict.fromkeys(
         ("a-chat:latest", "z-code:latest"), "base:latest"
+    )
+
+
+def test_equal_weights_say_more_than_deltas(store: LocalStore) -> None:
+    put(store, "base", {"w": 1, "v": 2})
+    add_blobs(store, "a-tune", {"w": layer("w", tuned(8, 1)), "v": layer("v", weights(2))})
+    add_blobs(store, "b-tune", {"w": layer("w", tuned(9, 1)), "v": layer("v", weights(2))})
+    for age, name in enumerate(("base", "a-tune", "b-tune")):
+        os.utime(store.manifest_path(name), (1e9 + age, 1e9 + age))
+    freeze_models(["a-tune"], base="b-tune", store=store)
+
+    assert {name: parent.name for name, parent in found_in(store).items()} == dict.fromkeys(
+        ("a-tune:latest", "b-tune:latest"), "base:latest"
     )
 
 

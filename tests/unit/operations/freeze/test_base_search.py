@@ -125,6 +125,18 @@ def test_a_base_that_a_card_names_stays_the_base_of_an_older_model(tmp_path: Pat
     assert finder(store).find_bases([MINE, base]) == {MINE: base}
 
 
+def test_of_models_that_stay_hot_the_first_one_is_the_base(tmp_path: Path) -> None:
+    """Also if another one has more blobs that differ, and so would save more."""
+    store = LocalStore(tmp_path / "family")
+    put(store, "z-base", {"x": 1, "y": 2})
+    add_blobs(store, "a-full", {"x": layer("x", tuned(11, 1)), "y": layer("y", tuned(12, 2))})
+    add_blobs(store, "half", {"x": layer("x", tuned(13, 1)), "y": layer("y", weights(2))})
+    for age, name in enumerate(("z-base", "a-full", "half")):
+        os.utime(store.manifest_path(name), (1e9 + age, 1e9 + age))
+    half, base = map(Reference.parse, ("half", "z-base"))
+    assert finder(store).find_bases([half]) == {half: base}
+
+
 def test_a_base_is_a_delta_if_nothing_else_would_be(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "family")
     put(store, "base", {"x": 1})
