@@ -12,23 +12,41 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.disk_usage import StoreDisk
-    from blobstore.pages.parents import Parent
+    from blobstore.pages.parents import DeltaBase, Parent
 
 
-def family_view(disk: StoreDisk, parents: Mapping[Reference, Parent]) -> dict[str, Any]:
+def family_view(
+    disk: StoreDisk,
+    parents: Mapping[Reference, Parent],
+    delta_bases: Mapping[Reference, DeltaBase],
+) -> dict[str, Any]:
     """Return trees of models. A node has its depth and its row; the rows of a tree follow each other.
 
-    Models without relatives are counted, not shown.
+    The tree of the most models comes first. A node that is compressed against another model than its
+    parent names that one, with the bytes of the deltas. Models without relatives are counted, not shown.
     """
     children: dict[Reference | str, list[Reference]] = defaultdict(list)
     for child, base in parents.items():
         children[base.reference or base.name].append(child)
     outside = [other for other in children if isinstance(other, str)]
     inside = [item for item in disk.entries if item not in parents and item in children]
+    sizes = {
+        name: sum(disk.blobs.sizes.get(digest, 0) for digest in needed)
+        for name, needed in disk.needs.items()
+    }
+
+    def extent(start: Reference | str) -> tuple[int, int, str]:
+        """Return a key that sorts the root of the largest tree first."""
+        members = [start]
+        for name in members:
+            members += children.get(name, ())
+        size = sum(sizes[name] for name in members if not isinstance(name, str))
+        return -len(members), -size, str(start)
+
     nodes: list[dict[str, Any]] = []
     row = 0
-    starts: list[Reference | str] = [*inside, *sorted(outside)]
-    for start in starts:
+    starts: list[Reference | str] = [*inside, *outside]
+    for start in sorted(starts, key=extent):
         stack = [(start, 0, -1)]
         while stack:
             name, depth, above = stack.pop()
@@ -37,7 +55,10 @@ def family_view(disk: StoreDisk, parents: Mapping[Reference, Parent]) -> dict[st
                 node |= {"outside": True}
             else:
                 parent = parents.get(name)
-                node["size"] = sum(disk.blobs.sizes.get(digest, 0) for digest in disk.needs[name])
+                node["size"] = sizes[name]
+                other = delta_bases.get(name)
+                if other is not None:
+                    node["against"] = [shown(other.reference), other.size]
                 if parent is not None:
                     node |= {
                         "relation": parent.relation,

@@ -27,6 +27,7 @@ def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
     sizes = {digest: size for needed in disk.needs.values() for digest, size in needed.items()}
     frozen = disk.store.frozen()
     intact = {digest for digest, size in sizes.items() if verified.has(digest, size)}
+    hot = sizes.keys() - frozen
     models = []
     for model in usage.models:
         needed = disk.needs[model.reference]
@@ -43,8 +44,9 @@ def health_view(disk: StoreDisk, usage: StoreUsage) -> dict[str, Any]:
         )
     return {
         "models": models,
-        "last_verified": int(verified.saved_at),
-        "blobs": len(sizes.keys() - frozen),
+        # Without a verified blob, the cache is from before the files changed, or from freezing.
+        "last_verified": int(verified.saved_at) if intact or not hot else 0,
+        "blobs": len(hot),
         "cold": len(sizes.keys() & frozen),
         "verified": len(intact),
         "quarantine": usage.quarantine.files,

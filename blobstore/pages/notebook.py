@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from html import escape as escape_html
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from blobstore.errors import BlobstoreError
@@ -14,7 +16,7 @@ from blobstore.pages.text import shown
 from blobstore.quantization.formats import type_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from blobstore.models.header_index import TensorIndex
     from blobstore.store.local import LocalStore
@@ -32,6 +34,8 @@ _DARK = {"#4a80b8", "#cc5a36", "#cc6a48", "#7d6b9d", "#8d98a3"}
 """Fills with white text."""
 _WIDTH, _HEIGHT = 900, 450
 _MAX_ROWS, _MAX_COLUMNS = 150, 40
+_MAX_HEADING, _MAX_ROW_NAME = 30, 26
+"""Letters of the name of a column and of a row; of longer ones, the end is shown."""
 _MAX_CELLS = 2000
 _STYLE = 'font-family="system-ui,sans-serif" font-size="12"'
 
@@ -68,30 +72,72 @@ def store_picture(store: LocalStore) -> str:
 
 
 def model_picture(index: TensorIndex) -> str:
-    """Return the tensors of a model as SVG, in a grid of layers by modules; empty if it is too large."""
+    """Return the tensors of a model as SVG, in a grid of layers by modules; empty if it is too large.
+
+    Layers that have tensors of the same types and shapes are one row.
+    """
     found = grid(_tensors(index), {})
-    rows, columns = found["rows"], max(len(found["columns"]), 1)
-    if not rows or len(rows) > _MAX_ROWS or columns > _MAX_COLUMNS:
+    kinds, columns = _distinct_rows(found), found["columns"]
+    if not kinds or len(kinds) > _MAX_ROWS or len(columns) > _MAX_COLUMNS:
         return ""
-    left, width, height = 190, max(710 / columns, 14), 18
-    boxes = []
-    for row, column, first, count in found["cells"]:
-        name, kind, shape, size, *_ = found["tensors"][first]
-        spelled = found["types"][kind]
-        more = f" and {count - 1:,} more" if count > 1 else ""
-        text = f"{name}{more}: {spelled}, {shape}, {_size(size)}"
-        box = left + column * width, row * height, width - 2, height - 2
-        boxes.append(_box(box, _TYPES[kind % len(_TYPES)], spelled, "", text))
-    for row, label in enumerate(rows):
-        stack = found["stacks"][row]
-        text = _text(f"{stack} {label}".strip()[-26:])
+    left, width, height = 190, max(710 / max(len(columns), 1), 14), 18
+    names = [name.removesuffix(".weight")[-_MAX_HEADING:] for name in columns]
+    top = 12 + 7 * max(map(len, names), default=0) if any(names) else 0
+    boxes = [
+        f'<text transform="translate({left + (column + 0.5) * width + 4:.1f} {top - 6}) rotate(-90)" '
+        f'fill="currentColor">{_text(name)}</text>'
+        for column, name in enumerate(names)
+        if name
+    ]
+    for line, (rows, cells) in enumerate(kinds):
+        y = top + line * height
         boxes.append(
-            f'<text x="{left - 8}" y="{row * height + 12}" text-anchor="end" '
-            f'fill="currentColor">{text}</text>'
+            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" '
+            f'fill="currentColor">{_text(_row_name(found, rows))}</text>'
         )
+        for _, column, place, count in cells:
+            name, kind, shape, size, *_ = found["tensors"][place]
+            spelled = found["types"][kind]
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            same = f", alike in {len(rows):,} layers" if len(rows) > 1 else ""
+            text = f"{name}{more}: {spelled}, {shape}, {_size(size)}{same}"
+            box = left + column * width, y, width - 2, height - 2
+            boxes.append(_box(box, _TYPES[kind % len(_TYPES)], spelled, "", text))
     return _svg(
-        "".join(boxes), left + columns * width, len(rows) * height, "tensors by layer and module"
+        "".join(boxes),
+        left + max(len(columns), 1) * width,
+        top + len(kinds) * height,
+        "tensors by layer and module",
     )
+
+
+def _distinct_rows(found: dict[str, Any]) -> list[tuple[list[int], list[list[int]]]]:
+    """Return the rows of the grid that are alike, and the cells of the first of them."""
+    cells: list[list[list[int]]] = [[] for _ in found["rows"]]
+    for cell in found["cells"]:
+        cells[cell[0]].append(cell)
+    alike: dict[str, list[int]] = defaultdict(list)
+    for row, stack in enumerate(found["stacks"]):
+        tensors = [
+            [column, count, *found["tensors"][first][1:3]] for _, column, first, count in cells[row]
+        ]
+        # A tensor outside of layers has a row of its own.
+        alike[repr((stack, tensors) if stack else row)].append(row)
+    return [(rows, cells[rows[0]]) for rows in alike.values()]
+
+
+def _row_name(found: dict[str, Any], rows: Sequence[int]) -> str:
+    """Return the name of a row, such as ``layers 0 to 3, 5``, as far as it fits."""
+    names, stack = found["rows"], found["stacks"][rows[0]]
+    runs = [
+        [names[row] for _, row in run]
+        for _, run in groupby(enumerate(rows), lambda item: item[1] - item[0])
+    ]
+    label = ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    text = f"{stack} {label}".strip()
+    if len(text) > _MAX_ROW_NAME and len(rows) > 1:
+        text = f"{stack} {names[rows[0]]} and {len(rows) - 1:,} more"
+    return text if len(text) <= _MAX_ROW_NAME else "\u2026" + text[1 - _MAX_ROW_NAME :]
 
 
 def _tensors(index: TensorIndex) -> Iterator[GridTensor]:

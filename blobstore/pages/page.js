@@ -167,17 +167,19 @@
       context.globalAlpha = cell.faded ? .3 : 1;
       context.fillStyle = cell.ink || (cell.fill ? ink(cell.fill) : colour("text"));
       context.font = `${cell.bold ? 600 : 400} ${size}px system-ui, sans-serif`;
-      const text = fitted(context, cell.text, cell.w - (cell.centre ? 4 : 14));
+      // A part of a name tells something, a part of a number or of a sentence does not.
+      const room = cell.w - (cell.centre ? 4 : 14), isWhole = cell.centre || cell.shorter;
+      const text = isWhole ? [cell.text, cell.shorter || ""].find(text => context.measureText(text).width <= room) || "" : fitted(context, cell.text, room);
       if (cell.centre) {
         context.textAlign = "center";
         context.fillText(text, x + cell.w / 2, y + cell.h / 2);
       } else {
         context.textAlign = "left";
         context.fillText(text, x + pad, y + pad + size / 2 + 1);
-        if (cell.sub && cell.h > 2 * size + 16) {
-          context.font = `400 ${size - 1}px system-ui, sans-serif`;
+        context.font = `400 ${size - 1}px system-ui, sans-serif`;
+        if (cell.sub && cell.h > 2 * size + 16 && context.measureText(cell.sub).width <= room) {
           context.globalAlpha *= .82;
-          context.fillText(fitted(context, cell.sub, cell.w - 14), x + pad, y + pad + size * 1.5 + 5);
+          context.fillText(cell.sub, x + pad, y + pad + size * 1.5 + 5);
         }
       }
     }
@@ -314,6 +316,7 @@
     unique: "only in one model", cold: "only in one model, compressed", shared: "shared",
     base: "bases of frozen blobs", garbage: "garbage", other: "other files",
   };
+  const SHORT = { shared: "shared", base: "bases", garbage: "garbage", other: "other" };
   VIEWS.store = {
     title: "Store",
     show(section) {
@@ -360,7 +363,7 @@
             const box = place(at, made);
             if (box.x + box.w < left || box.x > left + w || box.y + box.h < top || box.y > top + h) return;
             const gap = Math.min(2, box.w / 4, box.h / 4);
-            found.push({ x: box.x, y: box.y, w: box.w - gap, h: box.h - gap, fill: fills[cell[0]], text: short(name(cell)),
+            found.push({ x: box.x, y: box.y, w: box.w - gap, h: box.h - gap, fill: fills[cell[0]], text: short(name(cell)), shorter: cell[1] < 0 && SHORT[cell[0]],
               sub: bytes(cell[2]), bold: cell[1] >= 0, item: at, faded: !matches(cell), hatched: cell[0] === "garbage" });
           });
           return found;
@@ -397,9 +400,12 @@
 
   // A grid of cells with heads that stay in sight
 
+  // A higher grid scrolls within its box.
+  const TALL = 720;
   function grid(options) {
     // label, rows, columns, rowHead(r), columnHead(c), cell(r, c) -> {fill, text, parts, faded} or null, describe(r, c),
-    // open(r, c), wide and high (the usual size of a cell), headWidth, headHeight
+    // open(r, c), wide and high (the usual size of a cell), leastText (the width from which cells have text), headWidth,
+    // headHeight
     const { rows, columns } = options;
     const head = { w: 0, h: options.headHeight };
     const size = made => {
@@ -416,7 +422,7 @@
       for (let column = 0; column < columns; column++) if (options.cell(row, column)) filled.push(row * columns + column);
     const made = plot({
       label: options.label, head, least: .25, place,
-      height: width => Math.min(head.h + rows * size({ viewWidth: width, zoom: made.zoom }).h, printing ? 8000 : Math.max(360, Math.min(innerHeight * .72, 720))),
+      height: width => Math.min(head.h + rows * size({ viewWidth: width, zoom: made.zoom }).h, printing ? 8000 : Math.max(TALL, innerHeight * .72)),
       area(width, height, zoom) {
         head.w = Math.min(options.headWidth, width * .36);
         const { w, h } = size({ viewWidth: width, zoom });
@@ -441,13 +447,13 @@
         const { w, h } = size(plot), found = [];
         const first = [Math.max(0, Math.floor(left / w)), Math.max(0, Math.floor(top / h))];
         const last = [Math.min(columns, Math.ceil((left + width - head.w) / w)), Math.min(rows, Math.ceil((top + height - head.h) / h))];
-        const gap = w > 8 && h > 8 ? 2 : w > 4 ? 1 : 0;
+        const gap = w > 8 && h > 8 ? 2 : w > 4 ? 1 : 0, hasText = w >= (options.leastText || 0);
         for (let row = first[1]; row < last[1]; row++)
           for (let column = first[0]; column < last[0]; column++) {
             const cell = options.cell(row, column);
             if (!cell) continue;
             const box = { x: head.w + column * w, y: head.h + row * h, w: w - gap, h: h - gap, item: row * columns + column, faded: cell.faded, centre: true, size: 11 };
-            found.push({ ...box, fill: cell.fill, text: cell.text });
+            found.push({ ...box, fill: cell.fill, text: hasText && cell.text });
             if (cell.parts) {
               const sum = cell.parts.reduce((sum, [, part]) => sum + part, 0);
               let x = box.x;
@@ -456,7 +462,7 @@
                 x += box.w * part / sum;
               }
               const widest = cell.parts.reduce((most, part) => part[1] > most[1] ? part : most);
-              found.push({ ...box, item: undefined, text: cell.over, ink: ink(widest[0]) });
+              found.push({ ...box, item: undefined, text: hasText && cell.over, ink: ink(widest[0]) });
             }
           }
         return found;
@@ -511,6 +517,8 @@
   // The space that the longest of some labels takes, up to a limit.
   const space = (labels, most) => Math.min(most, 22 + 6.8 * labels.reduce((longest, label) => Math.max(longest, String(label).length), 0));
   const short = name => name.replace(/:latest$/, "");
+  // The width of a cell that every number of bytes fits.
+  const NUMBER = 56;
   const panelled = () => el("div", { class: "panel", hidden: true, "aria-live": "polite" });
 
   // What models share
@@ -531,7 +539,7 @@
       const panel = panelled();
       const matrix = grid({
         label: "Matrix of the bytes that models share. The table below has the same numbers.",
-        rows: count, columns: count, headWidth: space(models.map(short), 190), headHeight: space(models.map(short), count > 40 ? 90 : 120), wide: 110, high: 34, least: 11, square: count > 24,
+        rows: count, columns: count, headWidth: space(models.map(short), 190), headHeight: space(models.map(short), count > 40 ? 90 : 120), wide: 110, high: 34, least: 11, leastText: NUMBER, square: count > 24,
         rowHead: row => short(models[row]), columnHead: column => short(models[column]),
         cell(row, column) {
           const found = isFound(models[row]) || isFound(models[column]);
@@ -564,7 +572,7 @@
         detail.hidden = true;
         const layers = grid({
           label: "Layers of a family of models. The table below has the same numbers.",
-          rows: family.models.length, columns: family.columns.length, headWidth: space(family.models.map(short), 190), headHeight: 34, flat: true, wide: 130, high: 30, least: 26,
+          rows: family.models.length, columns: family.columns.length, headWidth: space(family.models.map(short), 190), headHeight: 34, flat: true, wide: 130, high: 30, least: 26, leastText: NUMBER,
           rowHead: row => short(family.models[row]), columnHead: column => family.columns[column],
           cell(row, column) {
             const cell = family.cells[row][column];
@@ -590,7 +598,6 @@
 
   // Which model descends from which
 
-  const narrow = matchMedia("(max-width: 40rem)");
   const SVG = "http://www.w3.org/2000/svg";
   function svg(tag, attributes, ...children) {
     const made = document.createElementNS(SVG, tag);
@@ -602,31 +609,46 @@
     title: "Family",
     show(section) {
       const { nodes, rows, alone } = DATA.family;
-      section.append(...heading("Which model descends from which?", "From base models to fine-tunes and quantizations, as their sources, model cards and compressed blobs say. The number on an edge is what the model adds on disk to its base."));
-      if (!nodes.length) return section.append(el("p", { class: "empty" }, "No model of the store names another as its base, or was quantized from it."));
-      // On a narrow screen, a tree is a list with indents.
-      const panel = panelled(), isNarrow = narrow.matches, W = 250, H = 50, DX = isNarrow ? 24 : 400, DY = isNarrow ? 60 : 66;
-      const depth = Math.max(...nodes.map(node => node.depth));
-      const width = depth * DX + W + 4, height = rows * DY;
+      section.append(...heading("Which model descends from which?", "From base models to fine-tunes and quantizations: as their sources say, else their model cards, else equal weights and the order of import. The number on an edge is what the model adds on disk to its base."));
+      if (!nodes.length) return section.append(el("p", { class: "empty" }, "No model of the store names another as its base, was quantized from it, or has weights of it."));
+      const panel = panelled(), W = 250, H = 50, places = new Map(nodes.map((node, at) => [node.name, at]));
+      const depth = nodes.reduce((most, node) => Math.max(most, node.depth), 0);
+      const sides = nodes.filter(node => node.against && places.has(node.against[0]));
+      // Where a tree does not fit, it is a list with indents. Dashed lines need room to the right.
+      const room = sides.length ? 44 : 0, free = () => section.clientWidth - W - room - 4;
+      const isTooWide = () => free() < depth * 340, isNarrow = isTooWide();
+      addEventListener("resize", () => { if (!printing && isTooWide() !== isNarrow) route(); }, { signal: listening.signal });
+      const DX = isNarrow ? 24 : Math.min(400, free() / Math.max(1, depth)), DY = isNarrow ? 60 : 66;
+      const width = depth * DX + W + room + 4, height = rows * DY;
       const picture = svg("svg", { class: "tree", viewBox: `-2 -2 ${width} ${height}`, width, height, role: "group", "aria-label": "Trees of models. The table below has the same facts." });
+      const against = node => `${bytes(node.against[1])} of ${node.name} are compressed against ${node.against[0]}`;
       const added = node => node.relation ? node.delta + node.own : 0;
       const text = node => [node.relation, `${bytes(node.shared)} shared`, node.delta ? `${bytes(node.delta)} as differences` : "", `${bytes(node.own)} its own`].filter(Boolean).join(", ");
+      // Lines between models of which one is compressed against the other: no descent.
+      for (const node of sides) {
+        const other = nodes[places.get(node.against[0])], [left, right] = node.depth <= other.depth ? [node, other] : [other, node];
+        const x = left.depth * DX + W, y = left.row * DY + H * .7, end = right.row * DY + H * .7;
+        const isBeside = !isNarrow && left.depth < right.depth, to = right.depth * DX + (isBeside ? 0 : W), out = isBeside ? (to - x) * .5 : Math.max(x, to) - x + room;
+        picture.append(svg("path", { class: "side", d: isBeside ? `M${x} ${y} C${x + out} ${y} ${to - out} ${end} ${to} ${end}` : `M${x} ${y} C${x + out} ${y} ${x + out} ${end} ${to} ${end}` },
+          svg("title", {}, against(node))));
+      }
       for (const node of nodes) {
         const x = node.depth * DX, y = node.row * DY;
         if (node.above >= 0) {
           const above = nodes[node.above], ax = above.depth * DX + W, ay = above.row * DY + H / 2;
           const thick = above.outside ? 1 : 1 + 3 * Math.sqrt(added(node) / Math.max(1, node.size));
           picture.append(svg("path", { d: isNarrow ? `M${ax - W + 12} ${ay + H / 2} V${y + H / 2} H${x}` : `M${ax} ${ay} C${ax + 45} ${ay} ${ax + 15} ${y + H / 2} ${ax + 60} ${y + H / 2} H${x}`, "stroke-width": thick.toFixed(1) }));
-          if (!isNarrow) picture.append(svg("text", { class: "dim", x: x - 8, y: y + H / 2 - 6, "text-anchor": "end" }, above.outside ? "" : `+${bytes(added(node))}`));
+          if (!isNarrow) picture.append(svg("text", { class: "dim edge", x: x - 8, y: y + H / 2 - 6, "text-anchor": "end" }, above.outside ? "" : `+${bytes(added(node))}`));
         }
         const open = () => {
           panel.hidden = false;
           panel.replaceChildren(el("h3", {}, node.name), node.outside ? el("p", {}, "The store has no model of this name; others name it as their base.") : listed([
             ["on disk", bytes(node.size)], node.relation && ["relation", `${node.relation} ${nodes[node.above].name}`], node.relation && ["evidence", node.evidence],
-            node.relation && ["shared with it", bytes(node.shared)], node.relation && ["stored as differences", bytes(node.delta)], node.relation && ["its own", bytes(node.own)]]),
+            node.relation && ["shared with it", bytes(node.shared)], node.relation && ["stored as differences", bytes(node.delta)], node.relation && ["its own", bytes(node.own)],
+            node.against && ["compressed against", `${node.against[0]}, ${bytes(node.against[1])}: how it is stored, not where it comes from`]]),
             el("p", {}, DATA.model[node.name] ? modelLink(node.name) : ""));
         };
-        const label = `${node.name}: ${node.outside ? "not in the store" : [bytes(node.size), node.relation ? text(node) : "base"].join(", ")}`;
+        const label = `${node.name}: ${node.outside ? "not in the store" : [bytes(node.size), node.relation ? text(node) : "base", node.against && `compressed against ${node.against[0]}`].filter(Boolean).join(", ")}`;
         const group = svg("g", { class: node.outside ? "outside" : "", tabindex: 0, role: "button", "aria-label": label, transform: `translate(${x} ${y})`, onclick: open,
           onkeydown: event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); open(); } } },
           svg("rect", { width: W, height: H, rx: 7 }),
@@ -653,10 +675,11 @@
       const scale = factor => { zoom = Math.max(.3, Math.min(3, zoom * factor)); picture.setAttribute("width", width * zoom); picture.setAttribute("height", height * zoom); };
       const button = (name, sign, factor) => el("button", { type: "button", "aria-label": name, onclick: () => scale(factor) }, sign);
       section.append(el("div", { class: "tools" }, el("span", { class: "group push" }, button("Zoom out", "\u2212", .8), button("Zoom in", "+", 1.25))),
-        el("div", { class: "wide", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
+        el("div", { class: "wide whole", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
+      if (sides.length) section.append(el("p", { class: "hint kept" }, "A dashed line joins models of which one is compressed against the other. It says how they are stored, not which descends from which."));
       if (alone) section.append(el("p", { class: "hint" }, `${plural(alone, "model")} without relatives: not shown.`));
-      section.append(behind("Models and their bases", ["Model", "Relation", "Base", "#On disk", "#Shared", "#As differences", "#Own", "Evidence"],
-        () => nodes.filter(node => isFound(node.name)).map(node => [node.name, node.relation || (node.outside ? "not in the store" : "base"), node.above >= 0 ? nodes[node.above].name : "", bytes(node.size), ...(node.relation ? [bytes(node.shared), bytes(node.delta), bytes(node.own), node.evidence] : ["", "", "", ""])])));
+      section.append(behind("Models and their bases", ["Model", "Relation", "Base", "#On disk", "#Shared", "#As differences", "#Own", "Compressed against", "Evidence"],
+        () => nodes.filter(node => isFound(node.name)).map(node => [node.name, node.relation || (node.outside ? "not in the store" : "base"), node.above >= 0 ? nodes[node.above].name : "", bytes(node.size), ...(node.relation ? [bytes(node.shared), bytes(node.delta), bytes(node.own)] : ["", "", ""]), node.against ? node.against[0] : "", node.evidence || ""])));
     },
   };
 
@@ -751,7 +774,7 @@
           ...(found.values ? bars(found.values, "Values", "c0") : []), ...(found.errors ? bars(found.errors, "Differences to the base", "own") : [])];
       };
       const map = grid({
-        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: space(rows.map((row, at) => `${stacks[at]} ${row}`), 210), headHeight: columns.length ? space(columns.map(name => name.replace(/\.weight$/, "")), 210) : 8,
+        label: `Tensors of ${chosen}. The table below has the same facts.`, rows: rows.length, columns: width, headWidth: space(rows.map((row, at) => `${stacks[at]} ${row}`), 210), headHeight: columns.length ? space(columns.map(name => name.replace(/\.weight$/, "")), Math.max(90, Math.min(210, innerHeight * .2))) : 8,
         wide: 92, high: 24, least: 22,
         rowHead: row => stacks[row] ? (width > 1 && stacks[row] === stacks[row - 1] ? rows[row] : `${stacks[row]} ${rows[row]}`) : rows[row], columnHead: column => columns[column] ? columns[column].replace(/\.weight$/, "") : "",
         cell(row, column) { const at = by.get(row * width + column); return at === undefined ? null : { ...painted(at), faded: !isShown(at) }; },
@@ -818,30 +841,32 @@
     show(section) {
       const { models, gc, blobs, cold, verified, last_verified, quarantine, now } = DATA.health;
       const damaged = models.filter(model => model.error || model.faults.length);
+      const REASONS = { young: "written in the last hour" }, kept = Object.entries(gc.kept || {}).map(([reason, size]) => [bytes(size), REASONS[reason] || reason]);
+      const why = kept.filter(([, reason]) => reason !== "base").map(([size, reason]) => `${size} of garbage stay: ${reason}`).join(", ");
+      // What the sizes and manifests say, and how much of the content was looked at.
+      const state = model => model.error ? "unreadable" : model.faults.length ? plural(model.faults.length, "fault") : model.verified >= model.blobs - model.cold ? "ok" : model.verified ? "ok, partly verified" : "ok, not verified";
       const age = seconds => { const days = (now - seconds) / 86400; return days < 1 ? "today" : days < 2 ? "yesterday" : `${Math.floor(days)} days ago`; };
       section.append(...heading("Is everything intact?", "Sizes and manifests are checked whenever the page is written. \u201cblobstore verify\u201d hashes the blobs; a blob counts as verified until its file changes. Compressed blobs have checksums of their own, which every reader checks; they are not counted."));
-      section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ...(cold ? [["compressed", plural(cold, "blob")]] : []), ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], ["gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
+      section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ...(cold ? [["compressed", plural(cold, "blob")]] : []), ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], [why ? `gc would free now; ${why}` : "gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
       for (const model of damaged.slice(0, 50)) section.append(el("p", { class: "alarm" }, `${model.name}: ${model.error || model.faults[0]}`));
       if (!models.length) section.append(el("p", { class: "empty" }, "The store is empty."));
       const body = el("tbody"), rest = el("p", { class: "hint" });
       const fill = () => {
         const found = models.filter(model => isFound(model.name)).sort((a, b) => (b.error || b.faults.length ? 1 : 0) - (a.error || a.faults.length ? 1 : 0) || a.modified - b.modified);
-        body.replaceChildren(...found.slice(0, 300).map(model => el("tr", {}, el("th", { scope: "row", title: model.name }, model.name), el("td", {}, model.modified ? age(model.modified) : "unknown"),
-          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs > model.cold ? 100 * model.verified / (model.blobs - model.cold) : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs - model.cold)}`), el("td", { class: "n" }, number(model.cold)),
-          el("td", { class: model.error || model.faults.length ? "alarm" : "" }, model.error ? "unreadable" : model.faults.length ? plural(model.faults.length, "fault") : "ok"))));
+        body.replaceChildren(...found.slice(0, 300).map(model => el("tr", {}, el("th", { scope: "row", title: model.name }, model.name), el("td", { class: model.error || model.faults.length ? "alarm" : "" }, state(model)), el("td", {}, model.modified ? age(model.modified) : "unknown"),
+          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs > model.cold ? 100 * model.verified / (model.blobs - model.cold) : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs - model.cold)}`), el("td", { class: "n" }, number(model.cold)))));
         rest.textContent = found.length > 300 ? `and ${number(found.length - 300)} more; search for a name to see them` : "";
       };
       if (models.length) {
         fill();
         document.addEventListener("searched", fill, { signal: listening.signal });
-        section.append(el("div", { class: "wide", tabindex: 0 }, el("table", {}, el("caption", {}, "Models, damaged ones first, then the oldest"), el("thead", {}, el("tr", {}, ...["Model", "Written", "Verified", "#Blobs", "#Compressed", "State"].map(head => el("th", { scope: "col", class: head.startsWith("#") ? "n" : "" }, head.replace("#", ""))))), body)), rest);
+        section.append(el("div", { class: "wide", tabindex: 0 }, el("table", {}, el("caption", {}, "Models, damaged ones first, then the oldest"), el("thead", {}, el("tr", {}, ...["Model", "State", "Written", "Verified", "#Blobs", "#Compressed"].map(head => el("th", { scope: "col", class: head.startsWith("#") ? "n" : "" }, head.replace("#", ""))))), body)), rest);
       }
       section.append(el("h3", {}, "What gc would remove"));
       if (gc.error) return section.append(el("p", { class: "alarm" }, gc.error));
-      section.append(el("p", { class: "lead" }, gc.files ? `${plural(gc.files, "file")}, ${bytes(gc.size)}.` : "Nothing."));
+      section.append(el("p", { class: "lead" }, gc.files ? `${plural(gc.files, "file")}, ${bytes(gc.size)}.` : kept.length ? "Nothing now." : "Nothing."));
       if (gc.refusal) section.append(el("p", { class: "alarm" }, gc.refusal));
-      const kept = Object.entries(gc.kept);
-      if (kept.length) section.append(el("p", { class: "lead" }, "It keeps, although no model needs them: " + kept.map(([reason, size]) => `${bytes(size)} (${reason === "young" ? "written in the last hour" : reason})`).join(", ") + "."));
+      if (kept.length) section.append(el("p", { class: "lead" }, "It keeps, although no model needs them: " + kept.map(([size, reason]) => `${size} (${reason})`).join(", ") + "."));
       if (gc.largest.length) section.append(behind("The largest files that gc would remove", ["File", "#Size"], () => gc.largest.map(([path, size]) => [path, bytes(size)])));
     },
   };
@@ -876,7 +901,6 @@
     }, 60);
   });
   addEventListener("hashchange", route);
-  narrow.addEventListener("change", () => { if (document.querySelector(".tree")) route(); });
   addEventListener("resize", redraw);
   addEventListener("beforeprint", () => { printing = true; redraw(); });
   addEventListener("afterprint", () => { printing = false; redraw(); });

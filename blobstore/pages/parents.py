@@ -1,20 +1,23 @@
 """Which model of a store descends from which: from its source, its model card, and what it shares.
 
-No single record says it, so each parent comes with its evidence:
+No single record says it, so each parent comes with its evidence. In this order:
 
 - A quantized model has a source record with options. Its parent is the model of the same files without.
 - A model card or a config names a base model. Its parent is the model of that name, or one outside.
-- Blobs of a frozen model are deltas against blobs of its parent.
+- Some of the weights are equal to those of a model that was imported earlier, or stored as differences.
 
-Several models may fit; the one with the most bytes in common is the parent.
+Several models may fit; the one with the most bytes in common is the parent. Which blob is a delta and which
+its base is no evidence of descent, because that is the choice of ``freeze``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blobstore.errors import BlobstoreError
+from blobstore.manifests import media_types
 from blobstore.models.model_card import small_texts
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.describe.info import stated_bases
@@ -27,7 +30,12 @@ if TYPE_CHECKING:
     from blobstore.operations.describe.disk_usage import StoreDisk
     from blobstore.store.catalog import CatalogEntry
 
-Relation = Literal["quantized from", "fine-tuned from", "compressed against"]
+Relation = Literal["quantized from", "fine-tuned from", "similar to"]
+
+_MIN_SIMILAR = 0.1
+"""The share of the weights of the smaller model that two similar models have in common."""
+_MAX_NEAR = 8
+"""Of the models with one blob, so many of the earliest and of the latest can be a later one's parent."""
 
 
 class Parent(NamedTuple):
@@ -56,6 +64,14 @@ class _Origin(NamedTuple):
     bases: tuple[str, ...]
 
 
+class DeltaBase(NamedTuple):
+    """A model that another is compressed against, though it is not its parent."""
+
+    reference: Reference
+    size: int
+    """Bytes of the deltas on disk."""
+
+
 def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
     """Return the parent of each model that has one. There are no circles."""
     entries = {name: entry for name, entry in disk.entries.items() if entry.manifest is not None}
@@ -71,28 +87,84 @@ def find_parents(disk: StoreDisk) -> dict[Reference, Parent]:
     return found
 
 
+def find_delta_bases(
+    disk: StoreDisk, parents: Mapping[Reference, Parent]
+) -> dict[Reference, DeltaBase]:
+    """Return the model that holds the bases of most of a model's deltas, besides its parent.
+
+    Blobs that the parent has too, and deltas against blobs of the parent, do not count.
+    """
+    bases = _known_bases(disk)
+    wanted = set(bases.values())
+    holders: dict[Digest, list[Reference]] = defaultdict(list)
+    for name, needed in disk.needs.items() if bases else ():
+        for digest in wanted.intersection(needed):
+            holders[digest].append(name)
+    found: dict[Reference, DeltaBase] = {}
+    for name, needed in disk.needs.items() if bases else ():
+        parent = parents[name].reference if name in parents else None
+        theirs = disk.needs[parent] if parent is not None else {}
+        sizes: Counter[Reference] = Counter()
+        for digest in needed.keys() & bases.keys() - theirs.keys():
+            if bases[digest] not in theirs:
+                for holder in holders[bases[digest]]:
+                    sizes[holder] += disk.blobs.sizes.get(digest, 0)
+        sizes.pop(name, None)
+        if sizes:
+            found[name] = DeltaBase(*min(sizes.items(), key=lambda item: (-item[1], str(item[0]))))
+    return found
+
+
+def _known_bases(disk: StoreDisk) -> Mapping[Digest, Digest]:
+    return disk.store.cold_index.known(disk.store.cold_files())
+
+
 class _Relatives:
     """How many bytes each pair of models has in common."""
 
     def __init__(self, disk: StoreDisk, entries: Mapping[Reference, CatalogEntry]) -> None:
         self._disk = disk
-        cold = disk.store.cold_files()
-        self._bases = disk.store.cold_index.known(cold)
-        self._holders: dict[Digest, list[Reference]] = defaultdict(list)
-        bases = set(self._bases.values())
-        for name in entries if bases else ():
-            for digest in bases.intersection(disk.needs[name]):
-                self._holders[digest].append(name)
+        self._bases = _known_bases(disk)
+        self._weights = {name: _weights(entry) for name, entry in entries.items()}
+        # Names of one manifest count as imported when the first of them was.
+        first: dict[Digest | None, tuple[float, str]] = {}
+        for name, entry in entries.items():
+            age = entry.modified, str(name)
+            first[entry.digest] = min(first.get(entry.digest, age), age)
+        self._ages = {name: first[entry.digest] for name, entry in entries.items()}
+        self._kin: dict[Digest, list[Reference]] = defaultdict(list)
+        """The models with a blob or deltas against it, the earliest first."""
+        for name in sorted(entries, key=lambda name: (self._ages[name], str(name))):
+            for root in {self._root(digest) for digest in self._weights[name]}:
+                self._kin[root].append(name)
 
-    def base_models(self, name: Reference) -> list[Reference]:
-        """Return the models that hold bases of a model's blobs; the one with the most bytes first."""
-        found: Counter[Reference] = Counter()
-        for digest in self._disk.needs[name] if self._bases else ():
-            base = self._bases.get(digest)
-            for holder in self._holders.get(base, ()) if base is not None else ():
-                if holder != name:
-                    found[holder] += self._disk.blobs.sizes.get(digest, 0)
-        return [holder for holder, _ in found.most_common()]
+    def _root(self, digest: Digest) -> Digest:
+        """Return the blob that stands for all that are stored as differences to it."""
+        return self._bases.get(digest, digest)
+
+    def similar(self, name: Reference) -> list[tuple[Reference, int]]:
+        """Return earlier models with similar weights and the bytes of these.
+
+        Those with the most equal weights come first, then the earliest. Deltas do not count here: they say
+        what freeze chose.
+        """
+        ours, age = self._weights[name], self._ages[name]
+        similar: Counter[Reference] = Counter()
+        equal: Counter[Reference] = Counter()
+        for digest, size in ours.items():
+            kin = self._kin[self._root(digest)]
+            earlier = bisect_left(kin, age, key=self._ages.__getitem__)
+            late = range(max(earlier - _MAX_NEAR, 0), earlier)
+            for place in {*range(min(earlier, _MAX_NEAR)), *late}:
+                similar[kin[place]] += size
+                equal[kin[place]] += size if digest in self._weights[kin[place]] else 0
+        total = sum(ours.values())
+        least = {
+            other: _MIN_SIMILAR * min(total, sum(self._weights[other].values()))
+            for other in similar
+        }
+        found = [(other, size) for other, size in similar.items() if size >= least[other]]
+        return sorted(found, key=lambda item: (-equal[item[0]], self._ages[item[0]], str(item[0])))
 
     def between(self, name: Reference, parent: Reference | None) -> tuple[int, int, int]:
         """Return the bytes that a model shares with another, those of its deltas, and the rest."""
@@ -117,6 +189,13 @@ class _Relatives:
             return sum(size for digest, size in ours.items() if digest in theirs)
 
         return sorted(others, key=lambda other: (-common(other), str(other)))
+
+
+def _weights(entry: CatalogEntry) -> dict[Digest, int]:
+    """Return the sizes of the blobs of a model's tensors."""
+    if entry.manifest is None:
+        return {}
+    return {layer.digest: layer.size for layer in entry.manifest.layers_of(media_types.TENSOR)}
 
 
 def _candidates(
@@ -148,12 +227,17 @@ def _candidates(
         evidence = f"its model card or config names {base}"
         for other in relatives.nearest(name, same):
             yield parent(other, str(other), "fine-tuned from", evidence)
-    for other in relatives.base_models(name)[:1]:
-        evidence = "its blobs are stored as differences to blobs of this model"
-        yield parent(other, str(other), "compressed against", evidence)
     if own.bases and own.repository != own.bases[0]:
         evidence = "its model card or config names it; the store has no such model"
         yield parent(None, own.bases[0], "fine-tuned from", evidence)
+    for other, size in relatives.similar(name):
+        if origins[other].options.get("quantize") and not own.options.get("quantize"):
+            continue
+        evidence = (
+            f"weights of {size:,} bytes are equal to its own or stored as differences, "
+            "and it was imported earlier"
+        )
+        yield parent(other, str(other), "similar to", evidence)
 
 
 def _is_named(reference: Reference, origin: _Origin, base: str) -> bool:

@@ -21,7 +21,7 @@ from blobstore.pages.family_view import family_view
 from blobstore.pages.health_view import health_view
 from blobstore.pages.measure import measure_model
 from blobstore.pages.model_view import chosen_models, model_views
-from blobstore.pages.parents import find_parents
+from blobstore.pages.parents import find_delta_bases, find_parents
 from blobstore.pages.sharing_view import sharing_view
 from blobstore.pages.shell import render_page
 from blobstore.pages.store_view import store_view
@@ -119,7 +119,7 @@ def _page_data(
         "root": shown(store.root.name or store.root),
         "store": store_view(disk, usage, owners),
         "sharing": sharing_view(disk, owners),
-        "family": family_view(disk, parents),
+        "family": family_view(disk, parents, find_delta_bases(disk, parents)),
         "model": model_views(disk, chosen, parents, measured, owners),
         "health": health_view(disk, usage),
     }

@@ -3,8 +3,9 @@
 Models are compared with few others: with those of the same layers whose blobs most models share, and with
 the most similar ones of other layers. Samples of blobs tell roughly how much a base saves. Of a family,
 as few models become bases as possible, because a base has no base itself: of the steps of one run, the one
-in the middle. Where chains are allowed, each step has the one next to it. If another model is many times nearer than the one that a card names, as the steps of a run
-are to each other, the card is ignored.
+in the middle. The model that was imported first is preferred, if it serves as well: others are made from it.
+Where chains are allowed, each step has the one next to it. If another model is many times nearer than the
+one that a card names, as the steps of a run are to each other, the card is ignored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     Layers = Mapping[str, Descriptor]
     Gains = Mapping[Reference, Mapping[Reference, float]]
     """About the bytes that models save with some others as their base."""
+    Fits = Mapping[Reference, Mapping[Reference, Fit]]
+    """How well others serve as the bases of the models to be frozen."""
 
 _MAX_CANDIDATES: Final = 8
 """Models of the same layers, and of other layers, that one model is compared with."""
@@ -118,13 +122,43 @@ class BaseFinder:
                     named[reference] = base
         if chains:
             return choose_chains(fits)
-        return choose_bases(
+        bases = choose_bases(
             named,
             {
                 one: {other: fit.saved for other, fit in others.items()}
                 for one, others in fits.items()
             },
         )
+        self._prefer_older(fits, bases, named)
+        return bases
+
+    def _prefer_older(
+        self, fits: Fits, bases: dict[Reference, Reference], named: Mapping[Reference, Reference]
+    ) -> None:
+        """Replace bases by older models that serve as well; those that cards name stay."""
+        ages = {one: self._age(one) for one in {*fits, *chain.from_iterable(fits.values())}}
+        kept: set[Digest] | None = None
+        for base in dict.fromkeys(bases.values()):
+            users = [one for one, other in bases.items() if other == base]
+            if base not in ages or any(one in named for one in users):
+                continue
+            if base not in fits:
+                # A model that is not frozen now can be a delta later, unless deltas need it already.
+                if kept is None:
+                    kept = {*self._store.cold_bases().values(), *self._store.frozen()}
+                if not kept.isdisjoint(layer.digest for layer in self._layers[base].values()):
+                    continue
+            older = {*users, *chain.from_iterable(fits[one] for one in users)}
+            for other in sorted(older, key=lambda one: (ages[one], one)):
+                if ages[other] < ages[base] and _replace_base(base, other, fits, bases):
+                    break
+
+    def _age(self, reference: Reference) -> float:
+        """Return when the manifest of a model was written; the last of all if it has just been removed."""
+        try:
+            return self._store.manifest_path(reference).stat().st_mtime
+        except OSError:
+            return math.inf
 
     def _similar_groups(self, kind: frozenset[tuple[str, int]]) -> list[frozenset[tuple[str, int]]]:
         """Return the groups with enough of the same layers, the most similar first."""
@@ -225,6 +259,28 @@ def choose_bases(named: Mapping[Reference, Reference], gains: Gains) -> dict[Ref
             if one not in settled
         }
     )
+
+
+def _replace_base(
+    base: Reference, other: Reference, fits: Fits, bases: dict[Reference, Reference]
+) -> bool:
+    """Make another model the base of those with some base, if it serves all as well.
+
+    If it is one of them, it has no base from then on. Then it must serve another model, or ``base`` if that
+    is frozen too: else nothing would be saved.
+    """
+    users = [one for one, known in bases.items() if known == base and one != other]
+    children = [*users, base] if base in fits and other in bases else users
+    if not children or bases.get(other, base) != base:
+        return False
+    if any(other not in fits[one] for one in children):
+        return False
+    before = sum(fits[one][base].left if base in fits[one] else math.inf for one in users)
+    if sum(fits[one][other].left for one in users) > before:
+        return False
+    bases.pop(other, None)
+    bases.update(dict.fromkeys(children, other))
+    return True
 
 
 def _fewest_bases(gains: Gains) -> dict[Reference, Reference]:

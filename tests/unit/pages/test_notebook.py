@@ -57,6 +57,51 @@ def test_experts_of_a_layer_have_one_box(store: LocalStore, tmp_path: Path) -> N
     assert sum(" and 11 more: " in title for title in titles) == 3
 
 
+def texts(markup: str) -> list[str]:
+    """Return the texts beside and above the boxes."""
+    found = re.search("<svg.*</svg>", markup, re.DOTALL)
+    assert found is not None
+    return [text.text or "" for text in ET.fromstring(found[0]).findall("text")]
+
+
+def test_columns_have_headings_and_layers_that_are_alike_one_row(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    shapes = {0: (2, 2), 1: (2, 2), 2: (4, 2), 3: (2, 2)}
+    tensors: dict[str, Any] = {
+        f"model.layers.{layer}.{name}.weight": np.full(shape, layer, np.float32)
+        for layer, shape in shapes.items()
+        for name in ("q_proj", "v_proj")
+    }
+    tensors |= {f"norm{number}.weight": np.ones(2, np.float32) for number in range(2)}
+    create(write_folder(tmp_path / "m", tensors), "m", store=store)
+
+    with open_model("m", store=store) as model:
+        markup = model._repr_html_()
+
+    assert texts(markup) == [
+        *("q_proj", "v_proj"),
+        *("norm0.weight", "norm1.weight"),
+        *("model.layers 0 to 1, 3", "model.layers 2"),
+    ]
+    titles = boxes(markup)
+    assert len(titles) == 6
+    assert sum(title.endswith(", alike in 3 layers") for title in titles) == 2
+
+
+def test_the_name_of_a_row_of_many_layers_is_short(store: LocalStore, tmp_path: Path) -> None:
+    tensors = {
+        f"model.layers.{layer}.proj.weight": np.ones(2 + layer % 2, np.float32)
+        for layer in range(12)
+    }
+    create(write_folder(tmp_path / "m", tensors), "m", store=store)
+
+    with open_model("m", store=store) as model:
+        markup = model._repr_html_()
+
+    assert texts(markup) == ["proj", "model.layers 0 and 5 more", "model.layers 1 and 5 more"]
+
+
 def test_hostile_names_are_text(store: LocalStore, tmp_path: Path, browser: Browser) -> None:
     tensors: dict[str, Any] = {f"layers.0.{ATTACK}": np.ones(4, np.float32), ATTACK: np.ones(3)}
     create(write_folder(tmp_path / "bad", tensors), "bad", store=store)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,10 @@ import pytest
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.pages.family_view import family_view
-from blobstore.pages.parents import Parent, find_parents
+from blobstore.operations.maintenance.names import copy_model
+from blobstore.pages.parents import Parent, find_delta_bases, find_parents
 from blobstore.store.local import LocalStore
-from tests.support.frozen import layer, tuned, weights
+from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs, quantizable_tensors, write_folder
 
 
@@ -70,16 +71,83 @@ def test_a_parent_that_the_store_lacks_is_named(store: LocalStore, tmp_path: Pat
     create(write_folder(tmp_path / "m", {"a": np.ones(3)}, files=files), "m", store=store)
 
     found = found_in(store)["m:latest"]
-    nodes = family_view(read_disk(store), find_parents(read_disk(store)))["nodes"]
 
     assert (found.reference, found.name) == (None, "someone/else")
-    assert [(node["name"], node["depth"], node.get("outside")) for node in nodes] == [
-        ("someone/else", 0, True),
-        ("m:latest", 1, None),
-    ]
 
 
-def test_a_frozen_model_descends_from_the_model_of_its_bases(store: LocalStore) -> None:
+def put_kin(store: LocalStore, *names: str) -> None:
+    """Import a base and its fine-tunes, each of which has half of the base's weights."""
+    kin = {
+        "base": (weights(0), weights(1)),
+        "a-chat": (weights(0), tuned(8, 1)),
+        "z-code": (tuned(9, 0), weights(1)),
+    }
+    for age, name in enumerate(names):
+        add_blobs(store, name, {f"w{i}": layer(f"w{i}", data) for i, data in enumerate(kin[name])})
+        os.utime(store.manifest_path(name), (1e9 + age, 1e9 + age))
+
+
+def test_of_similar_models_the_earliest_is_the_parent(store: LocalStore) -> None:
+    put_kin(store, "base", "z-code", "a-chat")
+
+    found = found_in(store)
+
+    assert {name: (parent.name, parent.relation) for name, parent in found.items()} == {
+        "a-chat:latest": ("base:latest", "similar to"),
+        "z-code:latest": ("base:latest", "similar to"),
+    }
+
+
+def test_the_direction_of_deltas_makes_no_descent(store: LocalStore) -> None:
+    put_kin(store, "base", "a-chat", "z-code")
+    freeze_models(["base", "a-chat"], base="z-code", store=store)
+
+    disk = read_disk(store)
+    against = find_delta_bases(disk, find_parents(disk))
+
+    assert {str(name): str(base.reference) for name, base in against.items()} == {
+        "base:latest": "z-code:latest"
+    }
+    assert {name: parent.name for name, parent in found_in(store).items()} == dict.fromkeys(
+        ("a-chat:latest", "z-code:latest"), "base:latest"
+    )
+
+
+def test_equal_weights_say_more_than_deltas(store: LocalStore) -> None:
+    put(store, "base", {"w": 1, "v": 2})
+    add_blobs(store, "a-tune", {"w": layer("w", tuned(8, 1)), "v": layer("v", weights(2))})
+    add_blobs(store, "b-tune", {"w": layer("w", tuned(9, 1)), "v": layer("v", weights(2))})
+    for age, name in enumerate(("base", "a-tune", "b-tune")):
+        os.utime(store.manifest_path(name), (1e9 + age, 1e9 + age))
+    freeze_models(["a-tune"], base="b-tune", store=store)
+
+    assert {name: parent.name for name, parent in found_in(store).items()} == dict.fromkeys(
+        ("a-tune:latest", "b-tune:latest"), "base:latest"
+    )
+
+
+def test_a_second_name_of_a_model_is_no_child(store: LocalStore) -> None:
+    put_kin(store, "base", "a-chat")
+    copy_model("base", "copy", store=store)
+
+    assert {name: parent.name for name, parent in found_in(store).items()} == {
+        "a-chat:latest": "base:latest"
+    }
+
+
+def test_a_declared_base_comes_before_a_similar_model(store: LocalStore, tmp_path: Path) -> None:
+    tensors = quantizable_tensors()
+    create(write_folder(tmp_path / "near", tensors), "near", store=store)
+    made = {name: tensor + tensor for name, tensor in tensors.items()}
+    create(write_folder(tmp_path / "far", made), "far", store=store)
+    create(write_folder(tmp_path / "ft", tensors, files=card("x/far")), "ft", store=store)
+
+    found = found_in(store)["ft:latest"]
+
+    assert (found.name, found.relation) == ("far:latest", "fine-tuned from")
+
+
+def test_a_model_of_deltas_is_similar_to_the_model_of_its_bases(store: LocalStore) -> None:
     add_blobs(store, "base", {f"w{i}": layer(f"w{i}", weights(i)) for i in range(2)})
     add_blobs(store, "ft", {f"w{i}": layer(f"w{i}", tuned(9 + i, i)) for i in range(2)})
     freeze_models(["ft"], base="base", store=store)
@@ -87,7 +155,7 @@ def test_a_frozen_model_descends_from_the_model_of_its_bases(store: LocalStore) 
     disk = read_disk(store)
     found = found_in(store)["ft:latest"]
 
-    assert (found.name, found.relation) == ("base:latest", "compressed against")
+    assert (found.name, found.relation) == ("base:latest", "similar to")
     assert found.delta == sum(disk.blobs.cold.values()) > 0
     assert found.shared > 0  # the config
     assert found.own == 0
@@ -109,16 +177,12 @@ def test_two_models_that_name_each_other_make_no_circle(store: LocalStore, tmp_p
         made = {"a": np.full(3, len(base) + ord(name[0]), np.float32)}
         create(write_folder(tmp_path / name, made, files=card(base)), name, store=store)
 
-    nodes = family_view(read_disk(store), find_parents(read_disk(store)))["nodes"]
+    found = found_in(store)
 
-    assert sorted(node["name"] for node in nodes) in (
-        ["one:latest", "two:latest"],
-        ["one:latest", "two:latest", "x/one"],
-        ["one:latest", "two:latest", "x/two"],
-    )
-
-
-def test_models_without_relatives_are_counted(store: LocalStore) -> None:
-    add_blobs(store, "alone", {"x": b"1"})
-
-    assert family_view(read_disk(store), {}) == {"nodes": [], "rows": 0, "alone": 1}
+    assert {(name, str(parent.reference)) for name, parent in found.items()} < {
+        ("one:latest", "two:latest"),
+        ("one:latest", "None"),
+        ("two:latest", "one:latest"),
+        ("two:latest", "None"),
+    }
+    assert len([parent for parent in found.values() if parent.reference is not None]) < 2

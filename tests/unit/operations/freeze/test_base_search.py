@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -95,6 +96,64 @@ def test_all_fine_tunes_get_the_same_base(tmp_path: Path) -> None:
     assert {key.model: base.model for key, base in bases.items()} == dict.fromkeys(
         ("child2", "child3", "child4"), "a-base"
     )
+
+
+@pytest.mark.parametrize("frozen", [("base", "a-chat"), ("base", "a-chat", "a-code")])
+def test_the_first_model_of_a_family_is_the_base_even_if_another_one_stays_hot(
+    tmp_path: Path, frozen: tuple[str, ...]
+) -> None:
+    store = LocalStore(tmp_path / "family")
+    put(store, "base", {"x": 1})
+    for age, child in enumerate(("a-code", "a-chat"), start=1):
+        add_blobs(store, child, {"x": layer("x", tuned(10 + age, 1))})
+        os.utime(store.manifest_path(child), (2e9 + age, 2e9 + age))
+    bases = finder(store).find_bases([Reference.parse(name) for name in frozen])
+    assert {one.model: base.model for one, base in bases.items()} == dict.fromkeys(
+        [name for name in frozen if name != "base"], "base"
+    )
+
+
+def test_a_base_that_a_card_names_stays_the_base_of_an_older_model(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "family")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(layer("x", tuned(10, 1)))
+    (folder / "config.json").write_text('{"_name_or_path": "org/base"}')
+    blobstore.create(folder, "mine", store=store)
+    put(store, "base", {"x": 1})
+    base = Reference.parse("base")
+    assert finder(store).find_bases([MINE, base]) == {MINE: base}
+
+
+def test_of_models_that_stay_hot_the_first_one_is_the_base(tmp_path: Path) -> None:
+    """Also if another one has more blobs that differ, and so would save more."""
+    store = LocalStore(tmp_path / "family")
+    put(store, "z-base", {"x": 1, "y": 2})
+    add_blobs(store, "a-full", {"x": layer("x", tuned(11, 1)), "y": layer("y", tuned(12, 2))})
+    add_blobs(store, "half", {"x": layer("x", tuned(13, 1)), "y": layer("y", weights(2))})
+    for age, name in enumerate(("z-base", "a-full", "half")):
+        os.utime(store.manifest_path(name), (1e9 + age, 1e9 + age))
+    half, base = map(Reference.parse, ("half", "z-base"))
+    assert finder(store).find_bases([half]) == {half: base}
+
+
+def test_a_base_is_a_delta_if_nothing_else_would_be(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "family")
+    put(store, "base", {"x": 1})
+    add_blobs(store, "tune", {"x": layer("x", tuned(2, 1))})
+    base, tune = map(Reference.parse, ("base", "tune"))
+    assert finder(store).find_bases([base]) == {base: tune}
+
+
+def test_a_model_that_deltas_need_already_stays_the_base(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "family")
+    put(store, "base", {"x": 1})
+    for child in (2, 3, 4):
+        add_blobs(store, f"tune{child}", {"x": layer("x", tuned(child, 1))})
+    blobstore.freeze("tune3", base="tune2", store=store)
+    base, fourth = map(Reference.parse, ("base", "tune4"))
+    deltas = store.cold_bases()
+    assert finder(store, *deltas).find_bases([base, fourth])[base].model == "tune2"
 
 
 def test_finds_a_base_among_many_models_of_the_same_layers(tmp_path: Path) -> None:
