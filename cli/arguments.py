@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -11,7 +12,7 @@ from click.core import ParameterSource
 from blobstore.cli.output import show_note
 from blobstore.core.escape import join_some, quote, quote_url
 from blobstore.core.schemes import advice_for, check_path, scheme_of
-from blobstore.errors import BlobstoreError, NotFound, UsageError
+from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -320,6 +321,21 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
     from blobstore.remotes.addresses import is_address
 
     return text if is_address(text) else model(store, text)
+
+
+def is_path(name: str, store: LocalStore) -> bool:
+    """Return whether a text is the path of a file or folder, and not the name of a model."""
+    if name.startswith(("/", ".", "~")) or name.endswith((".safetensors", ".bsar")):
+        return True
+    try:
+        if not os.path.exists(name):  # noqa: PTH110 - pathlib loads urllib
+            return False
+        store.read_manifest(name)
+    except (InvalidReference, ModelNotFound):
+        return True
+    except (BlobstoreError, OSError, ValueError):  # using the name reports it
+        return False
+    return False
 
 
 def glob_advice(text: str, names: Iterable[str]) -> str:
