@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -11,10 +12,10 @@ from click.core import ParameterSource
 from blobstore.cli.output import show_note
 from blobstore.core.escape import join_some, quote, quote_url
 from blobstore.core.schemes import advice_for, check_path, scheme_of
-from blobstore.errors import BlobstoreError, NotFound, UsageError
+from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from click.shell_completion import CompletionItem
 
@@ -106,20 +107,28 @@ class _ModelName(_ParamType):
     ) -> list[CompletionItem]:
         """Return the names of the store that begin so."""
         del param
-        names: list[str] = []
-        with contextlib.suppress(BlobstoreError):
-            for reference in _completion_store(ctx).references():
-                name = str(reference)
-                names.append(name if ":" in incomplete else name.removesuffix(":latest"))
+        names = _model_names(ctx, incomplete)
+        if self._or_address or self._or_remote:
+            names += _remotes(ctx, "oci://")
         return _name_items(names, incomplete) or (
             _path_items(incomplete, "file") if self._or_path else []
         )
 
 
 class _NewName(_ParamType):
-    """The name that a model is given."""
+    """The name that a model is given; or had, if names are completed."""
 
     name = "name"
+
+    def __init__(self, *, is_completed: bool = False) -> None:
+        self._is_completed = is_completed
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names of the store that begin so, if the name need not be new."""
+        del param
+        return _name_items(_model_names(ctx, incomplete) if self._is_completed else [], incomplete)
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
@@ -129,6 +138,26 @@ class _NewName(_ParamType):
         from blobstore.manifests.reference import Reference
 
         return Reference.parse(value)
+
+
+class _Known(_ParamType):
+    """A text that the command judges, with words that are known for it."""
+
+    name = "text"
+
+    def __init__(self, words: Callable[[click.Context, str], Iterable[str]]) -> None:
+        self._words = words
+        """Returns the words; some may begin with something other than the text."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the words that begin so, each once."""
+        del param
+        words: list[str] = []
+        with contextlib.suppress(BlobstoreError):
+            words += dict.fromkeys(self._words(ctx, incomplete))
+        return _name_items(words, incomplete)
 
 
 class _Content(_ParamType):
@@ -170,12 +199,72 @@ class _QuantType(_ParamType):
         return _name_items(_QUANT_TYPES, incomplete)
 
 
+def _completion_store(ctx: click.Context) -> LocalStore:
+    """Return the store that the options parsed so far name."""
+    from blobstore.store.local import LocalStore
+
+    return LocalStore.of(ctx.params.get("store") or ctx.meta.get(STORE_KEY))
+
+
+def _model_names(ctx: click.Context, incomplete: str) -> list[str]:
+    names: list[str] = []
+    with contextlib.suppress(BlobstoreError):
+        for reference in _completion_store(ctx).references():
+            name = str(reference)
+            names.append(name if ":" in incomplete else name.removesuffix(":latest"))
+    return names
+
+
+def _remotes(ctx: click.Context, incomplete: str) -> list[str]:
+    """Return the addresses that were used: with oci:// unless the word begins otherwise."""
+    from blobstore.store.used_remotes import used_remotes
+
+    used = used_remotes(_completion_store(ctx))
+    if incomplete and not "oci://".startswith(incomplete[:6]):
+        used = [address.removeprefix("oci://") for address in used]
+    return used
+
+
+def _names_and_remotes(ctx: click.Context, incomplete: str) -> list[str]:
+    return [*_model_names(ctx, incomplete), *_remotes(ctx, incomplete)]
+
+
+def _hosts(ctx: click.Context, incomplete: str) -> list[str]:
+    """Return the registries that have a login, and those that were used."""
+    del incomplete
+    from blobstore.registry.credentials import LoginFiles
+
+    used = (remote for remote in _remotes(ctx, "") if remote.startswith("oci://"))
+    return [*LoginFiles().hosts(), *(remote.split("/")[2] for remote in used)]
+
+
+def _former_ids(ctx: click.Context, incomplete: str) -> list[str]:
+    """Return the IDs of the models that the argument ``name`` had and can get again."""
+    del incomplete
+    from blobstore.operations.maintenance.history import model_history
+
+    former = model_history(str(ctx.params.get("name")), store=_completion_store(ctx))
+    return [one.digest.short for one in former if one.is_restorable]
+
+
+def _tensor_names(ctx: click.Context, incomplete: str) -> list[str]:
+    """Return the names of tensors and files of all models."""
+    from blobstore.operations.describe.find import find_content
+    from blobstore.store.name_patterns import is_pattern
+
+    if is_pattern(incomplete):
+        return []
+    found = find_content(f"{incomplete}*", store=_completion_store(ctx)).places
+    return [place.name for place in found]
+
+
 FILE, SOURCE, FILE_TO_WRITE = _Path("file", "source"), _Path("file", None), _Path("file", "target")
 FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
-MODEL_OR_REMOTE_LAST = _ModelName(or_path=True)  # the operation judges the last word
+NAMES_AND_REMOTE, REMOTE = _Known(_names_and_remotes), _Known(_remotes)
+HOST, FORMER_ID, TENSOR_OR_FILE = _Known(_hosts), _Known(_former_ids), _Known(_tensor_names)
 MODEL_OR_ADDRESS, MODEL_OR_REMOTE = _ModelName(or_address=True), _ModelName(or_remote=True)
-NEW_NAME, QUANT_TYPE = _NewName(), _QuantType()
+NEW_NAME, FORMER_NAME, QUANT_TYPE = _NewName(), _NewName(is_completed=True), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
 
 
@@ -188,14 +277,9 @@ def _path_items(incomplete: str, kind: str) -> list[CompletionItem]:
 def _name_items(names: Sequence[str], incomplete: str) -> list[CompletionItem]:
     from click.shell_completion import CompletionItem
 
-    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
-
-
-def _completion_store(ctx: click.Context) -> LocalStore:
-    """Return the store that the options parsed so far name."""
-    from blobstore.store.local import LocalStore
-
-    return LocalStore.of(ctx.params.get("store") or ctx.meta.get(STORE_KEY))
+    return [
+        CompletionItem(name) for name in names if name.startswith(incomplete) and name.isprintable()
+    ]
 
 
 def models(
@@ -237,6 +321,21 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
     from blobstore.remotes.addresses import is_address
 
     return text if is_address(text) else model(store, text)
+
+
+def is_path(name: str, store: LocalStore) -> bool:
+    """Return whether a text is the path of a file or folder, and not the name of a model."""
+    if name.startswith(("/", ".", "~")) or name.endswith((".safetensors", ".bsar")):
+        return True
+    try:
+        if not os.path.exists(name):  # noqa: PTH110 - pathlib loads urllib
+            return False
+        store.read_manifest(name)
+    except (InvalidReference, ModelNotFound):
+        return True
+    except (BlobstoreError, OSError, ValueError):  # using the name reports it
+        return False
+    return False
 
 
 def glob_advice(text: str, names: Iterable[str]) -> str:

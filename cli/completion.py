@@ -38,8 +38,8 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 def command(ctx: click.Context, shell: Shell) -> None:
     """Print a script with which SHELL completes commands, options, paths, and names.
 
-    Completed names are those of models in the store, of their tensors, and of types. For bash or
-    zsh, add this line to ~/.bashrc or ~/.zshrc: eval "$(blobstore completion bash)". For fish:
+    Completed names are those of models in the store, of their tensors, and of types, and the remotes
+    that models were pushed to and pulled from. For bash or zsh, add this line to ~/.bashrc or ~/.zshrc: eval "$(blobstore completion bash)". For fish:
     blobstore completion fish | source.
     """
     from click.shell_completion import get_completion_class

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command("find", short_help="Find the models that have a blob, a tensor or a file.")
-@click.argument("what", metavar="DIGEST|NAME")
+@click.argument("what", metavar="DIGEST|NAME", type=arguments.TENSOR_OR_FILE)
 @options.shared("store", "json")
 def command(what: str, store: LocalStore, out: Output) -> None:
     """Find the models that have a blob whose digest begins with DIGEST, or a tensor or file NAME.

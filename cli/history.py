@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("history", short_help="List the models that a name had before.")
-@click.argument("name", type=arguments.NEW_NAME)
+@click.argument("name", type=arguments.FORMER_NAME)
 @options.shared("store", "json")
 def command(name: Reference, store: LocalStore, out: Output) -> None:
     """List the models that NAME had before it was given to another one, latest first.

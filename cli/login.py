@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options
+from blobstore.cli import arguments, options
 from blobstore.cli.prompt import ask
 from blobstore.core import interrupts
 from blobstore.core.escape import escape
@@ -21,7 +21,7 @@ _MAX_PASSWORD = 64 * 2**10
 
 
 @click.command("login", short_help="Log in at a registry.")
-@click.argument("registry", metavar="REGISTRY")
+@click.argument("registry", metavar="REGISTRY", type=arguments.HOST)
 @click.option("--username", "-u", metavar="USER", help="The user; asked for by default.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from standard input.")
 @options.shared("json")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from blobstore.cli import options
+from blobstore.cli import arguments, options
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command("logout", short_help="Log out of a registry.")
-@click.argument("registry", metavar="REGISTRY")
+@click.argument("registry", metavar="REGISTRY", type=arguments.HOST)
 @options.shared("json")
 def command(registry: str, out: Output) -> None:
     """Forget the password for the registry REGISTRY, in the files of Podman and Docker or their helpers."""

@@ -36,7 +36,7 @@ _COMMANDS = (
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
     *("freeze", "thaw", "pack", "unpack", "push", "pull", "lock", "sync"),
-    *("login", "logout", "sign", "run", "serve", "completion"),
+    *("login", "logout", "sign", "run", "serve", "bench", "completion"),
 )
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
 _ELSEWHERE = {
@@ -70,6 +70,7 @@ _SYNONYMS = {
     "copy": "cp",
     "rename": "mv",
     "stats": "du",
+    **dict.fromkeys(("benchmark", "ceiling", "speed"), "bench"),
     **dict.fromkeys(("html", "ui", "picture"), "page"),
     "scan": "inspect",
     "mount": "link",

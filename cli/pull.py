@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, output, render
+from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import resumable_progress
 from blobstore.cli.transferred import show_many
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("pull", short_help="Fetch a model from a registry.")
-@click.argument("words", metavar="REMOTE... [NAME]", nargs=-1, required=True)
+@click.argument("words", metavar="REMOTE... [NAME]", nargs=-1, required=True, type=arguments.REMOTE)
 @click.option(
     "--all",
     "is_all",

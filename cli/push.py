@@ -30,7 +30,7 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
     metavar="NAME... [REMOTE]",
     nargs=-1,
     required=True,
-    type=arguments.MODEL_OR_REMOTE_LAST,
+    type=arguments.NAMES_AND_REMOTE,
 )
 @click.option(
     "--layout",

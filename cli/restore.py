@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @click.command("restore", short_help="Give a name the model that it had before.")
-@click.argument("name", type=arguments.NEW_NAME)
-@click.argument("ident", metavar="[ID]", required=False)
+@click.argument("name", type=arguments.FORMER_NAME)
+@click.argument("ident", metavar="[ID]", required=False, type=arguments.FORMER_ID)
 @options.shared("store", "wait", "json")
 def command(name: Reference, ident: str | None, store: LocalStore, out: Output) -> None:
     """Give NAME the model that it had before, or the one of this ID; "blobstore history" lists them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 import click
@@ -12,7 +11,7 @@ from blobstore.cli import arguments, options, output, render
 from blobstore.cli.show_path import show_path
 from blobstore.core.escape import quote
 from blobstore.core.globs import any_glob_matches, glob_matches
-from blobstore.errors import BlobstoreError, Damaged, InvalidReference, ModelNotFound, NotFound
+from blobstore.errors import Damaged, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +104,7 @@ def command(
     from blobstore.remotes.addresses import is_address, reading_models
 
     view: View | None = ctx.meta.get(_VIEW_KEY)
-    if not is_address(name) and _is_path(name, store):
+    if not is_address(name) and arguments.is_path(name, store):
         if view or order:
             raise click.UsageError(f"--{view or 'sort'} applies only to models in the store")
         show_path(name, patterns, out)
@@ -136,21 +135,6 @@ def _default_view(model: ModelDescription, out: Output) -> View:
     if not (model.tensors or model.faults or out.is_json) and model.files:
         return "files"  # a model of files that were stored as they are
     return "tensors"
-
-
-def _is_path(name: str, store: LocalStore) -> bool:
-    """Return whether a text is the path of a file or folder, and not the name of a model."""
-    if name.startswith(("/", ".", "~")) or name.endswith((".safetensors", ".bsar")):
-        return True
-    try:
-        if not Path(name).exists():
-            return False
-        store.read_manifest(name)
-    except (InvalidReference, ModelNotFound):
-        return True
-    except (BlobstoreError, OSError, ValueError):  # using the name reports it
-        return False
-    return False
 
 
 def _selected(model: ModelDescription, view: View, patterns: Sequence[str]) -> Sequence[Row]:

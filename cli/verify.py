@@ -30,7 +30,10 @@ _ADVICE = "'blobstore repair NAME --from SOURCE' rewrites damaged and missing bl
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL_OR_REMOTE)
 @click.option("--quick", is_flag=True, help="Check sizes and headers only; hash nothing.")
 @click.option(
-    "--remote", metavar="REMOTE", help="Read a model in a registry or object storage back instead."
+    "--remote",
+    metavar="REMOTE",
+    type=arguments.REMOTE,
+    help="Read a model in a registry or object storage back instead.",
 )
 @click.option(
     "--max-rate",

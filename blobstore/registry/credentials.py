@@ -112,6 +112,14 @@ class LoginFiles:
                 return file.store(host, login)
         return self._files[-1].store(host, login)
 
+    def hosts(self) -> list[str]:
+        """Return the registries that the files name, as far as they can be read; no helper is asked."""
+        found: list[str] = []
+        for file in self._files:
+            with contextlib.suppress(BlobstoreError, OSError):
+                found += file.hosts()
+        return list(dict.fromkeys(found))
+
     def erase(self, host: str) -> tuple[str, ...]:
         """Forget the login at a registry in all files; return where there was one, in words.
 
@@ -174,6 +182,17 @@ class LoginFile:
         if login is None and problem is not None:
             raise problem
         return login
+
+    def hosts(self) -> list[str]:
+        """Return the registries that the file names.
+
+        Raises:
+            BlobstoreError: the file is malformed.
+            OSError: the file cannot be read.
+        """
+        config = self._read()
+        keys = [*_object(config, "auths"), *_object(config, "credHelpers")]
+        return [_place_of(key).partition("/")[0] for key in keys]
 
     def _written(self, config: Mapping[str, Any], host: str, repository: str) -> Login | None:
         """Return the login of the longest key that is the registry or the start of the repository's path."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.model import Manifest
+    from blobstore.objects.address import ModelAddress
     from blobstore.objects.source import ObjectSource
     from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource
@@ -81,6 +82,15 @@ def is_address(name: object) -> TypeGuard[str]:
 def is_in_objects(name: object) -> TypeGuard[str]:
     """Return whether a name is an address in object storage."""
     return isinstance(name, str) and name.startswith(_OBJECTS)
+
+
+def places_of(address: RemoteReference | ModelAddress) -> tuple[str, str]:
+    """Return the address of a model with its scheme, and that of its repository or store."""
+    from blobstore.objects.address import ModelAddress
+
+    if isinstance(address, ModelAddress):
+        return str(address), str(address.store)
+    return f"{_REGISTRY}{address}", f"{_REGISTRY}{address.host}/{address.repository}"
 
 
 def check_address(text: str) -> None:

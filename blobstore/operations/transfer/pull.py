@@ -33,10 +33,11 @@ from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import SelectedSignatures, fetch_signatures
 from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
-from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.remotes.addresses import find_model, is_in_objects, places_of
 from blobstore.remotes.cold_layers import parse_cold_layers
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,6 +173,8 @@ def pull_model(
             done = pull.planned(fetch_layers)
         else:
             done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
+    if not dry_run:
+        remember_remotes(store, *places_of(source.address))
     return Pulled(
         remote=source.address,
         reference=reference,

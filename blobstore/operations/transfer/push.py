@@ -34,8 +34,9 @@ from blobstore.operations.transfer.registry_target import (
 )
 from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.registry.layouts.oci import MAX_LAYERS
-from blobstore.remotes.addresses import is_in_objects
+from blobstore.remotes.addresses import is_in_objects, places_of
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -201,6 +202,8 @@ def push_model(
         # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
         verified = push.verify()
+    if not dry_run:
+        remember_remotes(store, *places_of(target.model.address))
     return Pushed(
         reference=reference,
         remote=target.model.address,

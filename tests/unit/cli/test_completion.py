@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import Digest
+from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.used_remotes import remember_remotes
 from tests.unit.cli.running import LAUNCHER, environment, run
 from tests.unit.cli.test_main import HEAVY, modules_after
 
@@ -69,6 +72,49 @@ def test_completes_names_of_the_store_that_the_line_names(
     assert completed("blobstore rm d") == []
     assert completed(f"blobstore --store {stored.root} rm d") == ["dense"]
     assert completed(f"blobstore rm --store {stored.root} d") == ["dense"]
+
+
+def test_completes_the_remotes_that_were_used(stored: LocalStore, tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/remote"
+    run("push", "dense", place)
+    run("push", "dense", f"{place}/team:v1")
+
+    paths = [
+        f"//{tmp_path}/remote/team:v1",
+        f"//{tmp_path}/remote",
+        f"//{tmp_path}/remote/dense:latest",
+    ]
+    assert completed("blobstore pull f") == [f"file:{path}" for path in paths]
+    assert completed("blobstore push dense file:") == paths
+    assert completed("blobstore list file://") == paths
+    assert completed(f"blobstore show {place}/t") == [f"//{tmp_path}/remote/team:v1"]
+    assert completed("blobstore verify --remote f") == [f"file:{path}" for path in paths]
+
+
+def test_completes_addresses_of_registries_with_and_without_the_scheme(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"auths": {"other.example/v1": {}, "a.example": {}}}')
+    remember_remotes(stored, "oci://r.example/team/x:v1", "oci://r.example/team/x")
+
+    assert completed("blobstore pull o") == ["oci://r.example/team/x:v1", "oci://r.example/team/x"]
+    assert completed("blobstore pull r") == ["r.example/team/x:v1", "r.example/team/x"]
+    assert completed("blobstore show r.ex") == ["(paths)"]
+    assert completed("blobstore login ") == ["other.example", "a.example", "r.example"]
+    assert completed("blobstore logout o") == ["other.example"]
+
+
+def test_completes_former_ids_and_tensors(stored: LocalStore, moe: Path) -> None:
+    former = stored.read_manifest(Reference.parse("dense"))
+    run("create", moe, "dense")
+
+    assert completed("blobstore restore d") == ["dense"]
+    assert completed("blobstore restore dense ") == [Digest.of(former).short]
+    run("cp", "dense", "copy")
+    run("restore", "dense")
+    assert completed("blobstore find model.e") == ["model.embed_tokens.weight"]
+    assert completed("blobstore find *") == []
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -65,6 +65,7 @@ ARGUMENTS = {
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
     "run": ("dense", "--dry-run"),
+    "bench": ("dense",),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "login", "logout", "completion")
