@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 _LEAST_GROUPED: Final = 1 << 10
 """Smaller chunks have one class."""
-_BLOCK: Final = 64
+_BLOCK_BITS: Final = 6
+_BLOCK: Final = 1 << _BLOCK_BITS
 """Elements per block that is omitted if all are equal."""
 _MOST: Final = 0.9
 """Equal blocks are omitted only if at most this fraction of blocks differs."""
@@ -90,17 +91,16 @@ def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSe
         dtype: the type of both.
         settings: the effort to make.
     """
-    differs = scratch("delta differs", len(chunk)).view(np.bool)
-    np.not_equal(chunk, predicted, out=differs)
-    many = int(np.count_nonzero(differs))
-    if (places := _scattered(differs, many, settings.sparse)) is not None:
-        stored = _encode_listed(chunk, predicted, places, settings.coders)
+    words = listed.differing_words(chunk, predicted)
+    found = listed.find(chunk, predicted, words, settings.sparse * len(chunk))
+    if found is not None and _are_scattered(found[0], len(chunk), settings.sparse):
+        stored = _encode_listed(*found, len(chunk), settings.coders)
         if settings.sparse_classes > 1 and has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
             in_classes = _encode_all(chunk, predicted, dtype, settings, is_sparse=True)
             stored = min(stored, in_classes, key=len)
         return stored
-    changed = _changed(differs) if 2 * many <= len(chunk) else None
-    if changed is None:
+    changed = _changed(words, chunk.itemsize)
+    if changed is None or 2 * np.count_nonzero(chunk != predicted) > len(chunk):
         return _encode_all(chunk, predicted, dtype, settings)
     inner = _encode_all(_blocks(chunk, changed), _blocks(predicted, changed), dtype, settings)
     coded = encode_plane(np.packbits(changed).data, settings.coders)
@@ -148,30 +148,36 @@ def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array)
     out[whole:] = inner[len(inner) - rest :]
 
 
-def _scattered(differs: Array, many: int, limit: float) -> Array | None:
-    """Return the indexes of the ``many`` elements that differ if they are few and scattered."""
-    if not 0 < many <= limit * len(differs):
-        return None
-    places = gaps.nonzero(differs)
-    numbers = places // _BLOCK
+def _are_scattered(places: Array, size: int, limit: float) -> bool:
+    """Return whether elements of a chunk are at most this fraction of the blocks with any."""
+    if not len(places):
+        return False
+    numbers = places >> _BLOCK_BITS
     blocks = 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
-    return places if many <= limit * min(blocks * _BLOCK, len(differs)) else None
+    return len(places) <= limit * min(blocks * _BLOCK, size)
 
 
-def _changed(differs: Array) -> Array | None:
-    """Return a mask of the blocks that differ, or None if (nearly) all or none of them do."""
-    if len(differs) < _LEAST_GROUPED:
+def _changed(words: Array, width: int) -> Array | None:
+    """Return a mask of the blocks that differ, or None if (nearly) all or none of them do.
+
+    Args:
+        words: the mask of words of the chunk that differ.
+        width: the bytes of an element, which are the words of eight elements.
+    """
+    many = len(words) * 8 // (width * _BLOCK)
+    if many * _BLOCK < _LEAST_GROUPED:
         return None
-    whole = len(differs) - len(differs) % _BLOCK
-    words = differs[:whole].view(np.uint64).reshape(-1, _BLOCK // 8)
-    changed: Array = np.bitwise_or.reduce(words, axis=1) != 0
-    return changed if 0 < np.count_nonzero(changed) < _MOST * len(changed) else None
+    per_block = words[: many * width * _BLOCK // 8].view(np.uint64).reshape(many, width)
+    changed: Array = np.bitwise_or.reduce(per_block, axis=1) != 0
+    return changed if 0 < np.count_nonzero(changed) < _MOST * many else None
 
 
-def _encode_listed(chunk: Array, predicted: Array, places: Array, coders: Sequence[Coder]) -> bytes:
-    """Encode a chunk as one class, and list the differences, which are at ``places``."""
-    differences = (chunk[places] - predicted[places]).view(f"<i{chunk.itemsize}")
-    segment = listed.encode(differences, places, [len(chunk)], None, coders)
+def _encode_listed(
+    differences_at: Array, differences: Array, size: int, coders: Sequence[Coder]
+) -> bytes:
+    """Encode a chunk of ``size`` elements as one class, and list its differences."""
+    signed = differences.view(f"<i{differences.itemsize}")
+    segment = listed.encode(signed, differences_at, [size], None, coders)
     return _joined(Classes(0, 1), [(1, segment)])
 
 
@@ -256,9 +262,9 @@ def _decode_all(stored: memoryview, predicted: Array, dtype: DType, out: Array) 
     if any(part[1] > planes.Form.GAPS for part in parts):
         ranks, differences = _decode_sparse(sizes, parts, bodies, predicted.dtype)
         places = ranks if groups is None else indexes_of(ranks, groups)
-        elements = predicted[places] + differences
         np.copyto(out, predicted)
-        out[places] = elements
+        differences += out.take(places)  # they are in the processor's cache now
+        out[places] = differences
         return
     stream = scratch("delta stream", predicted.nbytes).view(predicted.dtype)
     _decode_stream(stream.view(f"<i{predicted.itemsize}"), sizes, parts, bodies)

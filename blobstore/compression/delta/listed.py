@@ -13,6 +13,7 @@ import numpy as np
 from blobstore.compression.delta import gaps, planes
 from blobstore.compression.delta.planes import Form, Segment, coded_plane, escaped_plane
 from blobstore.compression.entropy import Coder, Method, Plane, decode_plane, encode_plane
+from blobstore.compression.scratch import scratch
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
@@ -21,8 +22,65 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+_WORD: Final = 8
+"""Bytes that are compared at once."""
+_FEW_WORDS: Final = 1 / 4
+"""If more words differ, their elements are as fast to find among all."""
 _FEW_ESCAPES: Final = {Form.CRUMBS: 1 / 64, Form.NIBBLES: 1 / 8, Form.ESCAPED: 1 / 8}
 """The share of escapes that a form may have where there is no time for an estimate."""
+
+
+def differing_words(chunk: Array, predicted: Array) -> Array:
+    """Return a mask of the words of 8 bytes that differ, apart from a shorter last one.
+
+    It is valid until this thread's next call.
+    """
+    many = chunk.nbytes // _WORD
+    whole = many * _WORD // chunk.itemsize
+    mask = scratch("delta words", many).view(np.bool)
+    np.not_equal(chunk[:whole].view(np.uint64), predicted[:whole].view(np.uint64), out=mask)
+    return mask
+
+
+def find(
+    chunk: Array, predicted: Array, words: Array, most: float
+) -> tuple[Array, Array] | None:
+    """Return the indexes of the elements that differ, and their differences.
+
+    Args:
+        chunk: elements.
+        predicted: as many elements.
+        words: the mask from :func:`differing_words`.
+        most: how many elements may differ; None is returned if more do.
+    """
+    many = int(np.count_nonzero(words))
+    if many > most:
+        return None
+    if many > _FEW_WORDS * len(words):
+        differs = scratch("delta differs", len(chunk)).view(np.bool)
+        np.not_equal(chunk, predicted, out=differs)
+        if np.count_nonzero(differs) > most:
+            return None
+        places = gaps.nonzero(differs)
+        return places, chunk.take(places) - predicted.take(places)
+    per_word = _WORD // chunk.itemsize
+    shift, whole = per_word.bit_length() - 1, len(words) * per_word
+    numbers = gaps.nonzero(words)
+    theirs = predicted[:whole].view(np.uint64).take(numbers).view(chunk.dtype)
+    differences = chunk[:whole].view(np.uint64).take(numbers).view(chunk.dtype)
+    differences -= theirs
+    within = np.flatnonzero(differences != 0)
+    differences = differences.take(within)
+    places = numbers.take(within >> shift)  # division takes longer than all the rest
+    places <<= shift
+    within &= per_word - 1
+    places += within
+    if whole < len(chunk):
+        rest = chunk[whole:] - predicted[whole:]
+        last = np.flatnonzero(rest)
+        places = np.concatenate([places, last + whole])
+        differences = np.concatenate([differences, rest[last]])
+    return (places, differences) if len(places) <= most else None
 
 
 def encode_segment(

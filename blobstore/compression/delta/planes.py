@@ -54,6 +54,11 @@ _BYTE: Final = 8
 """Bits of a byte."""
 _BITS: Final = (0, 2, 4, _BYTE)
 """Bits per difference in the forms with escapes; the lowest value is the escape code."""
+_FACTORS: Final = {
+    bits: np.left_shift(np.uint8(1), np.arange(0, _BYTE, bits, dtype=np.uint8)).reshape(-1, 1)
+    for bits in _BITS[1:-1]
+}
+"""What shifts the differences of a byte to their places in it."""
 
 
 class Segment(NamedTuple):
@@ -305,10 +310,10 @@ def _pack(small: Array, bits: int) -> Array:
         return small
     count = _BYTE // bits
     size = -(-len(small) // count)
-    packed = np.zeros(size, np.uint8)
-    for number in range(count):
-        part = small[number * size : (number + 1) * size]
-        packed[: len(part)] |= (part & ((1 << bits) - 1)) * np.uint8(1 << (number * bits))
+    padded = np.zeros((count, size), np.uint8)
+    np.bitwise_and(small, (1 << bits) - 1, out=padded.reshape(-1)[: len(small)])
+    padded *= _FACTORS[bits]
+    packed: Array = np.bitwise_or.reduce(padded, axis=0)
     return packed
 
 
