@@ -124,7 +124,7 @@ NO_SCALAR = "a global scale must be one F32 number"
 
 
 @pytest.mark.parametrize(
-    ("quantization parameters", "quant_type", "message"),
+    ("qparams", "quant_type", "message"),
     [
         (affine(dtype=DType.U8), "int4", "scales of int4 cannot be U8"),
         (affine(dtype=DType.F64), "int4", "scales of int4 cannot be F64"),
@@ -275,7 +275,7 @@ def test_symmetric_integers_have_groups_of_whole_words(
 
 
 @pytest.mark.parametrize(
-    ("quantization parameters", "changes", "message"),
+    ("qparams", "changes", "message"),
     [
         (SYMMETRIC, {"group_size": "32"}, "scales of shape .* do not fit int4-sym"),
         (SYMMETRIC, {"group_size": "0"}, "cannot have a group_size of '0'"),
