@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -77,6 +78,52 @@ def index_of(**files: str) -> bytes:
     return json.dumps({"weight_map": names, "metadata": {"total_size": 5}}, indent=3).encode()
 
 
+def zeros(**shapes: tuple[str, int, list[int]]) -> Tensors:
+    """Return tensors of zeros by their names, each of a type, the bits of an element, and a shape."""
+    return {
+        name: (dtype, shape, bytes(bits * math.prod(shape) // 8))
+        for name, (dtype, bits, shape) in shapes.items()
+    }
+
+
+def minimax() -> Tensors:
+    """Return a layer of MiniMax M2: experts of 8-bit floats, and a gate and a bias of 32 bits."""
+    block = "model.layers.0.block_sparse_moe"
+    names = [f"{block}.experts.{index}.{part}" for index in range(2) for part in ("w1", "w2", "w3")]
+    return {
+        **zeros(**{f"{name}.weight": ("F8_E4M3", 8, [128, 128]) for name in names}),
+        **zeros(**{f"{name}.weight_scale_inv": ("F32", 32, [1, 1]) for name in names}),
+        **zeros(
+            **{
+                f"{block}.e_score_correction_bias": ("F32", 32, [2]),
+                f"{block}.gate.weight": ("F32", 32, [2, 128]),
+            }
+        ),
+    }
+
+
+def mixed_gpt_oss() -> Tensors:
+    """Return experts of mxfp4 and a projection of int8, as MLX packs them."""
+    experts, query = "model.layers.0.mlp.experts.gate_proj", "model.layers.0.self_attn.q_proj"
+    return zeros(
+        **{
+            f"{experts}.weight": ("U32", 32, [2, 64, 8]),
+            f"{experts}.scales": ("U8", 8, [2, 64, 2]),
+            f"{query}.weight": ("U32", 32, [64, 16]),
+            f"{query}.scales": ("BF16", 16, [64, 1]),
+            f"{query}.biases": ("BF16", 16, [64, 1]),
+        }
+    )
+
+
+def shared_keys() -> Tensors:
+    """Return layers of a fine-tune of Gemma 3n: the second uses the keys and values of the first."""
+    first, second = (f"model.language_model.layers.{index}.self_attn." for index in range(2))
+    return weights(
+        " ".join([*(f"{first}{it}_proj.weight" for it in "qkvo"), f"{second}q_proj.weight"])
+    )
+
+
 def scaled(name: str, groups: int = 4) -> Tensors:
     """Return a weight of compressed-tensors NVFP4 with its quantization parameters and an input scale."""
     return {
@@ -142,6 +189,37 @@ SOURCES: dict[str, dict[str, bytes]] = {
         "config.json": json.dumps(
             {"quantization_config": {"quant_method": "compressed-tensors"}}
         ).encode(),
+    },
+    "floats of 4, 6 and 8 bits": {
+        "model.safetensors": file_of(
+            zeros(
+                a=("F4", 4, [4, 6]),
+                b=("F6_E2M3", 6, [8]),
+                c=("F6_E3M2", 6, [2, 4]),
+                d=("F8_E8M0", 8, [3]),
+            )
+        )
+    },
+    "experts of MiniMax M2": {
+        "model.safetensors": file_of(minimax()),
+        "config.json": b'{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}',
+    },
+    "gpt-oss of MLX with two types": {
+        "model.safetensors": file_of(mixed_gpt_oss(), {"format": "mlx"}),
+        "config.json": json.dumps(
+            {
+                "quantization": {
+                    "group_size": 32,
+                    "bits": 4,
+                    "mode": "mxfp4",
+                    "model.layers.0.self_attn.q_proj": {"group_size": 64, "bits": 8},
+                }
+            }
+        ).encode(),
+    },
+    "layers that share keys and values": {
+        "model.safetensors": file_of(shared_keys()),
+        "config.json": b'{"text_config": {"num_hidden_layers": 2, "num_kv_shared_layers": 1}}',
     },
     "symmetric integers": {
         "model.safetensors": file_of(
