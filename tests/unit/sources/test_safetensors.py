@@ -140,6 +140,15 @@ def test_a_damaged_header_names_the_file(shards: ShardSet, tmp_path: Path) -> No
         shards.add(tmp_path / "x.safetensors")
 
 
+def test_foreign_bytes_after_the_data_are_damage(shards: ShardSet, path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(65))
+    message = "the header describes 124 bytes, the file has 189"
+    with pytest.raises(DamagedSource, match=message) as caught:
+        shards.add(path)
+    assert caught.value.exit_code == 4
+
+
 def test_an_unreadable_file_is_not_damaged() -> None:
     with sandbox.common_folder() as folder:
         save_file({"a": np.zeros(1)}, folder / "x.safetensors")

@@ -28,6 +28,7 @@ from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.unpack import unpack_archive
 from blobstore.operations.create import import_options as record_module
 from blobstore.operations.create.create import create
+from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
 from blobstore.operations.freeze.freeze import freeze_models
@@ -91,8 +92,8 @@ def minimax() -> Tensors:
     block = "model.layers.0.block_sparse_moe"
     names = [f"{block}.experts.{index}.{part}" for index in range(2) for part in ("w1", "w2", "w3")]
     return {
-        **zeros(**{f"{name}.weight": ("F8_E4M3", 8, [128, 128]) for name in names}),
-        **zeros(**{f"{name}.weight_scale_inv": ("F32", 32, [1, 1]) for name in names}),
+        **zeros(**{f"{name}.weight": ("F8_E4M3", 8, [256, 128]) for name in names}),
+        **zeros(**{f"{name}.weight_scale_inv": ("F32", 32, [2, 1]) for name in names}),
         **zeros(
             **{
                 f"{block}.e_score_correction_bias": ("F32", 32, [2]),
@@ -273,6 +274,25 @@ def test_every_file_comes_back(
     assert contents(tmp_path / "out") == expected
     assert exported.bytes_written == sum(map(len, expected.values()))
     assert verify_models(store=store).faults == ()
+
+
+def test_experts_of_minimax_keep_their_types(store: LocalStore, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(file_of(minimax()))
+    create(tmp_path, NAME, store=store)
+    types = {
+        row.name.rpartition("moe.")[2]: (row.type, row.group_size)
+        for row in describe_model(NAME, store=store).tensors
+    }
+    assert types == {
+        **{
+            f"experts.{index}.w{part}.weight": ("fp8", 128)
+            for index in range(2)
+            for part in (1, 2, 3)
+        },
+        "gate.weight": ("F32", 0),
+        "e_score_correction_bias": ("F32", 0),
+    }
 
 
 def altered(data: bytes) -> bytes:
