@@ -9,7 +9,7 @@ in the first folder. An input that fails is written to ``crash-*``, ``timeout-*`
 again if it is given as the only argument.
 
 The first byte of an input states what the rest is: the pickle in a file of a small checkpoint of stage 2
-or 3, such a file as a whole, or ``latest``.
+or 3, or such a file as a whole.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_originals(folder: Path) -> None:
     groups = [{"a": torch.arange(12.0).reshape(4, 3), "b": torch.ones(5)}, {"c": torch.ones(3)}]
     for stage in (2, 3):
         write_zero(folder / str(stage), stage, 2, groups, frozen={"f": torch.ones(4).half()})
-        paths = sorted(path for path in (folder / str(stage)).rglob("*") if path.is_file())
+        paths = sorted((folder / str(stage)).rglob("*.pt"))
         _ORIGINALS.update({path: path.read_bytes() for path in paths})
 
 
@@ -67,7 +67,6 @@ def read_one(data: bytes, folder: Path) -> None:
     is_pickle, number = data[0] & 1, data[0] >> 1
     path = [*_ORIGINALS][number % len(_ORIGINALS)]
     original, content = _ORIGINALS[path], data[1:]
-    is_pickle = is_pickle and path.suffix == ".pt"
     path.write_bytes(with_pickle(original, content) if is_pickle else content)
     try:
         source = open_distributed(folder / path.relative_to(folder).parts[0], SourceOptions())
@@ -90,11 +89,10 @@ def write_seeds(folder: Path) -> None:
     """Write the files of the checkpoints, and their pickles, as inputs."""
     for number, (path, content) in enumerate(_ORIGINALS.items()):
         (folder / f"file{number}").write_bytes(bytes([2 * number]) + content)
-        if path.suffix == ".pt":
-            with zipfile.ZipFile(path) as archive:
-                name = next(it for it in archive.namelist() if it.endswith(f"/{_PICKLE}"))
-                pickle = bytes([2 * number + 1]) + archive.read(name)
-                (folder / f"pickle{number}").write_bytes(pickle)
+        with zipfile.ZipFile(path) as archive:
+            name = next(it for it in archive.namelist() if it.endswith(f"/{_PICKLE}"))
+            pickle = bytes([2 * number + 1]) + archive.read(name)
+            (folder / f"pickle{number}").write_bytes(pickle)
 
 
 def write_words(path: Path) -> None:
