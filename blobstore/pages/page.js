@@ -842,7 +842,7 @@
       const { models, gc, blobs, cold, verified, last_verified, quarantine, now } = DATA.health;
       const damaged = models.filter(model => model.error || model.faults.length);
       const REASONS = { young: "written in the last hour" }, kept = Object.entries(gc.kept || {}).map(([reason, size]) => [bytes(size), REASONS[reason] || reason]);
-      const why = kept.filter(([, reason]) => reason !== "base").map(([size, reason]) => `${size} of garbage stay: ${reason}`).join(", ");
+      const why = kept.filter(([, reason]) => reason !== "base").map(([size, reason]) => `${size} of garbage stays: ${reason}`).join(", ");
       // What the sizes and manifests say, and how much of the content was looked at.
       const state = model => model.error ? "unreadable" : model.faults.length ? plural(model.faults.length, "fault") : model.verified >= model.blobs - model.cold ? "ok" : model.verified ? "ok, partly verified" : "ok, not verified";
       const age = seconds => { const days = (now - seconds) / 86400; return days < 1 ? "today" : days < 2 ? "yesterday" : `${Math.floor(days)} days ago`; };

@@ -58,7 +58,7 @@ def test_experts_of_a_layer_have_one_box(store: LocalStore, tmp_path: Path) -> N
 
 
 def texts(markup: str) -> list[str]:
-    """Return the texts beside and above the boxes."""
+    """Return the texts next to and above the boxes."""
     found = re.search("<svg.*</svg>", markup, re.DOTALL)
     assert found is not None
     return [text.text or "" for text in ET.fromstring(found[0]).findall("text")]
