@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta import gaps, listed, planes
+from blobstore.compression.delta import listed, planes
 from blobstore.compression.delta.groups import (
     MAX_CLASSES,
     Classes,
@@ -162,7 +162,9 @@ def _changed(words: Array, width: int) -> Array | None:
     if np.count_nonzero(words) >= _MOST * len(words):
         return None  # at least as many blocks have any of these words
     per_block = words.view(np.uint64).reshape(many, width)
-    changed: Array = reduce(np.bitwise_or, per_block.T) != 0  # numpy's reduction of short rows is slow
+    changed: Array = (
+        reduce(np.bitwise_or, per_block.T) != 0
+    )  # numpy's reduction of short rows is slow
     return changed if 0 < np.count_nonzero(changed) < _MOST * many else None
 
 
@@ -173,9 +175,7 @@ def _are_few(chunk: Array, predicted: Array) -> bool:
     return 2 * int(np.count_nonzero(differs)) <= len(chunk)
 
 
-def _encode_listed(
-    places: Array, differences: Array, size: int, coders: Sequence[Coder]
-) -> bytes:
+def _encode_listed(places: Array, differences: Array, size: int, coders: Sequence[Coder]) -> bytes:
     """Encode a chunk of ``size`` elements as one class, and list the differences at ``places``."""
     signed = differences.view(f"<i{differences.itemsize}")
     segment = listed.encode(signed, places, [size], None, coders)

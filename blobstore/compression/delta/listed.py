@@ -44,9 +44,7 @@ def differing_words(chunk: Array, predicted: Array) -> Array:
     return mask
 
 
-def find(
-    chunk: Array, predicted: Array, words: Array, share: float
-) -> tuple[Array, Array] | None:
+def find(chunk: Array, predicted: Array, words: Array, share: float) -> tuple[Array, Array] | None:
     """Return the indexes of the elements that differ and their differences, if they are few and scattered.
 
     Args:
