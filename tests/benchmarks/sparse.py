@@ -20,7 +20,6 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.spans import Span, merge_small
-from blobstore.compression.table import MAX_CHUNK
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import BF16, as_bytes
@@ -151,7 +150,7 @@ class Cold:
         written: list[bytes] = []
         encode(
             [whole(after)],
-            merge_small(spans, MAX_CHUNK),
+            merge_small(spans, at),
             lambda piece: written.append(bytes(piece)),
             level=self._level,
             digest=_ANY_DIGEST,

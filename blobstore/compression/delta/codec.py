@@ -12,11 +12,12 @@ docs/cold-format.md.
 from __future__ import annotations
 
 import struct
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from blobstore.compression.delta import gaps, listed, planes
+from blobstore.compression.delta import listed, planes
 from blobstore.compression.delta.groups import (
     MAX_CLASSES,
     Classes,
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
 
 _LEAST_GROUPED: Final = 1 << 10
 """Smaller chunks have one class."""
-_BLOCK_BITS: Final = 6
-_BLOCK: Final = 1 << _BLOCK_BITS
+_BLOCK: Final = listed.BLOCK
 """Elements per block that is omitted if all are equal."""
 _MOST: Final = 0.9
 """Equal blocks are omitted only if at most this fraction of blocks differs."""
@@ -92,15 +92,15 @@ def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSe
         settings: the effort to make.
     """
     words = listed.differing_words(chunk, predicted)
-    found = listed.find(chunk, predicted, words, settings.sparse * len(chunk))
-    if found is not None and _are_scattered(found[0], len(chunk), settings.sparse):
+    found = listed.find(chunk, predicted, words, settings.sparse)
+    if found is not None:
         stored = _encode_listed(*found, len(chunk), settings.coders)
         if settings.sparse_classes > 1 and has_classes(dtype) and len(chunk) >= _LEAST_GROUPED:
             in_classes = _encode_all(chunk, predicted, dtype, settings, is_sparse=True)
             stored = min(stored, in_classes, key=len)
         return stored
     changed = _changed(words, chunk.itemsize)
-    if changed is None or 2 * np.count_nonzero(chunk != predicted) > len(chunk):
+    if changed is None or not _are_few(chunk, predicted):
         return _encode_all(chunk, predicted, dtype, settings)
     inner = _encode_all(_blocks(chunk, changed), _blocks(predicted, changed), dtype, settings)
     coded = encode_plane(np.packbits(changed).data, settings.coders)
@@ -148,15 +148,6 @@ def decode_chunk(stored: memoryview, predicted: Array, dtype: DType, out: Array)
     out[whole:] = inner[len(inner) - rest :]
 
 
-def _are_scattered(places: Array, size: int, limit: float) -> bool:
-    """Return whether elements of a chunk are at most this fraction of the blocks with any."""
-    if not len(places):
-        return False
-    numbers = places >> _BLOCK_BITS
-    blocks = 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
-    return len(places) <= limit * min(blocks * _BLOCK, size)
-
-
 def _changed(words: Array, width: int) -> Array | None:
     """Return a mask of the blocks that differ, or None if (nearly) all or none of them do.
 
@@ -167,17 +158,27 @@ def _changed(words: Array, width: int) -> Array | None:
     many = len(words) * 8 // (width * _BLOCK)
     if many * _BLOCK < _LEAST_GROUPED:
         return None
-    per_block = words[: many * width * _BLOCK // 8].view(np.uint64).reshape(many, width)
-    changed: Array = np.bitwise_or.reduce(per_block, axis=1) != 0
+    words = words[: many * width * _BLOCK // 8]
+    if np.count_nonzero(words) >= _MOST * len(words):
+        return None  # at least as many blocks have any of these words
+    per_block = words.view(np.uint64).reshape(many, width)
+    changed: Array = (
+        reduce(np.bitwise_or, per_block.T) != 0
+    )  # numpy's reduction of short rows is slow
     return changed if 0 < np.count_nonzero(changed) < _MOST * many else None
 
 
-def _encode_listed(
-    differences_at: Array, differences: Array, size: int, coders: Sequence[Coder]
-) -> bytes:
-    """Encode a chunk of ``size`` elements as one class, and list its differences."""
+def _are_few(chunk: Array, predicted: Array) -> bool:
+    """Return whether at most half of the elements differ."""
+    differs = scratch("delta differs", len(chunk)).view(np.bool)
+    np.not_equal(chunk, predicted, out=differs)
+    return 2 * int(np.count_nonzero(differs)) <= len(chunk)
+
+
+def _encode_listed(places: Array, differences: Array, size: int, coders: Sequence[Coder]) -> bytes:
+    """Encode a chunk of ``size`` elements as one class, and list the differences at ``places``."""
     signed = differences.view(f"<i{differences.itemsize}")
-    segment = listed.encode(signed, differences_at, [size], None, coders)
+    segment = listed.encode(signed, places, [size], None, coders)
     return _joined(Classes(0, 1), [(1, segment)])
 
 

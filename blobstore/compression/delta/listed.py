@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+BLOCK: Final = 64
+"""Elements per block; those that differ are listed only if they are few in each block with any."""
 _WORD: Final = 8
 """Bytes that are compared at once."""
 _FEW_WORDS: Final = 1 / 4
@@ -42,45 +44,60 @@ def differing_words(chunk: Array, predicted: Array) -> Array:
     return mask
 
 
-def find(
-    chunk: Array, predicted: Array, words: Array, most: float
-) -> tuple[Array, Array] | None:
-    """Return the indexes of the elements that differ, and their differences.
+def find(chunk: Array, predicted: Array, words: Array, share: float) -> tuple[Array, Array] | None:
+    """Return the indexes of the elements that differ and their differences, if they are few and scattered.
 
     Args:
         chunk: elements.
         predicted: as many elements.
         words: the mask from :func:`differing_words`.
-        most: how many elements may differ; None is returned if more do.
+        share: how much of the blocks with any element that differs may differ; None is returned if it is
+            more.
     """
     many = int(np.count_nonzero(words))
-    if many > most:
+    if many > share * len(chunk):
         return None
     if many > _FEW_WORDS * len(words):
         differs = scratch("delta differs", len(chunk)).view(np.bool)
         np.not_equal(chunk, predicted, out=differs)
-        if np.count_nonzero(differs) > most:
+        if np.count_nonzero(differs) > share * len(chunk):
             return None
         places = gaps.nonzero(differs)
-        return places, chunk.take(places) - predicted.take(places)
+        differences = chunk.take(places) - predicted.take(places)
+    else:
+        numbers = gaps.nonzero(words)
+        whole = len(words) * _WORD // chunk.itemsize
+        # Each word has at least one element that differs, and the rest is in at most one more block.
+        if many > share * BLOCK * (_blocks(numbers, chunk.itemsize * BLOCK // _WORD) + 1):
+            return None
+        places, differences = _in_words(chunk[:whole], predicted[:whole], numbers)
+        if whole < len(chunk):
+            rest = chunk[whole:] - predicted[whole:]
+            last = np.flatnonzero(rest)
+            places = np.concatenate([places, last + whole])
+            differences = np.concatenate([differences, rest[last]])
+    most = share * min(_blocks(places, BLOCK) * BLOCK, len(chunk))
+    return (places, differences) if 0 < len(places) <= most else None
+
+
+def _in_words(chunk: Array, predicted: Array, numbers: Array) -> tuple[Array, Array]:
+    """Return the places and the differences of the elements that differ in the words with these numbers."""
     per_word = _WORD // chunk.itemsize
-    shift, whole = per_word.bit_length() - 1, len(words) * per_word
-    numbers = gaps.nonzero(words)
-    theirs = predicted[:whole].view(np.uint64).take(numbers).view(chunk.dtype)
-    differences = chunk[:whole].view(np.uint64).take(numbers).view(chunk.dtype)
-    differences -= theirs
+    differences = chunk.view(np.uint64).take(numbers).view(chunk.dtype)
+    differences -= predicted.view(np.uint64).take(numbers).view(chunk.dtype)
     within = np.flatnonzero(differences != 0)
     differences = differences.take(within)
-    places = numbers.take(within >> shift)  # division takes longer than all the rest
-    places <<= shift
+    places = numbers.take(within >> per_word.bit_length() - 1)  # numpy divides slowly
+    places *= per_word
     within &= per_word - 1
     places += within
-    if whole < len(chunk):
-        rest = chunk[whole:] - predicted[whole:]
-        last = np.flatnonzero(rest)
-        places = np.concatenate([places, last + whole])
-        differences = np.concatenate([differences, rest[last]])
-    return (places, differences) if len(places) <= most else None
+    return places, differences
+
+
+def _blocks(places: Array, size: int) -> int:
+    """Return how many blocks of ``size``, a power of two, have any of some ascending places."""
+    numbers = places >> size.bit_length() - 1
+    return int(np.count_nonzero(numbers[1:] != numbers[:-1])) + min(len(places), 1)
 
 
 def encode_segment(

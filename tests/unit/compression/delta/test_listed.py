@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from blobstore.compression.delta.listed import decode, encode
+from blobstore.compression.delta.listed import decode, differing_words, encode, find
 from blobstore.compression.delta.planes import Form
 from blobstore.compression.entropy import Coder, Method
 from blobstore.errors import ColdDamaged
@@ -83,3 +83,38 @@ def test_sizes_that_a_segment_states_take_no_memory(plane: memoryview, escapes: 
         assert tracemalloc.get_traced_memory()[1] < 1 << 19
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 7, 8, 1000, 1003])
+@pytest.mark.parametrize("step", [1, 3, 20, 2000])
+def test_finds_the_elements_that_differ(width: int, size: int, step: int) -> None:
+    random = np.random.default_rng(size)
+    predicted = random.integers(0, 256, size * width).astype(np.uint8).view(f"<u{width}")
+    expected = size - 1 - np.arange(0, size, step)[::-1]  # the last element differs
+    expected_differences = random.choice([-1, 1], len(expected))
+    chunk = predicted.copy()
+    chunk[expected] += expected_differences.astype(chunk.dtype)
+    found = find(chunk, predicted, differing_words(chunk, predicted), 1.0)
+    assert found is not None
+    assert found[0].tolist() == expected.tolist()
+    assert found[1].tolist() == (chunk - predicted)[expected].tolist()
+
+
+@pytest.mark.parametrize(
+    ("changed", "share"),
+    [
+        (slice(0, 4096), 0.5),  # more words than elements may differ
+        (slice(0, 4096, 2), 0.4),  # too many elements, of which there are two in a word
+        (slice(0, 64), 0.25),  # a whole block, known from its words
+        (slice(0, 40, 4), 0.15),  # too many of its block, known from the elements
+        (slice(0, 0), 0.5),  # none
+    ],
+)
+def test_finds_nothing_where_elements_are_no_few_scattered_ones(
+    changed: slice, share: float
+) -> None:
+    predicted = np.zeros(4096, np.uint16)
+    chunk = predicted.copy()
+    chunk[changed] = 1
+    assert find(chunk, predicted, differing_words(chunk, predicted), share) is None
