@@ -297,7 +297,7 @@ class _Push:
         """
         if (cold_blobs := self._cold_blobs) is None:
             return
-        # Work that is no transfer is counted apart, as bytes of the blobs.
+        # Compression is not a transfer: it is counted apart, as bytes of the blobs.
         progress = of_passes(self._progress, _COLD_WORK)
         workers = WorkerPool(jobs, progress, _COLD_WORK * cold_blobs.size)
         known = self._target.read_cold_layers(verify=self._verify)
