@@ -47,8 +47,9 @@ def command(
     A PATTERN is a name, a glob such as 'team/*', or the start of an ID; a name without a tag stands
     for all of its tags. With --quiet, only names are printed.
 
-    If the only PATTERN is oci://host/repository, the tags of that repository are listed; if it is
-    a store in object storage such as s3://bucket/prefix, its models. SHARED is then the part that
+    If the only PATTERN is oci://host/repository, the tags of that repository are listed. If there is no
+    such repository, the tags of those below it are, such as oci://host/team; oci://host stands for all
+    of them. Not every registry lists its repositories. If PATTERN is a store in object storage such as s3://bucket/prefix, its models. SHARED is then the part that
     others of the list use too.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN

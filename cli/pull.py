@@ -60,8 +60,9 @@ def command(
     command continues where it stopped.
 
     Several models are fetched with several REMOTEs that begin with a scheme such as oci://, with a
-    glob such as 's3://bucket/prefix/team/*' or 'host/repository:v*', or with --all. They get the names
-    that they have there. Failures are listed last.
+    glob such as 's3://bucket/prefix/team/*', 'host/repository:v*' or 'host/team/*', or with --all. They
+    get the names that they have there; a repository of more than two parts gives its last two.
+    Failures are listed last.
     """
     from blobstore.operations.transfer.pull import pull_model
 

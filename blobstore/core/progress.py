@@ -43,10 +43,13 @@ def of_items(
         return None
     before, size, total = sum(sizes[:number]), sizes[number], sum(sizes)
     start = f"{number + 1} of {len(names)} {noun}, {names[number]}"
+    most = 0.0
 
     def report(what: str, done: int, own_total: int) -> None:
-        share = min(done / own_total, 1) if own_total else 0
-        progress(f"{start}: {what}", before + int(share * size), total)
+        nonlocal most
+        # An item may count several kinds of work, one after the other.
+        most = max(most, min(done / own_total, 1) if own_total else 0)
+        progress(f"{start}: {what}", before + int(most * size), total)
 
     return report
 

@@ -29,7 +29,7 @@ _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|
 _ALWAYS_ALLOWED = 1000
 """Numbers of layers that are not questioned: layers may share tensors."""
 _MAX_DEPTH = 8
-_ADAPTER = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder in it has a random name and is private to the user
 _SPARE = 8
 """So many times the files' size must be free there, because others need memory too."""
@@ -104,12 +104,11 @@ def read_json(model: ModelFiles, name: str) -> dict[str, Any]:
     """
     if name not in model.files:
         advice = ""
-        if _ADAPTER in model.files:
-            base = first_text(model.read_json(_ADAPTER), "base_model_name_or_path")
+        if ADAPTER_CONFIG in model.files:
+            base = first_text(model.read_json(ADAPTER_CONFIG), "base_model_name_or_path")
             advice = (
-                f"it is an adapter of {quote(base or 'another model')}: load that with from_store, and "
-                "give it to peft.PeftModel.from_pretrained with the folder that 'blobstore link "
-                f"{model.reference} FOLDER' makes"
+                f"it is an adapter of {quote(base or 'another model')}, which "
+                "blobstore.integrations.transformers.from_store loads with it"
             )
         raise BlobstoreError(
             f"{model.reference} has no {name}, which describes the model", advice=advice

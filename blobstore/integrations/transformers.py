@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.integrations.adapters import find_base, is_adapter, with_adapter
 from blobstore.integrations.model_files import (
     check_layers,
     check_names,
@@ -80,6 +81,7 @@ def from_store(
     name: str | Reference,
     *,
     store: StoreLike = None,
+    base: str | Reference | None = None,
     auto_class: type | str | None = None,
     dtype: torch.dtype | str | None = None,
     device: str = "cpu",
@@ -94,9 +96,14 @@ def from_store(
 ) -> transformers.PreTrainedModel:
     """Return a model of the store, in evaluation mode.
 
+    An adapter, such as a LoRA, is returned as the ``PeftModel`` of its base, which is loaded too with the
+    same options.
+
     Args:
         name: the name, ``[host/][namespace/]model[:tag]``, or an address as in :func:`blobstore.open`.
         store: the store, or its folder. The default is ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        base: the base model of an adapter; by default the model of the store that has the name which
+            ``adapter_config.json`` states, or came from the repository of this name.
         auto_class: a model class, an Auto class, or the name of one in transformers. The default is
             the class that ``config.json`` names.
         dtype: the element type. The default is that of ``config.json``, else that of the first
@@ -120,7 +127,8 @@ def from_store(
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
-        UsageError: there is no such class or device, or ``dequantize`` is false for a model that must
+        MissingLibrary: the model is an adapter, and PEFT is not installed.
+        UsageError: there is no such class or device, ``base`` is given for no adapter, or ``dequantize`` is false for a model that must
             be dequantized.
         BlobstoreError: transformers cannot build the model. The message lists all missing and
             unexpected tensors.
@@ -129,11 +137,12 @@ def from_store(
     is_plain = device == "cpu" if dequantize is None else dequantize
     if not is_plain:
         with open_model(name, store=store, verify="none") as model:
-            stated = quant_settings(model, _stated_config(model, subfolder))
-            unsupported = _why_unsupported(stated)
-            is_plain = is_dequantized(
-                model, stated, dequantize, default=False, unsupported=unsupported
-            )
+            if not is_adapter(model):
+                stated = quant_settings(model, _stated_config(model, subfolder))
+                unsupported = _why_unsupported(stated)
+                is_plain = is_dequantized(
+                    model, stated, dequantize, default=False, unsupported=unsupported
+                )
     with open_model(
         name,
         store=store,
@@ -144,6 +153,28 @@ def from_store(
         read=read,
         prefetch=prefetch,
     ) as model:
+        if is_adapter(model):
+            loaded = from_store(
+                find_base(model, store) if base is None else base,
+                store=store,
+                auto_class=auto_class,
+                dtype=dtype,
+                device=device,
+                subfolder=subfolder,
+                strict=strict,
+                dequantize=dequantize,
+                trust_remote_code=trust_remote_code,
+                verify=verify,
+                read=read,
+                prefetch=prefetch,
+                **options,
+            )
+            adapted: transformers.PreTrainedModel = with_adapter(
+                loaded, model, device, strict=strict
+            )
+            return adapted
+        if base is not None:
+            raise UsageError(f"base is for adapters, and {model.reference} is not an adapter")
         # Nothing of it is quantized in the store's sense, so that opening it did not dequantize it.
         is_plain = is_plain and not is_published(model, dequantize)
         config, model_class = _config_and_class(

@@ -17,6 +17,7 @@ from blobstore.errors import (
     InvalidDigest,
     InvalidManifest,
     ModelNotFound,
+    NotFound,
     RemoteError,
     RemoteRefused,
 )
@@ -31,7 +32,13 @@ from blobstore.registry.manifest import (
     RemoteManifest,
 )
 from blobstore.registry.protocol import Reply, Request, TransientError
-from blobstore.registry.reference import check_host, check_reference, check_repository, is_tag
+from blobstore.registry.reference import (
+    check_host,
+    check_reference,
+    check_repository,
+    is_repository,
+    is_tag,
+)
 from blobstore.registry.retry import Patience
 from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
@@ -361,20 +368,27 @@ class RegistryClient:
         what = f"tags of {quote(repository)}"
         url = f"{self._url(repository)}/tags/list?n={_PAGE}"
         budget = Budget(limits.TAGS, what)
-        for reply in self._pages(repository, what, url, request_rules.TAGS, budget):
+        for reply in self._pages(_scopes(repository, _PULL), what, url, request_rules.TAGS, budget):
             if reply is None:
                 raise ModelNotFound(f"{what}: the registry has no such repository")
-            try:
-                found = strict_json.loads(reply.body)["tags"]
-            except (ValueError, KeyError, TypeError):
-                found = 0
-            # A repository without tags may have null instead of a list.
-            found = [] if found is None else found
             # Tags become parts of URLs.
-            if not isinstance(found, list) or not all(map(is_tag, found)):
-                raise RemoteError(f"{what}: the registry sent no list of tags")
-            budget.spend(0, len(found))
-            yield from found
+            yield from _listed(reply, "tags", is_tag, budget, what)
+
+    def repositories(self) -> Iterator[str]:
+        """Yield the repositories that the registry lists, which may be some of them only.
+
+        Raises:
+            NotFound: the registry lists none.
+            RemoteError: the registry cannot be reached, denies access or fails.
+        """
+        what = f"repositories of {quote(self._transport.base)}"
+        url = f"{self._transport.base}/v2/_catalog?n={_PAGE}"
+        budget = Budget(limits.TAGS, what)
+        scopes = frozenset({protocol.REPOSITORIES_SCOPE})
+        for reply in self._pages(scopes, what, url, request_rules.REPOSITORIES, budget):
+            if reply is None:
+                raise NotFound(f"{what}: the registry does not list them")
+            yield from _listed(reply, "repositories", is_repository, budget, what)
 
     def referrers(
         self,
@@ -394,7 +408,8 @@ class RegistryClient:
         url = f"{self._url(repository)}/referrers/{digest}"
         found: list[RemoteDescriptor] = []
         budget = Budget(limits.REFERRERS, what)
-        for reply in self._pages(repository, what, url, request_rules.REFERRERS, budget, on_error):
+        scopes = _scopes(repository, _PULL)
+        for reply in self._pages(scopes, what, url, request_rules.REFERRERS, budget, on_error):
             if reply is None:
                 break
             try:
@@ -423,7 +438,7 @@ class RegistryClient:
 
     def _pages(
         self,
-        repository: str,
+        scopes: frozenset[str],
         what: str,
         first: str,
         rule: Rule,
@@ -435,7 +450,6 @@ class RegistryClient:
         for _ in range(_MAX_PAGES):
             if url is None:
                 return
-            scopes = _scopes(repository, _PULL)
             request = Request(what=what, method="GET", url=url, rule=rule, scopes=scopes)
             reply = self._transport.ask(request, MAX_SIZE, on_error)
             budget.spend(0 if reply is None else len(reply.body), 0)
@@ -510,6 +524,22 @@ class RegistryClient:
     def _url(self, repository: str) -> str:
         check_repository(repository)
         return f"{self._transport.base}/v2/{repository}"
+
+
+def _listed(
+    reply: Reply, key: str, is_valid: Callable[[object], bool], budget: Budget, what: str
+) -> list[str]:
+    """Return the names in a page of a list. Raises RemoteError."""
+    try:
+        found = strict_json.loads(reply.body)[key]
+    except (ValueError, KeyError, TypeError):
+        found = 0
+    # A repository without tags may have null instead of a list.
+    found = [] if found is None else found
+    if not isinstance(found, list) or not all(map(is_valid, found)):
+        raise RemoteError(f"{what}: the registry sent no list of {key}")
+    budget.spend(0, len(found))
+    return found
 
 
 def _scopes(repository: str, actions: str) -> frozenset[str]:

@@ -272,6 +272,10 @@ def scope(repository: str, actions: str) -> str:
     return f"repository:{repository}:{actions}"
 
 
+REPOSITORIES_SCOPE: Final = "registry:catalog:*"
+"""The scope of the list of repositories, as distribution asks for it."""
+
+
 def repositories(scopes: Iterable[str]) -> frozenset[str]:
     """Return the repositories of scopes; without one, ``""`` for the registry."""
     names = (text.split(":")[1] for text in scopes if text.startswith("repository:"))

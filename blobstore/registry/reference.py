@@ -146,6 +146,15 @@ def is_tag(value: object) -> bool:
     return isinstance(value, str) and _TAG.fullmatch(value) is not None
 
 
+def is_repository(value: object) -> bool:
+    """Return whether a value is the valid name of a repository."""
+    return (
+        isinstance(value, str)
+        and len(value) <= MAX_REPOSITORY
+        and _REPOSITORY.fullmatch(value) is not None
+    )
+
+
 def check_host(text: str) -> None:
     """Check a host with or without a port.
 
@@ -176,7 +185,7 @@ def check_repository(text: str) -> None:
     Raises:
         InvalidReference: it is not valid.
     """
-    if len(text) > MAX_REPOSITORY or _REPOSITORY.fullmatch(text) is None:
+    if not is_repository(text):
         raise InvalidReference(
             f"not the name of a repository: {quote(text)}; expected parts of lower-case letters, "
             f"digits and single '.', '_', '__' or '-' between '/', {MAX_REPOSITORY} characters at most"

@@ -93,6 +93,8 @@ UPLOAD_END: Final = Rule(is_hint=False, success=(201, 204, 200))
 """PUT of an upload. 202 is the answer to a part, so the blob may not be there."""
 TAGS: Final = Rule(is_hint=False, success=(200,), absent=(404,))
 """GET of a page of the list of tags."""
+REPOSITORIES: Final = Rule(is_hint=False, success=(200,), absent=(404, 405, 501))
+"""GET of a page of the list of repositories, which is not in the specification and which many registries lack."""
 REFERRERS: Final = Rule(is_hint=True, success=(200,), absent=(404,))
 """GET of what refers to a manifest: signatures and compressed forms. Without an answer, a tag may list
 them. A policy that requires a signature refuses a model whose signatures cannot be read."""

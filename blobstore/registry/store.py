@@ -12,6 +12,9 @@ from blobstore.errors import (
     BlobMissing,
     BlobstoreError,
     InvalidManifest,
+    ModelNotFound,
+    NotFound,
+    RemoteError,
     UnsupportedSource,
 )
 from blobstore.manifests.descriptor import Descriptor
@@ -20,10 +23,10 @@ from blobstore.manifests.model import Manifest
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.files import RemoteFile, folder_of
 from blobstore.registry.layouts.read import Place, RemoteModel, read_model
-from blobstore.registry.reference import RemoteReference
+from blobstore.registry.reference import SCHEME, RemoteReference, host_in
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
 
     from blobstore.core.digest import Digest
     from blobstore.registry.manifest import RemoteManifest
@@ -166,18 +169,50 @@ def list_tags(
 ) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the models in a repository, by their tags in order, with the digests of their manifests.
 
+    If the registry has no such repository, those of all repositories below it are returned, as far as it
+    lists them. An address that ends with a slash stands for these alone, and that of a registry,
+    ``oci://host``, for all of its repositories.
+
     Raises:
         InvalidReference: the address is not valid.
-        ModelNotFound: the registry has no such repository.
+        ModelNotFound: the registry has no such repository, and lists none below it.
+        NotFound: it does not list its repositories.
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
     """
-    repository = RemoteReference.parse(address)
-    with RegistryClient(repository.host, plain_http=plain_http) as client:
-        tags = sorted(client.tags(repository.repository))
-        digests = WorkerPool(_STREAMS, None, 0).run(
-            tags, lambda tag: client.head_manifest(repository.repository, tag), client.abort
-        )
-        return [
-            (RemoteReference(repository.host, repository.repository, tag), digest)
-            for tag, digest in zip(tags, digests, strict=True)
-        ]
+    host, _, path = address.removeprefix(SCHEME).partition("/")
+    if not path:
+        with RegistryClient(host_in(host), plain_http=plain_http) as client:
+            return list(_tags_below(client, host, ""))
+    place = RemoteReference.parse(address.removesuffix("/"))
+    with RegistryClient(place.host, plain_http=plain_http) as client:
+        if path.endswith("/"):
+            return list(_tags_below(client, place.host, f"{place.repository}/"))
+        try:
+            return _tags(client, place.host, place.repository)
+        except ModelNotFound:
+            with contextlib.suppress(NotFound, RemoteError):
+                if found := list(_tags_below(client, place.host, f"{place.repository}/")):
+                    return found
+            raise
+
+
+def _tags(
+    client: RegistryClient, host: str, repository: str
+) -> list[tuple[RemoteReference, Digest | None]]:
+    tags = sorted(client.tags(repository))
+    digests = WorkerPool(_STREAMS, None, 0).run(
+        tags, lambda tag: client.head_manifest(repository, tag), client.abort
+    )
+    return [
+        (RemoteReference(host, repository, tag), digest)
+        for tag, digest in zip(tags, digests, strict=True)
+    ]
+
+
+def _tags_below(
+    client: RegistryClient, host: str, start: str
+) -> Iterator[tuple[RemoteReference, Digest | None]]:
+    for repository in sorted(client.repositories()):
+        if repository.startswith(start):
+            with contextlib.suppress(ModelNotFound):  # all of its tags were removed
+                yield from _tags(client, host, repository)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.objects.client import ObjectInfo
     from blobstore.objects.store import ObjectStore
+    from blobstore.registry.reference import RemoteReference
 
 _STREAMS: Final = 8
 
@@ -55,7 +56,8 @@ def read_remote_catalog(address: str, *, plain_http: bool | None = None) -> list
     """Return the models at an address, sorted by name. Only manifests are read.
 
     Args:
-        address: a store in object storage, or a model there; or a repository in a registry, ``oci://…``.
+        address: a store in object storage, or a model there; or a repository in a registry, ``oci://…``,
+            the start of several, or a registry alone.
         plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
 
     Raises:
@@ -129,11 +131,12 @@ def _entry(address: str, data: bytes, modified: float | None) -> RemoteEntry:
 
 def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
     from blobstore.registry.client import RegistryClient
-    from blobstore.registry.reference import RemoteReference
     from blobstore.registry.store import RemoteSource, list_tags
 
-    host = RemoteReference.parse(address).host
     tags = list_tags(address, plain_http=plain_http)
+    if not tags:
+        return []
+    host = tags[0][0].host
 
     def read(place: RemoteReference) -> RemoteEntry:
         try:
@@ -143,8 +146,8 @@ def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
         return RemoteEntry(address="", digest=found.root.digest, blobs=tuple(found.blobs))
 
     # Tags of one manifest are read once.
-    places = {digest or tag: replace(tag, digest=digest) for tag, digest in tags}
+    places = {(tag.repository, digest or tag): replace(tag, digest=digest) for tag, digest in tags}
     with RegistryClient(host, plain_http=plain_http) as client:
         read_all = WorkerPool(_STREAMS, None, 0).run(list(places.values()), read, client.abort)
     found = dict(zip(places, read_all, strict=True))
-    return [replace(found[digest or tag], address=str(tag)) for tag, digest in tags]
+    return [replace(found[tag.repository, digest or tag], address=str(tag)) for tag, digest in tags]

@@ -80,6 +80,8 @@ def pull_models(
 ) -> list[Transferred[Pulled]]:
     """Fetch several models, which get the names that they have there, and return what became of each.
 
+    A repository of more parts than a name has gives the model its host and its last two parts.
+
     Args:
         addresses: what :func:`find_remote_models` returned.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
@@ -95,7 +97,8 @@ def pull_models(
         entry = addresses[number]
         if entry.error is not None:
             raise entry.error
-        return pull_model(entry.address, store=local, progress=step, **options)
+        name = _name_at(entry.address)
+        return pull_model(entry.address, name, store=local, progress=step, **options)
 
     sizes = [entry.size or 0 for entry in addresses]
     return list(_each([entry.address for entry in addresses], sizes, progress, pull))
@@ -107,8 +110,9 @@ def find_remote_models(
     """Return the remote models that texts name, each once.
 
     Args:
-        texts: addresses of models; or with a glob after the address of a store or repository,
-            ``s3://bucket/prefix/team/*`` or ``oci://host/repository:v*``.
+        texts: addresses of models; or with a glob after the address of a store, of a repository, or of a
+            registry that lists its repositories: ``s3://bucket/prefix/team/*``, ``oci://host/repository:v*``,
+            ``oci://host/team/*``.
         all_models: the texts are addresses of stores or repositories, and stand for all of their models.
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
@@ -141,13 +145,12 @@ def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
         # The address of a bucket alone ends with its slash.
         starts = [str(StoreAddress.parse(place)) for place in places]
     else:
-        places = [fixed.rpartition(":")[0]]
-        starts = [places[0].removeprefix(SCHEME)]
-        if "/" not in starts[0]:
-            raise UsageError(
-                f"{quote(text)}: a registry lists the tags of one repository only",
-                advice="write the repository, and the glob after a colon: host/repository:v*",
-            )
+        # A glob of tags follows a colon, and one of repositories a slash.
+        end = max(fixed.rfind("/"), fixed.rfind(":"))
+        if "/" not in fixed.removeprefix(SCHEME):
+            raise UsageError(f"{quote(text)}: the host of a registry cannot be a glob")
+        places = [fixed[: end + (fixed[end] == "/")]]
+        starts = [fixed[:end].removeprefix(SCHEME)]
     failure: NotFound | None = None
     for place, start in zip(places, starts, strict=True):
         try:
@@ -155,12 +158,29 @@ def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
         except NotFound as error:
             failure = failure or error
             continue
-        pattern = text[len(place) + 1 :]
+        pattern = text[len(place.removesuffix("/")) + 1 :]
         found = [entry for entry in entries if _is_match(entry.address[len(start) + 1 :], pattern)]
         if found:
             return found
         failure = failure or ModelNotFound(f"no model matches {quote(text)}")
     raise failure or ModelNotFound(f"no model matches {quote(text)}")
+
+
+def _name_at(address: str) -> Reference | None:
+    """Return a name for a repository of more parts than a name has: its last two. None if it has a name.
+
+    Raises:
+        InvalidReference: no name is like that.
+    """
+    if is_in_objects(address):
+        return None
+    place = RemoteReference.parse(address)
+    *outer, namespace, model = place.repository.split("/") if "/" in place.repository else ("", "")
+    return (
+        Reference(place.host, namespace, model, place.tag)
+        if outer and place.digest is None
+        else None
+    )
 
 
 def _is_match(name: str, pattern: str) -> bool:

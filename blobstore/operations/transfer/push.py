@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.progress import of_passes
 from blobstore.core.rate_limit import RateLimiter
-from blobstore.core.workers import Steps, check_jobs
+from blobstore.core.workers import Steps, WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
@@ -151,7 +152,8 @@ def push_model(
         plain_http: use HTTP without TLS; by default only for this machine.
         streams: number of blobs to send at once.
         limit_rate: maximum number of bytes per second.
-        progress: called with the current blob, bytes done and total bytes.
+        progress: called with the current blob, bytes done and total bytes. What ``cold`` compresses is
+            counted apart, with a total of its own.
         shape: the former name of ``layout``.
 
     Raises:
@@ -195,7 +197,7 @@ def push_model(
         if cold:
             base = None if base is None else Reference.of(base)
             cold_blobs = ColdBlobs(store, reference, level, base)
-        push = _Push(target, steps, cold_blobs, verify=verify, dry_run=dry_run)
+        push = _Push(target, steps, cold_blobs, progress, verify=verify, dry_run=dry_run)
         push.send_blobs()
         # Signatures refer to the manifest, which is there by now.
         signatures = 0 if dry_run else target.send_signatures()
@@ -236,12 +238,14 @@ class _Push:
         target: PushTarget,
         steps: Steps,
         cold_blobs: ColdBlobs | None,
+        progress: Progress | None,
         *,
         verify: bool,
         dry_run: bool,
     ) -> None:
         self._target = target
         self._steps = steps
+        self._progress = progress
         self._cold_blobs = cold_blobs
         # A registry that has accepted the manifest had all blobs then; it may have lost some since.
         self._looks_for_all = verify or not (target.model.is_published and target.checks_manifests)
@@ -250,7 +254,6 @@ class _Push:
         # The largest first, so that none of them is left over for a single stream at the end.
         self.blobs = sorted(target.model.blobs, key=attrgetter("size"), reverse=True)
         self._size = sum(blob.size for blob in self.blobs)
-        self._cold_work = 0 if cold_blobs is None else _COLD_WORK * cold_blobs.size
         self._to_read = self._size if self._verify else 0
         self.sent: Counter[Sent] = Counter()
         """Bytes by how the target got them."""
@@ -266,7 +269,7 @@ class _Push:
         """Send the blobs that the target lacks, and then give the model its name."""
         if not self._looks_for_all:
             return
-        workers = self._steps.begin(self._size, self._cold_work + self._to_read)
+        workers = self._steps.begin(self._size, self._to_read)
         send = partial(self._send, report=workers.report)
         for counts in workers.run(self.blobs, send, self._target.abort):
             self.sent.update(counts)
@@ -294,12 +297,15 @@ class _Push:
         """
         if (cold_blobs := self._cold_blobs) is None:
             return
-        workers = self._steps.begin(self._cold_work, self._to_read, jobs)
+        # Compression is not a transfer: it is counted apart, as bytes of the blobs.
+        progress = of_passes(self._progress, _COLD_WORK)
+        workers = WorkerPool(jobs, progress, _COLD_WORK * cold_blobs.size)
         known = self._target.read_cold_layers(verify=self._verify)
         new: list[ColdLayer] = []
 
         def send(blob: Descriptor) -> Mapping[Sent, int]:
-            progress = BlobProgress(workers.report, blob.name, _COLD_WORK * blob.size)
+            label = f"compressing {blob.name}"
+            progress = BlobProgress(workers.report, label, _COLD_WORK * blob.size)
             layer = known.get(blob.digest)
             counts = self._send_cold(
                 cold_blobs, blob, layer, new, lambda count, _: progress.add(count)

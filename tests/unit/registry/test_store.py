@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobDamaged, ModelNotFound
+from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, RemoteError, RemoteRefused
 from blobstore.manifests.reference import Reference
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import plan_oci
@@ -148,6 +148,30 @@ def test_tags_are_listed_with_digests(registry: StubRegistry, origin: LocalStore
     ]
     with pytest.raises(ModelNotFound):
         list_tags(f"oci://{registry.host}/team/none")
+
+
+@pytest.mark.parametrize(
+    ("response", "error", "message"),
+    [
+        (reply(404), NotFound, "does not list them"),
+        (reply(405), NotFound, "does not list them"),
+        (reply(403), RemoteRefused, "403"),
+        (reply(200, b'{"repositories": ["../a"]}'), RemoteError, "no list of repositories"),
+        (reply(200, b'{"repositories": "a"}'), RemoteError, "no list of repositories"),
+        (reply(200, b"["), RemoteError, "no list of repositories"),
+    ],
+)
+def test_a_registry_need_not_list_its_repositories(
+    response: bytes, error: type[Exception], message: str
+) -> None:
+    def answer(request: Received) -> bytes:
+        return response if "_catalog" in request.path else reply(404)
+
+    with RawServer(answer) as server:
+        with pytest.raises(error, match=message):
+            list_tags(f"oci://{server.host}")
+        with pytest.raises(ModelNotFound, match="no such repository"):
+            list_tags(f"oci://{server.host}/team")
 
 
 def test_many_tags_are_listed_by_one_request_for_a_page_and_one_for_a_tag() -> None:

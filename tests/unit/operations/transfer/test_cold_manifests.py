@@ -267,19 +267,23 @@ def test_dry_runs_estimate_what_is_transferred(
     )
 
 
-def test_progress_never_shrinks_and_its_total_never_changes(
+def test_progress_counts_compression_apart_and_each_total_is_the_true_one(
     origin: LocalStore, remote: str, tmp_path: Path
 ) -> None:
     reports: list[tuple[int, int]] = []
+    compressed: list[tuple[int, int]] = []
 
-    def progress(_: str, done: int, total: int) -> None:
-        reports.append((done, total))
+    def progress(what: str, done: int, total: int) -> None:
+        (compressed if what.startswith("compressing ") else reports).append((done, total))
 
     blobstore.push(
         "tune", remote, store=origin, cold=True, base="base", verify=True, progress=progress
     )
-    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
-    assert {total for _, total in reports} == {reports[-1][0]}
+    size = sum(blob.size for blob in origin.resolve("tune").blobs)
+    for counted in (reports, compressed):
+        assert [done for done, _ in counted] == sorted(done for done, _ in counted)
+        assert {total for _, total in counted} == {counted[-1][0]}
+    assert compressed[-1][0] <= size <= reports[-1][0] // 2
     reports.clear()
     target = LocalStore(tmp_path / "target")
     put(target, "base", {"a": 1, "b": 2})

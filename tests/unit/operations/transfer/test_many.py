@@ -71,8 +71,8 @@ def test_globs_select_models_of_a_store(local: LocalStore, bucket: str) -> None:
 def test_several_models_need_a_place_and_no_name(local: LocalStore, bucket: str) -> None:
     with pytest.raises(UsageError, match="the address of one model"):
         push_models(list(local.references()), f"{bucket}/one:v1", store=local)
-    with pytest.raises(UsageError, match="the tags of one repository only"):
-        find_remote_models(["host.example/*"])
+    with pytest.raises(UsageError, match="the host of a registry cannot be a glob"):
+        find_remote_models(["host.exampl*"])
 
 
 def test_in_a_registry_each_model_gets_the_repository_of_its_name(
@@ -86,5 +86,41 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
     ]
     found = find_remote_models([f"{remote}/team/two:v*", f"oci://{remote}/one"])
     assert [entry.address for entry in found] == [f"{remote}/team/two:v1", f"oci://{remote}/one"]
-    errors = [model.error for model in pull_models(found, store=tmp_path / "other")]
-    assert all("give a NAME for it" in str(error) for error in errors)
+    pulled = pull_models(found, store=tmp_path / "other")
+    names = [
+        f"{server.host}/{name}"
+        for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
+    ]
+    assert [str(model.result.reference) for model in pulled if model.result] == names
+
+
+def test_repositories_below_an_address_are_listed_and_pulled_however_deep(
+    local: LocalStore, server: Server, tmp_path: Path
+) -> None:
+    # The registry is shared with other tests.
+    push_models(["one", "team/two:v1"], f"{server.host}/deep/er", store=local)
+    push_models(["one"], f"{server.host}/deep", store=local)
+    places = [
+        f"{server.host}/deep/{name}" for name in ("er/one:latest", "er/team/two:v1", "one:latest")
+    ]
+
+    def listed(text: str, *, all_models: bool = True) -> list[str]:
+        return [one.address for one in find_remote_models([text], all_models=all_models)]
+
+    assert listed(f"oci://{server.host}/deep") == places
+    assert listed(f"oci://{server.host}/deep/") == places
+    assert set(listed(f"oci://{server.host}")) >= set(places)
+    assert listed(f"oci://{server.host}/deep/er/*", all_models=False) == places[:2]
+    with pytest.raises(ModelNotFound, match="no model matches"):
+        listed(f"oci://{server.host}/deep/x*", all_models=False)
+    with pytest.raises(ModelNotFound, match="no such repository"):
+        listed(f"oci://{server.host}/dee")
+
+    found = find_remote_models([f"oci://{server.host}/deep"], all_models=True)
+    pulled = pull_models(found, store=tmp_path / "other")
+    names = [
+        f"{server.host}/{name}" for name in ("er/one:latest", "team/two:v1", "deep/one:latest")
+    ]
+    assert [str(model.result.reference) for model in pulled if model.result] == names
+    again = pull_models(found, store=tmp_path / "other")
+    assert [model.result.blobs_fetched for model in again if model.result] == [0, 0, 0]
