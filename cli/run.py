@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,29 +13,36 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from blobstore.cli import arguments, options, output
-from blobstore.errors import MissingLibrary
+from blobstore.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from blobstore.cli.output import Output
+    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 
 class _Server(NamedTuple):
-    library: str
-    """The module that must be installed."""
-    module: str
-    """The program of blobstore that starts it."""
+    needs: tuple[str, ...]
+    """The modules that must be installed."""
+    program: str
+    """The module that starts it, or the name of a program."""
     port: int
     """By default."""
 
 
+_LLAMA_CPP = "llama.cpp"
 _SERVERS = {
-    "vllm": _Server("vllm", "blobstore.integrations.vllm.server", 8000),
-    "mlx-lm": _Server("mlx_lm", "blobstore.integrations.mlx_lm.server", 8080),
+    "vllm": _Server(("vllm",), "blobstore.integrations.vllm.server", 8000),
+    "mlx-lm": _Server(("mlx_lm",), "blobstore.integrations.mlx_lm.server", 8080),
+    "transformers": _Server(
+        ("transformers", "fastapi", "uvicorn"), "transformers.cli.transformers", 8000
+    ),
+    _LLAMA_CPP: _Server((), "llama-server", 8080),
 }
-"""The first that is installed is started."""
+"""The first that is installed is started; llama.cpp for models from GGUF files, and no other for these."""
 
 
 @click.command(
@@ -60,23 +68,34 @@ def command(
     store: LocalStore,
     out: Output,
 ) -> None:
-    """Start an inference server with the model NAME, from the store itself, in place of this process.
+    """Start an inference server with the model NAME, in place of this process.
 
-    The server is vLLM or mlx-lm. It gets each ARGUMENT after "--", such as --port 9000. Other servers
-    read the folder that "blobstore link" makes.
+    vLLM and mlx-lm read the store itself. "transformers serve", and the llama-server of llama.cpp for
+    models from GGUF files, read a folder as "blobstore link" makes it, in ~/.cache/blobstore/run. The
+    server gets each ARGUMENT after "--", such as --port 9000.
     """
     if out.is_json and not dry_run:
         raise click.UsageError(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model = arguments.model(store, name)
-    store.resolve(model)  # an error of ours is clearer than one of the server
-    server = _server(chosen)
-    words = [sys.executable, "-m", server.module, str(model), "--store", str(store.root), *rest]
+    folder = _folder(store, model)
+    gguf = _gguf_path(store, model, folder)
+    name, server = _server(chosen, is_gguf=gguf is not None)
+    words = [sys.executable, "-m", server.program]
+    if name == _LLAMA_CPP:
+        words = [shutil.which(server.program) or server.program, "-m", str(gguf)]
+    elif name == "transformers":
+        words += ["serve", str(folder)]
+    else:
+        words += [str(model), "--store", str(store.root)]
+    words += rest
     address = (
         f"http://{_option(rest, '--host', '127.0.0.1')}:{_option(rest, '--port', server.port)}"
     )
-    body = json.dumps({"model": str(model), "messages": [{"role": "user", "content": "Hello"}]})
+    # A server that reads a folder knows the model by this.
+    shown = str(folder) if name == "transformers" else str(model)
+    body = json.dumps({"model": shown, "messages": [{"role": "user", "content": "Hello"}]})
     curl = [
         *("curl", f"{address}/v1/chat/completions"),
         *("-H", "Content-Type: application/json", "-d", body),
@@ -84,19 +103,61 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    output.show_note(f"{server.library} will serve {model} at {address}; ask it with:")
+    if str(folder) in " ".join(words):
+        from blobstore.operations.export.link import link_model
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        link_model(model, folder, store=store, force=True)
+    output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
 
 
-def _server(chosen: str | None) -> _Server:
+def _folder(store: LocalStore, model: Reference) -> Path:
+    """Return the folder of links for a server that cannot read the store."""
+    from pathlib import Path
+
+    from blobstore.core.digest import Digest
+
+    digest = Digest.of(store.read_manifest(model))
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "blobstore", "run", digest.hex[:32])
+
+
+def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:
+    """Return the GGUF file of a model: the blob of Ollama's, or that in the folder of links; None for others."""
+    from pathlib import Path
+
+    from blobstore.manifests.media_types import MODEL
+    from blobstore.models.source_layers import read_source_record
+
+    manifest = store.resolve(model)  # an error of ours is clearer than one of the server
+    for layer in manifest.layers_of(MODEL):
+        return Path(store.blob_path(layer.digest))
+    record = read_source_record(store, manifest)
+    names = sorted(file.name for file in record.files if file.format == "gguf") if record else []
+    return next((folder / name for name in names if not name.startswith("mmproj")), None)
+
+
+def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:
     for name, server in _SERVERS.items():
-        if chosen in {None, name} and find_spec(server.library) is not None:
-            return server
-    wanted = " or ".join([chosen] if chosen else _SERVERS)
+        if chosen not in {None, name} or (name == _LLAMA_CPP) != is_gguf:
+            continue
+        is_there = all(map(find_spec, server.needs)) and (
+            server.needs or shutil.which(server.program)
+        )
+        if is_there:
+            return name, server
+    if chosen is not None and (chosen == _LLAMA_CPP) != is_gguf:
+        raise UsageError(
+            "llama.cpp serves models from GGUF files, and the other servers all others"
+        )
+    wanted = chosen or (_LLAMA_CPP if is_gguf else "vllm, mlx-lm or transformers")
     raise MissingLibrary(
         f"no inference server is installed: {wanted}",
-        advice="install 'vllm' for GPUs or 'tensor-blobstore[mlx] mlx-lm' for other machines; docs/serving "
+        advice="install llama-server, which is part of llama.cpp"
+        if is_gguf
+        else "install 'vllm' for GPUs, 'tensor-blobstore[mlx] mlx-lm', or 'transformers[serving]'; docs/serving "
         "has others",
     )
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from blobstore.store.local import LocalStore
+from tests.support.gguf_files import gguf_file
 from tests.unit.cli.running import run, run_process
 
 needs_server = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
@@ -41,3 +43,52 @@ def test_the_server_takes_the_place_of_the_command(stored: LocalStore) -> None:
 def test_what_to_install_is_said(stored: LocalStore) -> None:
     result = run("run", "dense", "--with", "vllm", exit_code=1)
     assert "no inference server is installed: vllm; install 'vllm'" in result.stderr
+
+
+def test_models_from_gguf_files_are_served_by_llama_cpp(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = gguf_file([], [("a", 0, [4], bytes(16))])
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    run("create", tmp_path / "tiny.gguf", "tiny")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    result = run("run", "tiny", exit_code=1)
+    assert "no inference server is installed: llama.cpp; install llama-server" in result.stderr
+
+    # What is under test is which words the program gets.
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    variables = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    done = run_process("run", "tiny", "--", "--port", "9", **variables)
+    _, path, *rest = done.stdout.decode().split()
+    assert Path(path).read_bytes() == content
+    assert Path(path).is_relative_to(tmp_path / "cache/blobstore/run")
+    assert rest == ["--port", "9"]
+    assert b"curl http://127.0.0.1:9/v1/chat/completions" in done.stderr
+    assert run_process("run", "tiny", **variables).returncode == 0
+    result = run("run", "tiny", "--with", "mlx-lm", exit_code=2)
+    assert "llama.cpp serves models from GGUF files" in result.stderr
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "fastapi", "uvicorn"))),
+    reason="transformers[serving] is not installed",
+)
+def test_transformers_serves_the_folder_of_links(
+    stored: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = json.loads(
+        run(
+            "run", "dense", "--with", "transformers", "--dry-run", "--json", "--", "--port=9"
+        ).stdout
+    )
+    *words, folder, rest = found["command"]
+    assert words == [sys.executable, "-m", "transformers.cli.transformers", "serve"]
+    assert (Path(folder).parent, rest) == (tmp_path / "blobstore" / "run", "--port=9")
+    assert not Path(folder).exists()
