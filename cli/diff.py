@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.operations.compare.diff import Difference, FileDifference, TensorDifference
-    from blobstore.operations.compare.pairs import SourceTensor
+    from blobstore.operations.compare.source_tensor import SourceTensor
     from blobstore.store.local import LocalStore
 
 _DIFFERENT = 1

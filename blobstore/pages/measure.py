@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.compare import TensorError
-    from blobstore.operations.compare.pairs import SourceTensor
+    from blobstore.operations.compare.source_tensor import SourceTensor
     from blobstore.store.local import LocalStore
 
     Array = np.ndarray[Any, Any]

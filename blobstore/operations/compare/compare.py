@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.compare.pairs import Pair, SourceTensor
+    from blobstore.operations.compare.pairs import Pair
+    from blobstore.operations.compare.source_tensor import SourceTensor
 
     Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from blobstore.gguf.header import Value
     from blobstore.gguf.names import Architecture, Origin
-    from blobstore.operations.compare.pairs import SourceTensor
+    from blobstore.operations.compare.source_tensor import SourceTensor
 
     Tensors = Mapping[str, SourceTensor]
 

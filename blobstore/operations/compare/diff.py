@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.compare.pairs import SourceTensor
+    from blobstore.operations.compare.source_tensor import SourceTensor
     from blobstore.store.protocols import ModelInspector
 
 _BUFFER_SIZE = 1 << 20
