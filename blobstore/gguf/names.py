@@ -148,11 +148,11 @@ def origin_of(
     """
     numbers: list[str] = []
 
-    def placeholder(number: re.Match[str]) -> str:
+    def numbered(number: re.Match[str]) -> str:
         numbers.append(number[0])
         return LAYER if len(numbers) == 1 else EXPERT
 
-    template = _NUMBER.sub(placeholder, name)
+    template = _NUMBER.sub(numbered, name)
     stem, dot, suffix = template.rpartition(".")
     found = architecture.names.get(template)
     if found is None and dot + suffix in _SUFFIXES and stem in architecture.names:

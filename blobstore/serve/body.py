@@ -10,6 +10,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
+from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class BodySender:
             return
         try:
             hot = self._blobs.open_hot(part)
-        except Exception:  # noqa: BLE001 - it is found again when it is its turn
+        except (BlobstoreError, OSError):  # reported when the blob is sent
             return
         if hot is not None:
             os.close(hot.descriptor)

@@ -53,7 +53,7 @@ class _Absent(Exception):
 
 
 def hub_response(request: Request, target: Target, library: Library) -> Response | None:
-    """Return the response to a request of a client of the Hub; None if the target is none of these.
+    """Return the response to a request of a client of the Hub; None for other targets.
 
     Raises:
         NotPrepared: see there.

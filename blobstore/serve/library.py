@@ -80,7 +80,7 @@ class Library:
     """The models of a store that may be served. Threads may share it."""
 
     def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
-        """Serve the models that match at least one of the patterns, or all if there are none.
+        """Serve the models that match at least one of the patterns; without patterns, all.
 
         Raises:
             UsageError: a pattern is too long.

@@ -140,7 +140,7 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def _noted(data: bytes | None) -> dict[str, Digest] | None:
-    """Return digests that were noted; None if there are none, or they are damaged."""
+    """Return digests that were noted; None without a note, or if it is damaged."""
     try:
         value = strict_json.loads(data or b"")
         return {name: Digest.parse(spelled) for name, spelled in value.items()}

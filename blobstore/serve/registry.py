@@ -33,7 +33,7 @@ _PAGE: Final = 1000
 
 
 def registry_response(request: Request, target: Target, library: Library) -> Response | None:
-    """Return the response to a request of a registry's client; None if the target is none of these.
+    """Return the response to a request of a registry's client; None for other targets.
 
     Raises:
         NotPrepared: see there.

@@ -307,7 +307,7 @@ def tensor_blocks(
 
 
 def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | None:
-    """Return the number that each row is multiplied with, float32 ``[rows, 1]``; None if there is none."""
+    """Return the number that each row is multiplied with, float32 ``[rows, 1]``; None without one."""
     scale = tensor.scale
     if scale is None:
         return None

@@ -42,7 +42,7 @@ def opened_source(
 
     Raises:
         ModelNotFound: there is no such model.
-        InvalidReference, InvalidManifest: the name is none, or the model is damaged.
+        InvalidReference, InvalidManifest: the name is not valid, or the model is damaged.
         UnsupportedSource: the model is not one GGUF file and perhaps its projector.
         BlobstoreError: as :func:`~blobstore.sources.open.open_source`.
     """

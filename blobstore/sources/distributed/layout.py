@@ -120,7 +120,7 @@ def find_zero(folder: Path) -> str | None:
 
 
 def _check_not_universal(folder: Path, latest: str | None, steps: list[str]) -> None:
-    """Check that a folder is none that ``ds_to_universal`` wrote, and that it has or names another step."""
+    """Refuse a folder that ``ds_to_universal`` wrote, unless it has or names another step."""
     universal = [name for name in steps if _is_universal(folder / name)]
     if _is_universal(folder):
         found = folder
