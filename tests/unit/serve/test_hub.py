@@ -10,6 +10,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
@@ -236,6 +237,18 @@ def test_digests_that_were_computed_are_noted(library: Library) -> None:
     for path in notes.iterdir():
         path.write_bytes(b"[1]")
     assert ask(Library(library.store), "/org/model/resolve/main/config.json").headers == first
+
+
+def test_noted_digests_stay_as_long_as_the_model(library: Library) -> None:
+    ask(library, "/org/model/resolve/main/config.json")
+    notes = library.store.folder("headers")
+    (note,) = notes.glob("*.files")
+    library.release_idle(0)
+    collect_garbage(store=library.store, older_than=0)
+    assert note.exists()
+    remove_models(["org/model"], store=library.store)
+    collect_garbage(store=library.store, older_than=0, force=True)
+    assert not note.exists()
 
 
 def test_models_of_ollama_are_gguf_files(store: LocalStore) -> None:
