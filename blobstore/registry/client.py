@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
@@ -59,8 +60,18 @@ _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _MAX_TYPE: Final = 255
 """Letters of a media type."""
+_MARGIN: Final = 30
+"""Seconds that a response may take, beyond those that the server was asked to wait."""
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
+
+
+class Watched(NamedTuple):
+    """What :meth:`RegistryClient.watch_manifest` found."""
+
+    digest: Digest
+    has_waited: bool
+    """Whether the server has waited for a change, so that it can be asked again at once."""
 
 
 class RegistryClient:
@@ -185,6 +196,38 @@ class RegistryClient:
             with contextlib.suppress(RemoteError, Damaged, ModelNotFound):
                 return self.get_manifest(repository, reference).digest
         return None
+
+    def watch_manifest(
+        self, repository: str, reference: str, known: Digest | None, wait: int
+    ) -> Watched:
+        """Return the digest of a tag's manifest. A server that can waits until it is another one than ``known``.
+
+        Args:
+            repository: where to look.
+            reference: the tag.
+            known: the digest of the manifest that the caller has.
+            wait: seconds that the server is asked to wait at most.
+
+        Raises:
+            ModelNotFound: the registry has no such tag.
+            RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        """
+        request = self._manifest_request(
+            "HEAD", repository, reference, request_rules.MANIFEST_WATCH
+        )
+        if known is not None:
+            condition = {"if-none-match": f'"{known}"', "prefer": f"wait={wait}"}
+            headers = {**request.headers, **condition}
+            request = replace(request, headers=headers, timeout=wait + _MARGIN)
+        reply = self._transport.ask(request)
+        if reply is None:
+            raise ModelNotFound(f"{request.what}: the registry has none")
+        if reply.status == HTTPStatus.NOT_MODIFIED and known is not None:
+            return Watched(known, has_waited="preference-applied" in reply.headers)
+        with contextlib.suppress(InvalidDigest):  # the header is optional
+            digest = Digest.parse(reply.headers.get("docker-content-digest", ""))
+            return Watched(digest, has_waited=False)
+        return Watched(self.get_manifest(repository, reference).digest, has_waited=False)
 
     def put_manifest(
         self,
