@@ -35,7 +35,7 @@ def progress_bar() -> Iterator[Progress | None]:
         yield None
         return
     if not sys.stderr.isatty() or os.environ.get("TERM", "") in _DUMB_TERMINALS:
-        yield _progress_lines()
+        yield progress_lines()
         return
     from rich.console import Console
     from rich.progress import (
@@ -103,7 +103,7 @@ def resumable_progress() -> Iterator[Progress | None]:
         raise
 
 
-def _progress_lines() -> Progress:
+def progress_lines() -> Progress:
     """Return a function that prints a line of progress now and then, for logs."""
     begin = shown = time.monotonic()
     last_total = first_done = 0

@@ -21,6 +21,8 @@ _PACKAGES = {
     "aiohttp": "'tensor-blobstore[serve]'",
     "cryptography": "'tensor-blobstore[sign]'",
     "obstore": "'tensor-blobstore[objects]'",
+    "xxhash": "'tensor-blobstore[follow]'",
+    "blake3": "'tensor-blobstore[follow]'",
     "distributed": "'tensor-blobstore[dask]'",
     "ray": "'tensor-blobstore[ray]'",
 }

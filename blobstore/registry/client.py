@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
@@ -64,14 +64,6 @@ _MARGIN: Final = 30
 """Seconds that a response may take, beyond those that the server was asked to wait."""
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
-
-
-class Watched(NamedTuple):
-    """What :meth:`RegistryClient.watch_manifest` found."""
-
-    digest: Digest
-    has_waited: bool
-    """Whether the server has waited for a change, so that it can be asked again at once."""
 
 
 class RegistryClient:
@@ -199,8 +191,10 @@ class RegistryClient:
 
     def watch_manifest(
         self, repository: str, reference: str, known: Digest | None, wait: int
-    ) -> Watched:
-        """Return the digest of a tag's manifest. A server that can waits until it is another one than ``known``.
+    ) -> tuple[Digest, bool]:
+        """Return the digest of a tag's manifest, and whether the server has waited for a change.
+
+        A server that can waits until the manifest is another one than ``known``, and is asked again at once.
 
         Args:
             repository: where to look.
@@ -223,11 +217,10 @@ class RegistryClient:
         if reply is None:
             raise ModelNotFound(f"{request.what}: the registry has none")
         if reply.status == HTTPStatus.NOT_MODIFIED and known is not None:
-            return Watched(known, has_waited="preference-applied" in reply.headers)
+            return known, "preference-applied" in reply.headers
         with contextlib.suppress(InvalidDigest):  # the header is optional
-            digest = Digest.parse(reply.headers.get("docker-content-digest", ""))
-            return Watched(digest, has_waited=False)
-        return Watched(self.get_manifest(repository, reference).digest, has_waited=False)
+            return Digest.parse(reply.headers.get("docker-content-digest", "")), False
+        return self.get_manifest(repository, reference).digest, False
 
     def put_manifest(
         self,

@@ -325,24 +325,24 @@ def test_a_client_hears_of_another_manifest_while_it_waits(
 ) -> None:
     host = server.host
     with RegistryClient(host) as client:
-        first = client.watch_manifest("org/model", "latest", None, 30)
-        waited = client.watch_manifest("org/model", "latest", first.digest, 1)
-        assert waited == (first.digest, True)
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
+        waited = client.watch_manifest("org/model", "latest", first, 1)
+        assert waited == (first, True)
         with ThreadPoolExecutor(1) as thread:
-            later = thread.submit(client.watch_manifest, "org/model", "latest", first.digest, 60)
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
             wait_until(lambda: server.metric("open_requests") == 2)
             source = write_folder(tmp_path / "new", moe_tensors())
             made = create(source, "org/model", store=library.store)
-            assert later.result(60).digest not in (first.digest, made.digest)
+            assert later.result(60)[0] not in (first, made.digest)
         with pytest.raises(ModelNotFound):
-            client.watch_manifest("org/model", "none", first.digest, 1)
+            client.watch_manifest("org/model", "none", first, 1)
 
 
 def test_a_client_that_waits_does_not_keep_the_server_from_ending(server: Serving) -> None:
     with RegistryClient(server.host) as client:
-        first = client.watch_manifest("org/model", "latest", None, 30)
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
         with ThreadPoolExecutor(1) as thread:
-            later = thread.submit(client.watch_manifest, "org/model", "latest", first.digest, 60)
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
             wait_until(lambda: server.metric("open_requests") == 2)
             assert server.stop() == 143
-            assert later.result(60) == (first.digest, True)
+            assert later.result(60) == (first, True)
