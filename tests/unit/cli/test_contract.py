@@ -59,6 +59,7 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--layout=ollama"),
     "pull": ("%remote", "new"),
+    "follow": ("new", "%remote", "--once"),
     "lock": ("dense", "-o", "@new.lock"),
     "sync": ("@models.lock",),
     "login": ("%host", "--username=alice", "--password-stdin"),
