@@ -161,6 +161,13 @@ class Library:
             raise NotPrepared(self._make_image, tag, reference, version)
         return found
 
+    def watch(self, reference: Reference) -> Callable[[], bool] | None:
+        """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
+        known = self._names.get(reference)
+        if known is None:
+            return None
+        return lambda: self.store.manifest_version(reference) != known[0]
+
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
         """Yield what a registry has of a repository, also of versions that no tag names any more.
 

@@ -9,6 +9,7 @@ runtimes mount. Bytes are exact: digests are made of them.
 from __future__ import annotations
 
 import contextlib
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,19 +18,29 @@ from blobstore.errors import InvalidDigest, InvalidReference
 from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.serve.library import repository_of
-from blobstore.serve.messages import bytes_response, content_response, json_response
+from blobstore.serve.messages import (
+    Response,
+    Wait,
+    bytes_response,
+    content_response,
+    has_tag,
+    json_response,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.serve.library import Library
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
 
 API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
 _ACTIONS = ("manifests", "blobs", "tags", "referrers")
 _PAGE: Final = 1000
+_MAX_WAIT: Final = 60
+"""Seconds that a client waits for a change at most."""
+_WAIT: Final = re.compile(r"(?:.*[,;\s])?wait=(\d{1,9})(?:[,;\s].*)?", re.ASCII | re.IGNORECASE)
 
 
 def registry_response(request: Request, target: Target, library: Library) -> Response | None:
@@ -93,6 +104,8 @@ def _manifest(request: Request, repository: Reference, what: str, library: Libra
                 "Docker-Content-Digest": str(manifest.digest),
                 "ETag": f'"{manifest.digest}"',
             }
+            if has_tag(request, headers["ETag"]):
+                return _unchanged(request, repository, what, library, headers)
             return bytes_response(
                 request, manifest.data, headers=headers, media_type=manifest.media_type
             )
@@ -102,6 +115,22 @@ def _manifest(request: Request, repository: Reference, what: str, library: Libra
     else:
         message = "the model has no such tag or manifest"
     return error_response(request, 404, "MANIFEST_UNKNOWN", message)
+
+
+def _unchanged(
+    request: Request, repository: Reference, what: str, library: Library, headers: dict[str, str]
+) -> Response:
+    """Return the response to a client that has the manifest, and may want to wait for another one (RFC 7240)."""
+    wanted = _WAIT.fullmatch(request.headers.get("prefer", ""))
+    is_changed = None
+    if wanted:
+        with contextlib.suppress(InvalidReference):
+            is_changed = library.watch(Reference(*repository.parts[:3], what))
+    if not wanted or is_changed is None:
+        return Response(304, headers)
+    seconds = min(int(wanted[1]), _MAX_WAIT)
+    headers["Preference-Applied"] = f"wait={seconds}"
+    return Response(304, headers, wait=Wait(seconds, is_changed))
 
 
 def _named(repository: Reference, what: str, library: Library) -> Sequence[RemoteManifest]:

@@ -180,3 +180,30 @@ def test_a_manifest_stays_while_it_is_pulled(library: Library, tmp_path: Path) -
     assert ask(library, f"/v2/org/model/manifests/{digest}").status == 200
     remove_models(["org/model"], store=library.store)
     assert ask(library, "/v2/org/model/manifests/latest").status == 404
+
+
+def test_a_client_that_has_the_manifest_may_wait_for_another_one(library: Library) -> None:
+    target = "/v2/org/model/manifests/latest"
+    tag = ask(library, target, headers=ALL).headers["ETag"]
+    known = {**ALL, "if-none-match": f'"x", {tag}'}
+    unchanged = ask(library, target, "HEAD", headers=known)
+    assert (unchanged.status, unchanged.parts, unchanged.wait) == (304, (), None)
+    for text, seconds in (("respond-async, wait=7", 7), ("wait=999999999", 60)):
+        waiting = ask(library, target, "HEAD", headers={**known, "prefer": text})
+        assert waiting.headers["Preference-Applied"] == f"wait={seconds}"
+        assert waiting.wait is not None
+        assert waiting.wait.seconds == seconds
+        assert not waiting.wait.is_over()
+    for text in ("wait=x", "awaits", "wait=-1", "wait=" + "1" * 30):
+        assert ask(library, target, headers={**known, "prefer": text}).wait is None
+    copy_model("org/model", "org/other", store=library.store)
+    remove_models(["org/model"], store=library.store)
+    assert waiting.wait.is_over()
+
+
+def test_nobody_waits_for_a_digest_which_never_changes(library: Library) -> None:
+    first = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    target = f"/v2/org/model/manifests/{first.headers['Docker-Content-Digest']}"
+    headers = {"if-none-match": first.headers["ETag"], "prefer": "wait=9"}
+    response = ask(library, target, headers=headers)
+    assert (response.status, response.wait) == (304, None)
