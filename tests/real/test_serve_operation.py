@@ -1,4 +1,4 @@
-"""The unit and the container file of docs/serve.md start a server that answers, and stops as systemd expects."""
+"""The unit and the container file of docs/guides/serve.md start a server that answers, and stops as systemd expects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRAM = "/opt/blobstore/bin/blobstore"
 
 def block(language: str) -> str:
     """Return the only block of the page in a language."""
-    (found,) = (one.text for one in blocks(ROOT / "docs" / "serve.md") if one.language == language)
+    (found,) = (one.text for one in blocks(ROOT / "docs" / "guides" / "serve.md") if one.language == language)
     return found
 
 
