@@ -89,7 +89,9 @@ def skopeo(host: str, folder: Path) -> None:
     """Copy, mirror and describe."""
     name, plain = f"docker://{host}/{MODEL.lower()}", "--src-tls-verify=false"
     for tag in ("latest", "latest.image"):
-        subprocess.run(["skopeo", "copy", plain, f"{name}:{tag}", f"dir:{folder}/{tag}"], check=True)
+        subprocess.run(
+            ["skopeo", "copy", plain, f"{name}:{tag}", f"dir:{folder}/{tag}"], check=True
+        )
     described = ["skopeo", "inspect", "--tls-verify=false", f"{name}:latest.image"]
     subprocess.run(described, check=True, capture_output=True)
     source = name.removeprefix("docker://")
@@ -153,12 +155,12 @@ def record(client: str, library: Library, folder: Path) -> None:
     """Run a client, and write its log."""
     version = version_of(client)
     if not version:
-        print(f"{client} is not installed")
+        sys.stdout.write(f"{client} is not installed\n")
         return
     with recording(library) as (host, entries):
         CLIENTS[client](host, folder)
     save_log(f"{client}-{version}", entries, library)
-    print(f"{client} {version}: {len(entries)} requests")
+    sys.stdout.write(f"{client} {version}: {len(entries)} requests\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
