@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from tests.support.models import write_folder
 
 SHARE = 0.005
-Weights = dict[str, NDArray[np.generic]]
+Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def first_weights(layers: int = 4, size: int = 256) -> Weights:

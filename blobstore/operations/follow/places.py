@@ -95,7 +95,7 @@ class Place(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class _Closable:
+class ClosedPlace:
     """A place that holds nothing open."""
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class _Closable:
         """Close nothing."""
 
 
-class RegistryTag(_Closable):
+class RegistryTag(ClosedPlace):
     """A tag of a registry, or of a server of another store."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -142,7 +142,7 @@ class RegistryTag(_Closable):
         self._client.close()
 
 
-class ObjectName(_Closable):
+class ObjectName(ClosedPlace):
     """A name in object storage, or in a folder that is used as if it were there."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -179,7 +179,7 @@ class ObjectName(_Closable):
         return _pull(self._target, self._text)
 
 
-class HubRevision(_Closable):
+class HubRevision(ClosedPlace):
     """A revision of a repository of the Hub."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -223,7 +223,7 @@ class HubRevision(_Closable):
         return Installed(commit, commit[:_DIGITS], created.bytes_written, created.notices)
 
 
-class StoreName(_Closable):
+class StoreName(ClosedPlace):
     """The same name in another store of this machine."""
 
     def __init__(self, target: Target, folder: Path) -> None:
