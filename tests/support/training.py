@@ -36,8 +36,8 @@ def steps(weights: Weights, count: int, share: float = SHARE) -> Iterator[Weight
         for name, array in weights.items():
             if array.ndim > 1:
                 bits = array.view(np.uint16).copy()
-                at = random.random(array.shape) < share
-                bits[at] += random.choice(np.array([1, 0xFFFF], np.uint16), int(at.sum()))
+                at = np.asarray(random.random(array.shape) < share)
+                bits[at] += random.choice(np.array([1, 0xFFFF], np.uint16), np.count_nonzero(at))
                 weights[name] = bits.view(ml_dtypes.bfloat16)
         yield weights
 

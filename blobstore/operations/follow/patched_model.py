@@ -63,6 +63,11 @@ class TrainedModel:
                 "which the model does not have"
             )
 
+    def read(self, name: str, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a tensor. Raises BlobMissing, BlobDamaged."""
+        tensor = self.tensors[name]
+        self.store.read_into(tensor.layer.digest, tensor.layer.size, tensor.begin, memory)
+
     def pieces(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """Yield the bytes of a tensor, each piece in ``buffer``. Raises BlobMissing, BlobDamaged."""
         tensor = self.tensors[name]

@@ -83,7 +83,7 @@ class TrainerFolder(ClosedPlace):
         if chain[0].base is None:
             full, chain = chain[0], chain[1:]
             base, first = self._import_full(full), None
-            fetched = _size([full])
+            fetched = folder_size(full.folder)
             # Another process can go on there.
             _Note(self._source, _text(full.number), base, None).write(target)
         else:
@@ -91,7 +91,7 @@ class TrainerFolder(ClosedPlace):
             if known is None:
                 chain = chain[current_version(target.store, _manifest(target, base), chain) :]
         if chain:
-            fetched += _size(chain)
+            fetched += sum(folder_size(version.folder) for version in chain)
             self._apply(base, chain)
         now = Digest.of(target.store.read_manifest(target.reference))
         number = _text(newest.number)
@@ -125,7 +125,7 @@ class TrainerFolder(ClosedPlace):
         store = target.store
         manifest = _manifest(target, base)
         with store.lease_if_writable(blob.digest for blob in manifest.blobs):
-            _check_blobs(target, manifest)
+            check_blobs(store, manifest, target.jobs)
             with contextlib.ExitStack() as stack:
                 opened = [
                     stack.enter_context(contextlib.closing(OpenChanges(version)))
@@ -264,10 +264,10 @@ def _manifest(target: Target, digest: Digest) -> Manifest:
     return Manifest.from_bytes(data)
 
 
-def _check_blobs(target: Target, manifest: Manifest) -> None:
+def check_blobs(store: LocalStore, manifest: Manifest, jobs: int | None) -> None:
     """Check the digests of all blobs that were not checked since they changed. Raises BlobDamaged."""
-    with target.store.ingest() as ingest:
-        intact = WorkerPool(target.jobs, None, 0).run(
+    with store.ingest() as ingest:
+        intact = WorkerPool(jobs, None, 0).run(
             manifest.blobs, lambda blob: ingest.find(*blob.id) is not None
         )
     for blob, is_intact in zip(manifest.blobs, intact, strict=True):
@@ -289,10 +289,9 @@ def _read_file(file: SourceFile) -> SourceFile:
         raise DamagedSource(f"cannot read {quote(file.path)}: {error.strerror}") from error
 
 
-def _size(versions: Sequence[WeightVersion]) -> int:
-    """Return the bytes of the files of some versions."""
-    files = (file for version in versions for file in version.folder.rglob("*"))
-    return sum(file.lstat().st_size for file in files if file.is_file())
+def folder_size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _text(number: int) -> str:
