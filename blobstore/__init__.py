@@ -3,7 +3,7 @@
 ``blobstore.create`` takes a model apart into one verified blob per tensor, or per group of experts;
 ``blobstore.open`` maps the tensors back into a program without copying them. The names in ``__all__``
 are the public interface, with ``blobstore.errors``, ``blobstore.safetensors`` and
-``blobstore.integrations``; ``docs/python.md`` describes them. Each name is imported on first use, so
+``blobstore.integrations``; ``docs/reference/python.md`` describes them. Each name is imported on first use, so
 that importing this package costs nothing.
 """
 

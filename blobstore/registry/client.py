@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.core.limits import Budget
 from blobstore.errors import (
     BlobDamaged,
@@ -41,7 +42,6 @@ from blobstore.registry.reference import (
     is_tag,
 )
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
 if TYPE_CHECKING:
@@ -93,8 +93,12 @@ class RegistryClient:
         Raises:
             InvalidReference: the host is not valid.
             RemoteError: certificates or proxies that were set up cannot be used.
+            MissingLibrary: the extra ``registry`` is not installed.
         """
         check_host(host)
+        # Not above: a push to object storage imports this module, and needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self.host = host
         known = credentials or LoginFiles()
         self._part_size = part_size

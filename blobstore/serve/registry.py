@@ -1,7 +1,7 @@
 """The part of the OCI distribution protocol that clients pull with: manifests, blobs, tags and referrers.
 
-A repository is a model of the store. Names of repositories have small letters there, so ``org/model-7b`` is
-``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
+A repository is a model of the store, with or without a host. Names of repositories have small letters there, so
+``org/model-7b`` is ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
 the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an image, which
 runtimes mount. Bytes are exact: digests are made of them.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.serve.library import repository_of
 from blobstore.serve.messages import (
@@ -58,9 +58,7 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
     *name, action, what = segments[1:]
-    repository = repository_of(*name)
-    if repository is not None:
-        repository = library.spelled(repository)
+    repository = _repository(name, target.first("ns"), library)
     if repository is None or not library.tags(repository):
         return error_response(request, 404, "NAME_UNKNOWN", "there is no such model")
     if action == "manifests":
@@ -74,6 +72,17 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     if action == "blobs":
         return _blob(request, repository, digest, library)
     return _referrers(request, target, repository, digest, library)
+
+
+def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
+    """Return the repository of a name; None if it is no name.
+
+    containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
+    """
+    if host:
+        name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
+    found = repository_of(*name)
+    return None if found is None else library.spelled(found)
 
 
 def error_response(request: Request, status: int, code: str, message: str) -> Response:

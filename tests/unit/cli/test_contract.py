@@ -101,7 +101,9 @@ VARIANTS = {
 # Keys that are names, and what the document says instead.
 NAMES = {"dense:latest": "NAME", "model.safetensors": "FILE"}
 # The keys of the JSON of each command, as the document lists them; "[]" stands for the items of a list.
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference" / "json.md").read_text(
+    encoding="utf-8"
+)
 JSON = {
     match[1]: match[2].split()
     for match in re.finditer(r"^### (.+)\n\n```text\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE)

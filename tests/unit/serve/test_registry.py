@@ -13,7 +13,7 @@ from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.registry.manifest import ACCEPTED, DOCKER_MANIFEST, OCI_INDEX, OCI_MANIFEST
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
-from tests.support.models import moe_tensors, write_folder
+from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.serve import ask, body_of, json_of
 
 ALL = {"accept": ", ".join(ACCEPTED)}
@@ -78,6 +78,27 @@ def test_names_may_have_small_letters_alone(store: LocalStore, tmp_path: Path) -
     library = Library(store)
     assert ask(library, "/v2/org/model-7b/manifests/latest", headers=ALL).status == 200
     assert json_of(ask(library, "/v2/org/model-7b/tags/list"))["tags"] == ["latest"]
+
+
+def test_a_model_of_another_host_has_it_in_its_name(store: LocalStore, tmp_path: Path) -> None:
+    create(write_folder(tmp_path / "m", dense_tensors()), "ghcr.io/team/llama", store=store)
+    library = Library(store)
+    for name in ("ghcr.io/team/llama", "ghcr.io.team/llama"):
+        assert ask(library, f"/v2/{name}/manifests/latest").status == 200
+    for name in ("team/llama", "other.io/team/llama", "a/ghcr.io/team/llama"):
+        assert ask(library, f"/v2/{name}/manifests/latest").status == 404
+
+
+def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
+    library: Library, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "m", dense_tensors())
+    create(source, "ghcr.io/team/llama", store=library.store)
+    create(source, "ghcr.io/library/llama", store=library.store)
+    for name, status in (("team/llama", 200), ("llama", 200), ("org/model", 404)):
+        assert ask(library, f"/v2/{name}/manifests/latest?ns=ghcr.io").status == status
+    assert ask(library, "/v2/team/llama/manifests/latest?ns=docker.io").status == 404
+    assert ask(library, "/v2/org/model/manifests/latest").status == 200
 
 
 def test_tags_are_listed_in_pages(library: Library) -> None:
