@@ -18,7 +18,6 @@ from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.transfer_cache import PullRecord
-from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import is_address, is_in_objects
 from blobstore.sources import hub
@@ -116,6 +115,8 @@ class RegistryTag(ClosedPlace):
             raise UsageError(
                 f"{quote(text)} names a digest, which never changes", advice="follow a tag"
             )
+        from blobstore.registry.client import RegistryClient
+
         plain_http = target.transfer.get("plain_http")
         self._client = RegistryClient(self._address.host, plain_http=plain_http)
 

@@ -223,6 +223,7 @@ class _Pair:
     def __init__(
         self, store: LocalStore, before: Manifest, after: Manifest, checksums: str
     ) -> None:
+        new_checksum(checksums)  # fails without its library
         self.checksums = checksums
         self._before = TrainedModel(store, before)
         self._after = TrainedModel(store, after)
