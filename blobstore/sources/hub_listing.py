@@ -23,7 +23,7 @@ from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -76,13 +76,7 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
         commit = info["sha"]
         if not COMMIT.fullmatch(commit):
             raise SourceError(f"the Hub names no commit for {quote(repo)}")
-        entries = {}
-        for file in chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true")):
-            if file["type"] == "file":
-                entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
-                if large := file.get("lfs"):
-                    known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
-                    entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+        entries = entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"))
         listing_of(entries)
     except HfHubHTTPError:
         raise  # some are ValueErrors, but their own message is better
@@ -92,6 +86,21 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
             "check HF_ENDPOINT, HF_TOKEN and the network"
         ) from error
     return commit, entries
+
+
+def entries_of(pages: Iterable[Any]) -> Entries:
+    """Return the entries of the files that decoded pages of a tree list.
+
+    Raises AttributeError, KeyError, TypeError or ValueError if a page is malformed.
+    """
+    entries: Entries = {}
+    for file in chain.from_iterable(pages):
+        if file["type"] == "file":
+            entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
+            if large := file.get("lfs"):
+                known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
+                entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+    return entries
 
 
 class _Pages:
