@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.serve.arriving_file import ArrivingFile
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
@@ -35,7 +36,15 @@ class BlobPart(NamedTuple):
     length: int
 
 
-Part = bytes | BlobPart
+class FilePart(NamedTuple):
+    """A range of a file that is being fetched."""
+
+    file: ArrivingFile
+    begin: int
+    length: int
+
+
+Part = bytes | BlobPart | FilePart
 
 
 @dataclass(frozen=True, slots=True)
