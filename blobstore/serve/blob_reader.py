@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
-    from blobstore.serve.messages import BlobPart
+    from blobstore.serve.messages import BlobPart, StoredPart
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -67,6 +67,21 @@ class BlobReader:
             raise
         version = FileVersion.of_status(os.fstat(descriptor))
         return HotBlob(descriptor, self._intact.get(part.digest.hex) == version)
+
+    def open_stored(self, part: StoredPart) -> HotBlob:
+        """Open the file of a cold blob, which was hashed when it was listed.
+
+        Raises:
+            BlobMissing: it is another file by now. StoreError: it cannot be read.
+        """
+        try:
+            descriptor, _ = open_regular(self._store.cold_path(part.digest))
+        except OSError as error:
+            raise BlobMissing(f"cold blob {part.digest} cannot be read: {error}") from error
+        if FileVersion.of_status(os.fstat(descriptor)) != part.version:
+            os.close(descriptor)
+            raise BlobMissing(f"cold blob {part.digest} was replaced")
+        return HotBlob(descriptor, is_verified=True)
 
     def verify(self, digest: Digest, size: int) -> None:
         """Hash the file of a blob, unless that was done before.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
+from blobstore.serve.messages import BlobPart, StoredPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from blobstore.serve.blob_reader import BlobReader, HotBlob
-    from blobstore.serve.messages import BlobPart, Part
+    from blobstore.serve.messages import Part
 
     class Writer(Protocol):
         """What sends bytes."""
@@ -78,7 +79,7 @@ class BodySender:
                 continue
             hot = await self._open(part)
             if hot is None:
-                await self._send_cold(part, writer, on_sent)
+                await self._send_cold(cast("BlobPart", part), writer, on_sent)
                 continue
             try:
                 self._verify_ahead(parts, number + 1)
@@ -86,8 +87,10 @@ class BodySender:
             finally:
                 os.close(hot.descriptor)
 
-    async def _open(self, part: BlobPart) -> HotBlob | None:
-        """Open a blob whose bytes are right; None if it is cold."""
+    async def _open(self, part: BlobPart | StoredPart) -> HotBlob | None:
+        """Open a file whose bytes are right; None if they have to be decoded."""
+        if isinstance(part, StoredPart):
+            return self._blobs.open_stored(part)
         hot = self._blobs.open_hot(part)
         if hot is None or hot.is_verified:
             return hot
@@ -118,7 +121,7 @@ class BodySender:
     def _verify_ahead(self, parts: Sequence[Part], number: int) -> None:
         """Begin to check the next blob, while this one is sent."""
         part = parts[number] if number < len(parts) else b""
-        if isinstance(part, bytes):
+        if not isinstance(part, BlobPart):
             return
         try:
             hot = self._blobs.open_hot(part)
@@ -132,7 +135,7 @@ class BodySender:
     async def _send_hot(
         self,
         descriptor: int,
-        part: BlobPart,
+        part: BlobPart | StoredPart,
         writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],

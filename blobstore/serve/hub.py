@@ -18,11 +18,10 @@ from urllib.parse import quote as percent_encoded
 
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import (
-    DEFAULT_NAMESPACE,
     DEFAULT_TAG,
     Reference,
 )
-from blobstore.serve.library import repository_of
+from blobstore.serve.library import name_of, repository_of
 from blobstore.serve.messages import content_response, json_response
 from blobstore.serve.targets import InvalidTarget, parse_form
 
@@ -130,13 +129,6 @@ def _model(
     if library.tags(repository):
         raise _Absent("RevisionNotFound", "the model has no such revision")
     raise _Absent("RepoNotFound", "there is no such model")
-
-
-def name_of(repository: Reference) -> str:
-    """Return the name that clients know a repository by."""
-    if repository.namespace == DEFAULT_NAMESPACE:
-        return repository.model
-    return f"{repository.namespace}/{repository.model}"
 
 
 def _info(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.core.files import FileVersion
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
@@ -35,7 +36,20 @@ class BlobPart(NamedTuple):
     length: int
 
 
-Part = bytes | BlobPart
+class StoredPart(NamedTuple):
+    """A range of the file of a cold blob, as it is."""
+
+    digest: Digest
+    """That of the blob."""
+    size: int
+    """Bytes of the file."""
+    begin: int
+    length: int
+    version: FileVersion
+    """What the file must still be."""
+
+
+Part = bytes | BlobPart | StoredPart
 
 
 @dataclass(frozen=True, slots=True)
