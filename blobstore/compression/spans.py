@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _BLOCKS: Final = {
-    # MLX has types with the names of two types of GGUF, which docs/format.md therefore calls otherwise.
+    # MLX has types with the names of two types of GGUF, which
+    # docs/reference/format.md therefore calls otherwise.
     f"{'gguf_' if fields.kind.name in {'MXFP4', 'NVFP4'} else ''}{fields.kind.name.lower()}": fields.kind
     for fields in FIELDS.values()
 }

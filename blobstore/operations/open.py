@@ -149,7 +149,7 @@ def open_model(
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
-        NotTrusted: the policy refuses the model; see docs/signatures.md.
+        NotTrusted: the policy refuses the model; see docs/guides/signatures.md.
         InvalidPolicy: the policy cannot be used.
         UsageError: an unknown framework or level, or a device that the framework does not have.
         MissingLibrary: the framework is not installed.

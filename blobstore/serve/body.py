@@ -10,16 +10,17 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any, cast
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
 from blobstore.serve.messages import BlobPart, StoredPart
+from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
     from typing import Protocol
 
-    from blobstore.serve.blob_reader import BlobReader, HotBlob
+    from blobstore.serve.blob_reader import BlobReader, OpenBlob
     from blobstore.serve.messages import Part
 
     class Writer(Protocol):
@@ -46,15 +47,15 @@ class BodySender:
         self._blobs = blobs
         self._executor = executor
         self._decoding = asyncio.Semaphore(_DECODED)
-        self._verifying: dict[object, asyncio.Future[None]] = {}
+        self._verifying: dict[object, asyncio.Future[object]] = {}
 
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
         for part in parts[:2]:  # a header may come before it
             if not isinstance(part, bytes):
-                hot = await self._open(part)
-                if hot is not None:
-                    os.close(hot.descriptor)
+                descriptor = await self._open(part)
+                if descriptor is not None:
+                    os.close(descriptor)
                 return
 
     async def send(
@@ -77,31 +78,35 @@ class BodySender:
                     await writer.write(part)
                 on_sent(len(part))
                 continue
-            hot = await self._open(part)
-            if hot is None:
+            descriptor = await self._open(part)
+            self._verify_ahead(parts, number + 1)
+            if descriptor is None:
                 await self._send_cold(cast("BlobPart", part), writer, on_sent)
                 continue
             try:
-                self._verify_ahead(parts, number + 1)
-                await self._send_hot(hot.descriptor, part, writer, transport, on_sent)
+                await self._send_hot(descriptor, part, writer, transport, on_sent)
             finally:
-                os.close(hot.descriptor)
+                os.close(descriptor)
 
-    async def _open(self, part: BlobPart | StoredPart) -> HotBlob | None:
-        """Open a file whose bytes are right; None if they have to be decoded."""
+    async def _open(self, part: BlobPart | StoredPart) -> int | None:
+        """Open a file whose bytes are right, and return its descriptor; None if they have to be decoded."""
         if isinstance(part, StoredPart):
             return self._blobs.open_stored(part)
-        hot = self._blobs.open_hot(part)
-        if hot is None or hot.is_verified:
-            return hot
-        try:
-            await asyncio.shield(self._verification(part))
-        except BaseException:
-            os.close(hot.descriptor)
-            raise
-        return hot
+        for _ in range(LOOKS):
+            blob = self._blobs.open(part)
+            if blob.is_verified:
+                return blob.descriptor
+            try:
+                state = await asyncio.shield(self._verification(part))
+            except BaseException:
+                _close(blob)
+                raise
+            if state == blob.state:
+                return blob.descriptor
+            _close(blob)  # it was frozen, thawed or replaced in the meantime
+        raise StoreError(f"blob {part.digest} changes again and again")
 
-    def _verification(self, part: BlobPart) -> asyncio.Future[None]:
+    def _verification(self, part: BlobPart) -> asyncio.Future[object]:
         """Return the check of a blob, of which all responses share one."""
         key = (part.digest, part.size)
         running = self._verifying.get(key)
@@ -110,7 +115,7 @@ class BodySender:
             running = loop.run_in_executor(self._executor, self._blobs.verify, *key)
             self._verifying[key] = running
 
-            def forget(done: asyncio.Future[None]) -> None:
+            def forget(done: asyncio.Future[object]) -> None:
                 del self._verifying[key]
                 if not done.cancelled():
                     done.exception()  # read it: maybe nobody waits for this check
@@ -124,13 +129,12 @@ class BodySender:
         if not isinstance(part, BlobPart):
             return
         try:
-            hot = self._blobs.open_hot(part)
+            blob = self._blobs.open(part)
         except (BlobstoreError, OSError):  # reported when the blob is sent
             return
-        if hot is not None:
-            os.close(hot.descriptor)
-            if not hot.is_verified:
-                self._verification(part)
+        _close(blob)
+        if not blob.is_verified:
+            self._verification(part)
 
     async def _send_hot(
         self,
@@ -186,3 +190,8 @@ class BodySender:
                 await asyncio.wait([waiting])  # a generator cannot be left while it runs
             for _ in range(held):
                 self._decoding.release()
+
+
+def _close(blob: OpenBlob) -> None:
+    if blob.descriptor is not None:
+        os.close(blob.descriptor)

@@ -1,6 +1,6 @@
 """The part of the Hub's HTTP interface that its clients load models with.
 
-A repository is a model of the store, with or without a namespace. Its tags are revisions, ``main`` is
+A repository is a model of the store, with or without a namespace or a host. Its tags are revisions, ``main`` is
 ``latest``, and 40 hexadecimal digits are a commit. Every file is listed as a large one, with the sha256 of
 its bytes, which is its ETag too: the clients compare both. Nothing here leads a client to another host, and
 nothing says that the Xet protocol is spoken.
@@ -17,10 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
 
 from blobstore.errors import InvalidReference
-from blobstore.manifests.reference import (
-    DEFAULT_TAG,
-    Reference,
-)
+from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.library import name_of, repository_of
 from blobstore.serve.messages import content_response, json_response
 from blobstore.serve.targets import InvalidTarget, parse_form
@@ -77,7 +74,7 @@ def hub_response(request: Request, target: Target, library: Library) -> Response
 
 def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | None:
     """Return the repository, what is asked of it, and the rest of the path."""
-    for count in (2, 1):  # a repository with a namespace, or without
+    for count in (2, 1, 3):  # a repository with a namespace, without, and with a host
         if len(segments) > count and segments[count] in _ACTIONS:
             repository = repository_of(*segments[:count])
             if repository is None:
@@ -152,7 +149,7 @@ def _info(
         "_id": model.commit[:24],
         "id": name,
         "modelId": name,
-        "author": repository.namespace,
+        "author": name.rpartition("/")[0] or repository.namespace,
         "sha": model.commit,
         "private": False,
         "gated": False,
@@ -180,14 +177,14 @@ def _models(request: Request, target: Target, library: Library) -> Response:
     author, search = target.first("author"), target.first("search").casefold()
     names: dict[str, Reference] = {}
     for reference in library.models():
-        if repository_of(reference.namespace, reference.model) == Reference(
-            *reference.parts[:3], DEFAULT_TAG
-        ):
-            names.setdefault(name_of(reference), reference)
+        name = name_of(reference)
+        if repository_of(*name.split("/")) == Reference(*reference.parts[:3], DEFAULT_TAG):
+            names.setdefault(name, reference)
     value = [
         {"_id": name, "id": name, "modelId": name, "private": False, "tags": []}
         for name, reference in names.items()
-        if author in ("", reference.namespace) and search in name.casefold()
+        if author in ("", name.rpartition("/")[0] or reference.namespace)
+        and search in name.casefold()
     ]
     return json_response(request, list(islice(value, _limit(target))))
 

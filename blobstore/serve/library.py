@@ -8,6 +8,7 @@ that has to be fetched from elsewhere can become such work, too.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -161,6 +162,13 @@ class Library:
         if found is None:
             raise NotPrepared(self._make_image, tag, reference, version)
         return found
+
+    def watch(self, reference: Reference) -> Callable[[], bool] | None:
+        """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
+        known = self._names.get(reference)
+        if known is None:
+            return None
+        return lambda: self.store.manifest_version(reference) != known[0]
 
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
         """Yield what a registry has of a repository, also of versions that no tag names any more.
@@ -377,21 +385,33 @@ class _Kept(Generic[_Key, _Value]):
 
 _NO_MODEL = Digest("0" * 64)
 _MAX_COMMITS = 10_000
+_PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
 
 
 def repository_of(*parts: str) -> Reference | None:
-    """Return the repository that the parts of a path name, with any tag; None if it names none."""
-    if not 1 <= len(parts) <= 2:  # noqa: PLR2004 - a namespace and a model
+    """Return the repository that the parts of a path name, with any tag; None if it names none.
+
+    Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
+    namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
+    """
+    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a host, a namespace and a model
         return None
-    namespace = parts[0] if len(parts) > 1 else DEFAULT_NAMESPACE
+    *first, model = parts
+    host, separator, namespace = "/".join(first or [DEFAULT_NAMESPACE]).rpartition(
+        "/" if len(first) > 1 else "."
+    )
+    host = _PORT.sub(r":\1", host) if separator else DEFAULT_HOST
     try:
-        return Reference(DEFAULT_HOST, namespace, parts[-1], DEFAULT_TAG)
+        return Reference(host, namespace, model, DEFAULT_TAG)
     except InvalidReference:
         return None
 
 
 def name_of(repository: Reference) -> str:
-    """Return the name that clients know a repository by."""
+    """Return the name that clients of the Hub know a repository by; see :func:`repository_of`."""
+    if repository.host != DEFAULT_HOST:
+        host = repository.host.replace(":", "_")
+        return f"{host}.{repository.namespace}/{repository.model}"
     if repository.namespace == DEFAULT_NAMESPACE:
         return repository.model
     return f"{repository.namespace}/{repository.model}"

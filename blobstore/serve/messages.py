@@ -63,6 +63,14 @@ class Request:
     body: bytes = b""
 
 
+class Wait(NamedTuple):
+    """How long a response may be delayed, because the client wants to know of a change."""
+
+    seconds: float
+    is_over: Callable[[], bool]
+    """Returns whether there is another response by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """A response. A response to HEAD has no parts, and the headers of the one to GET."""
@@ -72,6 +80,8 @@ class Response:
     parts: Sequence[Part] = ()
     in_use: Callable[[], object] = _nothing
     """Is called from time to time while the parts are sent, so that their blobs are kept."""
+    wait: Wait | None = None
+    """Set if the client asked to hear of a change, and there is none yet."""
 
     def __post_init__(self) -> None:
         """Refuse headers that a text from elsewhere would split. Raises ValueError."""
@@ -150,7 +160,7 @@ def content_response(
     """
     quoted = f'"{etag}"'
     described = {"ETag": quoted, "Accept-Ranges": "bytes", **headers}
-    if _has_tag(request.headers.get("if-none-match", ""), quoted):
+    if has_tag(request, quoted):
         return Response(304, described)
     described.setdefault("Content-Type", OCTETS)
     begin, end, status = 0, content.size, 200
@@ -196,7 +206,9 @@ def requested_range(text: str, size: int) -> tuple[int, int] | None:
     return (begin, min(end, size)) if begin < size else UNSATISFIABLE
 
 
-def _has_tag(listed: str, quoted: str) -> bool:
+def has_tag(request: Request, quoted: str) -> bool:
+    """Return whether the client has the version with this validator, which has its quotes."""
+    listed = request.headers.get("if-none-match", "")
     if not listed:
         return False
     return listed.strip() == "*" or quoted in (

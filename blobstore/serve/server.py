@@ -59,10 +59,12 @@ _PREPARERS = 4
 _CLIENT_LEFT = 499
 """What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
+_WATCH_SECONDS = 0.25
+"""Between two looks at a manifest that a client waits for."""
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
-    *("sec-fetch-site", "x-forwarded-proto", "user-agent"),
+    *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer"),
 )
 """The headers that anything here reads."""
 
@@ -180,6 +182,8 @@ class Server:
                 return web.Response(status=413)
             exchange.request = replace(exchange.request, body=body)
         response = await self._response(exchange.request, answer)
+        if response.wait is not None:
+            response = await self._awaited(raw, exchange.request, response, answer)
         if any(not isinstance(part, bytes) for part in response.parts):
             response = await self._checked(exchange.request, response)
         exchange.status = response.status
@@ -231,6 +235,21 @@ class Server:
             await self._sender.first(response.parts)
         except BlobstoreError as error:
             return self._failed(request, error)
+        return response
+
+    async def _awaited(
+        self, raw: web.BaseRequest, request: Request, response: Response, answer: Answer
+    ) -> Response:
+        """Return another response as soon as there is one, or this one when the client has waited long enough."""
+        assert response.wait is not None  # noqa: S101
+        end = time.monotonic() + response.wait.seconds
+        while (wait := response.wait) is not None:
+            while not wait.is_over():
+                has_left = raw.transport is None or raw.transport.is_closing()
+                if time.monotonic() >= end or has_left or interrupts.is_requested():
+                    return response
+                await asyncio.sleep(_WATCH_SECONDS)
+            response = await self._response(request, answer)
         return response
 
     async def _response(self, request: Request, answer: Answer) -> Response:

@@ -11,21 +11,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.errors import ModelNotFound
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.registry.client import RegistryClient
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-from tests.support.serve_process import Serving, connect, serving
+from tests.support.serve_process import SECONDS, Serving, connect, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
@@ -36,6 +39,13 @@ TOKEN = "hf_a-secret-token"
 def server(library: Library, tmp_path: Path) -> Iterator[Serving]:
     with serving(library.store, tmp_path) as running:
         yield running
+
+
+def wait_until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def large_model(store: LocalStore, folder: Path) -> bytes:
@@ -308,3 +318,31 @@ def test_dense_models_of_odd_names_are_served(store: LocalStore, tmp_path: Path)
     with serving(store, tmp_path) as server:
         body = server.request("/dense/resolve/main/model.safetensors")[2]
     assert body == (source / "model.safetensors").read_bytes()
+
+
+def test_a_client_hears_of_another_manifest_while_it_waits(
+    server: Serving, library: Library, tmp_path: Path
+) -> None:
+    host = server.host
+    with RegistryClient(host) as client:
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
+        waited = client.watch_manifest("org/model", "latest", first, 1)
+        assert waited == (first, True)
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
+            wait_until(lambda: server.metric("open_requests") == 2)
+            source = write_folder(tmp_path / "new", moe_tensors())
+            made = create(source, "org/model", store=library.store)
+            assert later.result(60)[0] not in (first, made.digest)
+        with pytest.raises(ModelNotFound):
+            client.watch_manifest("org/model", "none", first, 1)
+
+
+def test_a_client_that_waits_does_not_keep_the_server_from_ending(server: Serving) -> None:
+    with RegistryClient(server.host) as client:
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
+            wait_until(lambda: server.metric("open_requests") == 2)
+            assert server.stop() == 143
+            assert later.result(60) == (first, True)
