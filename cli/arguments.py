@@ -90,7 +90,7 @@ class _ModelName(_ParamType):
             raise UsageError(
                 f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
                 "store",
-                advice="pull it first",
+                advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
             )
         elif not (self._or_path or is_pattern(value)):
             if (scheme := scheme_of(value)) is not None:
