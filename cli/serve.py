@@ -80,6 +80,7 @@ def command(
     """
     from blobstore.serve.serve import serve
 
+    output.show_note(*arguments.store_notes(store))
     serve(
         store,
         host=host,
