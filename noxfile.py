@@ -70,9 +70,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run the examples in the documents, and check their links and their prose."""
+    """Run the examples in the documents, check links and prose, and build the site."""
     install(session, "test")
-    session.run("pytest", "-n", "2", "tests/test_docs.py", "tests/test_prose.py", *session.posargs)
+    pages = ("tests/test_docs.py", "tests/test_prose.py", "tests/test_site.py")
+    session.run("pytest", "-n", "2", *pages, *session.posargs)
 
 
 @nox.session

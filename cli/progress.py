@@ -41,7 +41,7 @@ def progress_bar() -> Iterator[Progress | None]:
         yield None
         return
     if not sys.stderr.isatty() or os.environ.get("TERM", "") in _DUMB_TERMINALS:
-        yield _progress_lines()
+        yield progress_lines()
         return
     _draw(_HIDE_CURSOR)
     try:
@@ -126,7 +126,7 @@ def resumable_progress() -> Iterator[Progress | None]:
         raise
 
 
-def _progress_lines() -> Progress:
+def progress_lines() -> Progress:
     """Return a function that prints a line of progress now and then, for logs."""
     phase = _Phase()
     shown = time.monotonic()

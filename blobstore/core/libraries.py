@@ -24,6 +24,8 @@ _PACKAGES = {
     "cryptography": "'tensor-blobstore[sign]'",
     "obstore": "'tensor-blobstore[objects]'",
     "botocore": "'tensor-blobstore[aws]'",
+    "xxhash": "'tensor-blobstore[follow]'",
+    "blake3": "'tensor-blobstore[follow]'",
     "distributed": "'tensor-blobstore[dask]'",
     "ray": "'tensor-blobstore[ray]'",
 }

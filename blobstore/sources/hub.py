@@ -39,6 +39,7 @@ from blobstore.sources.hub_listing import (
     cached_listing,
     cached_snapshot,
     files_in_snapshot,
+    find_commit,
     list_repository,
     listing_of,
     retry_after,
@@ -200,6 +201,19 @@ def download(
         with suppress(OSError):  # the model is complete without it
             cache_listing(folder, revision, entries)
         return taken
+
+
+def commit_of(text: str) -> str:
+    """Return the commit that a repository is at now, as the Hub says.
+
+    Raises:
+        UsageError: ``text`` is not a Hub id.
+        SourceNotFound: the repository or the revision does not exist.
+        SourceError: access is denied, or the Hub cannot be reached.
+    """
+    repo, revision = parse_hub_id(text)
+    with _client_errors(repo, revision):
+        return find_commit(repo, revision)
 
 
 def cached_repository(path: Path) -> str | None:

@@ -417,7 +417,11 @@ class _Collection:
             if entry.name.rpartition("-")[0] not in leased.held
         ]
         known = {digest.hex for digest in self._marks.manifests()}
-        caches = [entry for entry in scan_folder(folder("headers")) if entry.name not in known]
+        caches = [
+            entry
+            for entry in scan_folder(folder("headers"))
+            if entry.name.partition(".")[0] not in known
+        ]
         # Files that begin with a dot are caches that were being written when their process died.
         for parent in (folder("headers").parent, folder("remotes")):
             caches += [entry for entry in scan_folder(parent) if entry.name[0] == "."]
