@@ -80,7 +80,8 @@ def command(
     """
     from blobstore.serve.serve import serve
 
-    output.show_note(*arguments.store_notes(store))
+    if upstream is None:  # an upstream fills a store that is not there yet
+        output.show_note(*arguments.store_notes(store))
     serve(
         store,
         host=host,
