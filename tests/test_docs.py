@@ -225,3 +225,15 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
 
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", ".devcontainer/Dockerfile"])
+def test_contributors_install_what_ci_installs(path: str) -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    packages = set(re.findall(r"missing\+=\((\S+)\)", script))
+    (command,) = re.findall(
+        r"apt-get install (?:-y --no-install-recommends )?((?:[^\n]|(?<=\\)\n)+)",
+        (ROOT / path).read_text(encoding="utf-8"),
+    )
+    assert len(packages) > 5
+    assert packages <= set(command.split())

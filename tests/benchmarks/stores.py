@@ -136,7 +136,9 @@ STORES = {
 
 def flip_a_byte(folder: Path) -> None:
     """Change a byte in the middle of the largest file."""
-    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    largest = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
     largest.chmod(0o644)
     with largest.open("r+b") as file:
         file.seek(largest.stat().st_size // 2)
