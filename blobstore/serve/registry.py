@@ -75,7 +75,7 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
 
 
 def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
-    """Return the repository of a name; None if it is no name.
+    """Return the repository of a name; None if the name is malformed.
 
     containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
     """
