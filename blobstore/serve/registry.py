@@ -12,10 +12,11 @@ import contextlib
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.serve.library import repository_of
 from blobstore.serve.messages import (
@@ -55,6 +56,8 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
         return None
     if segments[1:] in ((), ("",)):
         return json_response(request, {}, headers=API_VERSION)
+    if segments[1:] == ("_catalog",):
+        return _catalog(request, target, library)
     if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
     *name, action, what = segments[1:]
@@ -168,16 +171,38 @@ def _tags(
 ) -> Response:
     if what != "list":
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
-    last, text = target.first("last"), target.first("n")
-    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
-    tags = [one.tag for one in library.tags(repository) if one.tag > last]
-    headers = dict(API_VERSION)
-    page = tags[:limit]
-    if page and len(tags) > limit:
-        path = "/".join(target.segments)
-        headers["Link"] = f'</{path}?n={limit}&last={page[-1]}>; rel="next"'
+    page, headers = _page([one.tag for one in library.tags(repository)], target)
     name = "/".join(target.segments[1:-2])
     return json_response(request, {"name": name, "tags": page}, headers=headers)
+
+
+def _catalog(request: Request, target: Target, library: Library) -> Response:
+    """Return the names of all repositories."""
+    names = {_name_of(reference) for reference in library.models()}
+    page, headers = _page(sorted(names), target)
+    return json_response(request, {"repositories": page}, headers=headers)
+
+
+def _name_of(reference: Reference) -> str:
+    """Return the name of a repository, as clients of registries spell it."""
+    host, namespace, model, _ = reference.parts
+    name = f"{namespace}/{model}" if namespace != DEFAULT_NAMESPACE else model
+    if host != DEFAULT_HOST:
+        name = f"{host.replace(':', '_')}/{namespace}/{model}"
+    return name.lower()
+
+
+def _page(names: Sequence[str], target: Target) -> tuple[list[str], dict[str, str]]:
+    """Return the names that a client asks for of a sorted list, and the headers of the response."""
+    last, text = target.first("last"), target.first("n")
+    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
+    found = [name for name in names if name > last]
+    headers = dict(API_VERSION)
+    page = found[:limit]
+    if page and len(found) > limit:
+        path = "/".join(target.segments)
+        headers["Link"] = f'</{path}?n={limit}&last={quote(page[-1], safe="")}>; rel="next"'
+    return page, headers
 
 
 def _referrers(
