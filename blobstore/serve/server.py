@@ -245,9 +245,9 @@ class Server:
         self, raw: web.BaseRequest, request: Request, response: Response, answer: Answer
     ) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
-        assert response.wait is not None  # noqa: S101
-        end = time.monotonic() + response.wait.seconds
+        end = None
         while (wait := response.wait) is not None:
+            end = end or time.monotonic() + wait.seconds
             while not wait.is_over():
                 has_left = raw.transport is None or raw.transport.is_closing()
                 if time.monotonic() >= end or has_left or interrupts.is_requested():

@@ -17,17 +17,23 @@ import pytest
 from numpy import array_equal
 from safetensors.numpy import load_file
 
+import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import RemoteError
+from blobstore.errors import RemoteError, RemoteRefused, UsageError
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.maintenance.remote_names import remove_remote, tag_remote
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
+from blobstore.registry.credentials import LoginFiles
+from blobstore.registry.protocol import Login
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.real import record_clients
-from tests.support.models import dense_tensors, moe_tensors, write_folder
+from tests.support import frozen
+from tests.support.models import add_blobs, dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import GGUF_FILE
 from tests.support.recorded_clients import blob_of_ollama, recorded_library
 from tests.support.registry import proxied_registry, running_registry
@@ -208,6 +214,104 @@ def test_pull_of_the_image_gets_the_same_model(
 
 
 @needs_skopeo
+def test_a_fine_tune_moves_as_deltas_to_a_client_that_has_the_base(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    cold_size = put_family(store)
+    first, second = LocalStore(tmp_path / "first"), LocalStore(tmp_path / "second")
+    with serving(store, tmp_path) as server:
+        pull_model(f"{server.url}/org/base", "org/base", store=first)
+        before = server.metric("sent_bytes_total")
+        pulled = pull_model(f"{server.url}/org/tuned", "org/tuned", store=first)
+        sent = server.metric("sent_bytes_total") - before
+        assert pulled.bytes_fetched < sent < 1.05 * cold_size
+        # Without the base, the blobs come as they are.
+        whole = pull_model(f"{server.url}/org/tuned", "org/tuned", store=second)
+        assert whole.bytes_saved == 0
+        assert whole.bytes_fetched == sum(blob.size for blob in store.resolve("org/tuned").blobs)
+    for other in (first, second):
+        assert other.read_manifest("org/tuned") == store.read_manifest("org/tuned")
+        assert not verify_models("org/tuned", store=other).faults
+
+
+def put_family(store: LocalStore) -> int:
+    """Make a frozen base and a frozen fine-tune of it, and return the bytes of the latter's compressed forms."""
+    count = 1 << 19
+    frozen.put(store, "org/base", {"a": 1, "b": 2}, count)
+    tuned = {
+        name: frozen.layer(name, frozen.tuned(seed + 7, of=seed, count=count))
+        for name, seed in (("a", 1), ("b", 2))
+    }
+    add_blobs(store, "org/tuned", tuned)
+    freeze_models(["org/base", "org/tuned"], store=store)
+    layers = frozen.layers(store, "org/tuned").values()
+    assert all(store.open_cold(*layer.id).base is not None for layer in layers)
+    return sum(store.open_cold(*layer.id).stored for layer in layers)
+
+
+def test_open_reads_what_is_used_and_deltas_where_the_base_is_here(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    cold_size = put_family(store)
+    other = LocalStore(tmp_path / "other")
+    with serving(store, tmp_path) as server:
+        address = f"{server.url}/org/tuned"
+        before = server.metric("sent_bytes_total")
+        with (
+            blobstore.open(address, store=other, cache="none") as model,
+            blobstore.open("org/tuned", store=store) as expected,
+        ):
+            assert model.get_slice("a")[:100].tobytes() == expected["a"][:100].tobytes()
+            part = server.metric("sent_bytes_total") - before
+            assert part < 0.5 * model["a"].nbytes
+            assert model["b"].tobytes() == expected["b"].tobytes()
+        with blobstore.open(f"{server.url}/org/base", store=other) as model:
+            model.tensors()
+        plan = blobstore.open(address, store=other, plan=True)
+        assert plan.bytes_to_read < 1.05 * cold_size
+        with (
+            blobstore.open(address, store=other) as model,
+            blobstore.open("org/tuned", store=store) as expected,
+        ):
+            for name in expected:
+                assert model[name].tobytes() == expected[name].tobytes()
+
+
+def test_models_of_a_server_are_read_by_address_and_never_changed(
+    server: Serving, models: LocalStore, tmp_path: Path
+) -> None:
+    address = f"{server.url}/org/moe"
+    entries = read_remote_catalog(server.url)
+    assert [entry.address for entry in entries] == [
+        f"{server.url}/org/dense:latest",
+        f"{address}:latest",
+    ]
+    there = blobstore.info(address, store=tmp_path / "other")
+    assert there.types == blobstore.info("org/moe", store=models).types
+    for change in (
+        lambda: push_model("org/moe", f"{server.url}/org/new", store=models),
+        lambda: tag_remote(address, "v1"),
+        lambda: remove_remote([address]),
+    ):
+        with pytest.raises(UsageError, match="is the address of a server that only reads"):
+            change()
+
+
+def test_a_login_is_used_for_addresses_with_http(
+    models: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{TOKEN}\n")
+    with serving(models, tmp_path, f"--token-file={tokens}") as server:
+        with pytest.raises(RemoteRefused, match="blobstore login"):
+            blobstore.open(f"{server.url}/org/dense", store=tmp_path / "other")
+        LoginFiles().store(server.host, Login("node", TOKEN))
+        with blobstore.open(f"{server.url}/org/dense", store=tmp_path / "other") as model:
+            assert model.tensors()
+        assert TOKEN not in server.log_file.read_text()
+
+
 def test_the_image_is_the_one_that_push_sends(
     server: Serving, models: LocalStore, tmp_path: Path
 ) -> None:

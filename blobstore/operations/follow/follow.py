@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
-from blobstore.core.digest import Digest
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.places import Target, find_place
+from blobstore.operations.follow.trainer import SCHEMES, TrainerFolder
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.operations.transfer.pull import STREAMS
@@ -31,6 +31,7 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.operations.follow.places import Place
 
@@ -87,7 +88,9 @@ def follow(
         reference: the name.
         source: a tag in a registry or at ``blobstore serve`` (``oci://host/repository:tag``), a name in
             object storage (``s3://``, ``gs://``, ``az://``, ``file://``), a repository of the Hub
-            (``hf://org/name@revision``), or the folder of another store, which has the same name.
+            (``hf://org/name@revision``), the folder of another store, which has the same name, or a folder
+            that a trainer writes (``slime:FOLDER``, ``sglang:FOLDER``, ``modelexpress:FOLDER``). The changes of
+            a trainer apply to the model that the name has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         interval: seconds between two questions. ``blobstore serve`` waits up to half a minute, and answers
             when there is another version.
@@ -122,7 +125,8 @@ def follow(
         transfer=options,
     )
     target.store.check_name(target.reference)
-    place = find_place(target, source)
+    is_trained = source.startswith(SCHEMES)
+    place = TrainerFolder(target, source) if is_trained else find_place(target, source)
     follower = _Follower(target, source, place, keep_last)
     return _versions(follower, interval, stop or threading.Event(), on_error, once=once)
 

@@ -16,12 +16,13 @@ from tests.unit.cli.running import LAUNCHER, environment
 ROOT = Path(__file__).parents[3]
 OPTIONAL = (
     *("aiohttp", "botocore", "cryptography", "distributed", "httpx2", "huggingface_hub", "mlx"),
-    *("obstore", "ray", "torch"),
+    *("obstore", "ray", "torch", "xxhash"),
 )
 # For each extra, a library that it brings, and a command that needs it or a framework to open a model for.
 NEEDING = {
     "aws": ("botocore", ["list", "s3://bucket"]),
     "dask": ("distributed", ["ingest", "LIST", "--executor", "dask://127.0.0.1:1"]),
+    "follow": ("xxhash", ["push", "dense", "VERSIONS", "--as=slime", "--base=dense"]),
     "hub": ("huggingface_hub", ["create", "hf://org/name", "other"]),
     "mlx": ("mlx", "mlx"),
     "objects": ("obstore", ["list", "file:///nowhere/store"]),

@@ -123,6 +123,7 @@ def test_a_frozen_model_is_served(store: LocalStore, tmp_path: Path) -> None:
 
 
 def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
+    store.root.mkdir()
     command = [sys.executable, "-m", "blobstore.cli", "serve", "--host", "0.0.0.0", "--port=0"]
     result = subprocess.run(
         [*command, "--store", str(store.root)], capture_output=True, text=True, check=False
@@ -132,6 +133,7 @@ def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
 
 
 def test_a_port_that_is_taken_is_an_error(store: LocalStore) -> None:
+    store.root.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "blobstore.cli", "serve", f"--port={port}"]
