@@ -80,7 +80,8 @@ def command(
     """
     from blobstore.serve.serve import serve
 
-    output.show_note(*arguments.store_notes(store))
+    if upstream is None:  # else the first model makes the store
+        output.show_note(*arguments.store_notes(store))
     serve(
         store,
         host=host,
