@@ -54,7 +54,9 @@ def test_certificate_is_shown_to_a_registry_that_requires_one(home: Path) -> Non
         folder.mkdir(parents=True)
         (folder / "ca.crt").write_bytes(own.read_bytes())
         # Final, however often a lost connection is tried again.
-        with pytest.raises(RemoteRefused, match=f"certificate of this machine.*certs.d/{server.host}"):
+        with pytest.raises(
+            RemoteRefused, match=f"certificate of this machine.*certs.d/{server.host}"
+        ):
             login(server)
         assert server.requests == []
         (folder / "client.cert").write_bytes(client.read_bytes())
