@@ -49,6 +49,8 @@ _ELSEWHERE = {
         ("env", "config", "whoami", "cache", "where"),
         "the store is the folder of --store or $BLOBSTORE_HOME; 'blobstore du' shows what is there",
     ),
+    "quantize": "'blobstore create SOURCE NAME --quantize TYPE' quantizes what it imports",
+    "dequantize": "'blobstore export NAME DIR --dequantize' writes plain values",
     **dict.fromkeys(
         ("doctor", "status"), "'blobstore verify' checks a store, and 'blobstore du' sums it up"
     ),

@@ -62,7 +62,14 @@ class Transport:
         find_login: Callable[[str], Login | None],
         limiter: RateLimiter | None,
         patience: Patience,
+        authorization: str | None = None,
     ) -> None:
+        """Connect to nothing yet.
+
+        ``authorization`` is the header of all requests to the host, which is asked for no challenge then; empty
+        for none.
+        """
+        self._fixed = authorization
         self.base = f"{'http' if plain_http else 'https'}://{host}"
         self.patience = patience
         self._limiter = limiter
@@ -264,6 +271,8 @@ class Transport:
         """Send a request, with authorization if it goes to the registry and that asks for it."""
         if request.is_for_token or not protocol.has_same_origin(url, self.base):
             return self._send(client, request, url, None)
+        if self._fixed is not None:
+            return self._send(client, request, url, self._fixed or None)
         for _ in range(_MAX_CHALLENGES):
             with self._authorizer.authorized(request.scopes) as authorization:
                 response = self._send(client, request, url, authorization)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.core.files import FileVersion
+    from blobstore.serve.arriving_file import ArrivingFile
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
@@ -35,7 +37,28 @@ class BlobPart(NamedTuple):
     length: int
 
 
-Part = bytes | BlobPart
+class FilePart(NamedTuple):
+    """A range of a file that is being fetched."""
+
+    file: ArrivingFile
+    begin: int
+    length: int
+
+
+class StoredPart(NamedTuple):
+    """A range of the file of a cold blob, as it is."""
+
+    digest: Digest
+    """That of the blob."""
+    size: int
+    """Bytes of the file."""
+    begin: int
+    length: int
+    version: FileVersion
+    """What the file must still be."""
+
+
+Part = bytes | BlobPart | FilePart | StoredPart
 
 
 @dataclass(frozen=True, slots=True)

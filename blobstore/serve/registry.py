@@ -12,12 +12,14 @@ import contextlib
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import DEFAULT_NAMESPACE, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 from blobstore.registry.manifest import OCI_INDEX
-from blobstore.serve.library import repository_of
+from blobstore.registry.reference import is_repository
+from blobstore.serve.library import IMAGE, MAIN, repository_of
 from blobstore.serve.messages import (
     Response,
     Wait,
@@ -55,16 +57,30 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
         return None
     if segments[1:] in ((), ("",)):
         return json_response(request, {}, headers=API_VERSION)
+    if segments[1:] == ("_catalog",):
+        return _repositories(request, target, library)
     if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
     *name, action, what = segments[1:]
     repository = _repository(name, target.first("ns"), library)
     if repository is None or not library.tags(repository):
         return error_response(request, 404, "NAME_UNKNOWN", "there is no such model")
-    if action == "manifests":
-        return _manifest(request, repository, what, library)
     if action == "tags":
         return _tags(request, target, repository, what, library)
+    return _part(request, target, repository, (action, what), library)
+
+
+def _part(
+    request: Request,
+    target: Target,
+    repository: Reference,
+    place: tuple[str, str],
+    library: Library,
+) -> Response:
+    """Return the response to a request for a manifest or a blob, or for what refers to one."""
+    action, what = place
+    if action == "manifests":
+        return _manifest(request, repository, what, library)
     try:
         digest = Digest.parse(what)
     except InvalidDigest:
@@ -72,6 +88,23 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     if action == "blobs":
         return _blob(request, repository, digest, library)
     return _referrers(request, target, repository, digest, library)
+
+
+def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str | None] | None:
+    """Return the repository and the revision that a target is about; None for targets of another kind.
+
+    The revision is None if the target is about a manifest or a blob by its digest.
+    """
+    if len(target.segments) < 4 or target.segments[-2] not in _ACTIONS:  # noqa: PLR2004 - as below
+        return None
+    *name, action, what = target.segments[1:]
+    repository = _repository(name, target.first("ns"), library)
+    if repository is None:
+        return None
+    if action not in ("tags", "manifests") or ":" in what or what.startswith("sha256-"):
+        return repository, None
+    tag = DEFAULT_TAG if action == "tags" else what.removesuffix(IMAGE)
+    return repository, MAIN if tag == DEFAULT_TAG else tag
 
 
 def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
@@ -156,7 +189,7 @@ def _named(repository: Reference, what: str, library: Library) -> Sequence[Remot
 def _blob(request: Request, repository: Reference, digest: Digest, library: Library) -> Response:
     for artifact in library.artifacts(repository):
         content = artifact.blobs.get(digest)
-        if content is not None:
+        if content is not None and library.has_files(content):
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
             in_use = partial(library.keep, artifact)
             return content_response(request, content, str(digest), headers, in_use)
@@ -168,16 +201,36 @@ def _tags(
 ) -> Response:
     if what != "list":
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
-    last, text = target.first("last"), target.first("n")
-    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
-    tags = [one.tag for one in library.tags(repository) if one.tag > last]
-    headers = dict(API_VERSION)
-    page = tags[:limit]
-    if page and len(tags) > limit:
-        path = "/".join(target.segments)
-        headers["Link"] = f'</{path}?n={limit}&last={page[-1]}>; rel="next"'
+    page, headers = _page(target, [one.tag for one in library.tags(repository)])
     name = "/".join(target.segments[1:-2])
     return json_response(request, {"name": name, "tags": page}, headers=headers)
+
+
+def _repositories(request: Request, target: Target, library: Library) -> Response:
+    """Return the repositories, which clients read in small letters alone."""
+    names = {_name_of(one).lower() for one in library.models()}
+    page, headers = _page(target, sorted(name for name in names if is_repository(name)))
+    return json_response(request, {"repositories": page}, headers=headers)
+
+
+def _name_of(repository: Reference) -> str:
+    """Return the name that clients of registries know a repository by."""
+    names: Sequence[str] = repository.parts[:3]
+    if repository.host == DEFAULT_HOST:
+        names = names[1:] if repository.namespace != DEFAULT_NAMESPACE else names[2:]
+    return "/".join(names)
+
+
+def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Return the page of sorted names that a request is for, and its headers."""
+    last, text = target.first("last"), target.first("n")
+    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
+    rest = [name for name in names if name > last]
+    headers, page = dict(API_VERSION), rest[:limit]
+    if page and len(rest) > limit:
+        path, after = "/".join(target.segments), quote(page[-1], safe="")
+        headers["Link"] = f'</{path}?n={limit}&last={after}>; rel="next"'
+    return page, headers
 
 
 def _referrers(
@@ -185,6 +238,8 @@ def _referrers(
 ) -> Response:
     listed: list[Any] = []
     for artifact in library.artifacts(repository):
+        if digest == artifact.roots[0].digest:
+            library.list_cold_files(artifact)
         listed = listed or list(artifact.referrers.get(digest, ()))
     headers = dict(API_VERSION)
     if kind := target.first("artifactType"):

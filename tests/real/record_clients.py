@@ -155,12 +155,12 @@ def record(client: str, library: Library, folder: Path) -> None:
     """Run a client, and write its log."""
     version = version_of(client)
     if not version:
-        print(f"{client} is not installed")
+        sys.stdout.write(f"{client} is not installed\n")
         return
     with recording(library) as (host, entries):
         CLIENTS[client](host, folder)
     save_log(f"{client}-{version}", entries, library)
-    print(f"{client} {version}: {len(entries)} requests")
+    sys.stdout.write(f"{client} {version}: {len(entries)} requests\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
