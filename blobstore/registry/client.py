@@ -78,6 +78,7 @@ class RegistryClient:
         limiter: RateLimiter | None = None,
         patience: Patience | None = None,
         part_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -89,6 +90,7 @@ class RegistryClient:
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
             part_size: bytes of a blob that one request sends at most; by default 64 MiB.
+            headers: more headers of each request.
 
         Raises:
             InvalidReference: the host is not valid.
@@ -111,6 +113,7 @@ class RegistryClient:
             find_login=lambda repository: known.find(host, repository),
             limiter=limiter,
             patience=patience or Patience(),
+            headers=headers,
         )
 
     @property

@@ -89,7 +89,9 @@ def skopeo(host: str, folder: Path) -> None:
     """Copy, mirror and describe."""
     name, plain = f"docker://{host}/{MODEL.lower()}", "--src-tls-verify=false"
     for tag in ("latest", "latest.image"):
-        subprocess.run(["skopeo", "copy", plain, f"{name}:{tag}", f"dir:{folder}/{tag}"], check=True)
+        subprocess.run(
+            ["skopeo", "copy", plain, f"{name}:{tag}", f"dir:{folder}/{tag}"], check=True
+        )
     described = ["skopeo", "inspect", "--tls-verify=false", f"{name}:latest.image"]
     subprocess.run(described, check=True, capture_output=True)
     source = name.removeprefix("docker://")

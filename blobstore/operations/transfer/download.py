@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
@@ -20,16 +20,15 @@ from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, RemoteErro
 from blobstore.registry.protocol import DAMAGED_ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.objects.source import ObjectSource
-    from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.remotes.model_reader import RemoteClient
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
     from blobstore.store.partial import PartialBlob
@@ -77,6 +76,19 @@ class _Fetch:
         return self.blob.id if self.cold is None else self.cold.stored
 
 
+class BlobSource(Protocol):
+    """Where blobs come from."""
+
+    @property
+    def client(self) -> RemoteClient:
+        """What sends the requests."""
+
+    def read(
+        self, digest: Digest, size: int, begin: int, end: int
+    ) -> Generator[bytes | memoryview, None, None]:
+        """See :class:`~blobstore.remotes.model_reader.RemoteModelSource`."""
+
+
 class Download:
     """Fetches blobs on several threads, each with one stream.
 
@@ -87,7 +99,7 @@ class Download:
 
     def __init__(
         self,
-        source: RemoteSource | ObjectSource,
+        source: BlobSource,
         store: LocalStore,
         ingest: Ingest,
         blobs: Iterable[Descriptor],
@@ -118,7 +130,7 @@ class Download:
         decoded = sum(fetch.blob.size for fetch in self._fetches if fetch.cold is not None)
         stored = [fetch.stored for fetch in self._fetches]
         to_fetch = sum(one.size - store.partial_bytes(one) for one in stored)
-        store.check_space(to_fetch + decoded + len(source.model.manifest))
+        store.check_space(to_fetch + decoded)
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
         self._decoded: list[BlobId] = []
