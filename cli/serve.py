@@ -40,6 +40,25 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File of tokens, one on each line; each request needs one. Read again when it changes.",
 )
+@click.option(
+    "--upstream",
+    metavar="URL",
+    help="Fetch models that the store lacks from this Hub, for example https://huggingface.co.",
+)
+@click.option(
+    "--upstream-token-file",
+    type=arguments.FILE,
+    metavar="FILE",
+    help="File with the token for the upstream, for clients without a token of their own.",
+)
+@click.option(
+    "--fresh",
+    type=click.FloatRange(min=0),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="Ask the upstream again after so long what a tag is, and who may read it.",
+)
 @click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
 def command(
     store: LocalStore,
@@ -47,6 +66,9 @@ def command(
     port: int,
     allow: tuple[str, ...],
     token_file: str | None,
+    upstream: str | None,
+    upstream_token_file: str | None,
+    fresh: float,
     anonymous: bool,
 ) -> None:
     """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
@@ -65,6 +87,9 @@ def command(
         allow=allow,
         token_file=token_file,
         anonymous=anonymous,
+        upstream=upstream,
+        upstream_token_file=upstream_token_file,
+        fresh=fresh,
         on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
         log=None if output.is_quiet() else output.show_line,
     )

@@ -80,6 +80,8 @@ WRITES_ELSEWHERE = {
     "blobstore/registry/credentials.py": "the configuration of Docker or Podman",
     "blobstore/safetensors/numpy.py": "serialization writes the file",
     "blobstore/safetensors/torch.py": "serialization writes the file",
+    "blobstore/serve/arriving_file.py": "a folder of the store for files that are being fetched",
+    "blobstore/serve/pulled.py": "a folder of the store for notes",
     "blobstore/sources/hub_listing.py": "the cache of the Hub's client",
 }
 needs_links = pytest.mark.skipif(

@@ -63,7 +63,14 @@ class Transport:
         limiter: RateLimiter | None,
         patience: Patience,
         headers: Mapping[str, str] | None = None,
+        authorization: str | None = None,
     ) -> None:
+        """Connect to nothing yet.
+
+        ``headers`` are more headers of each request. ``authorization`` is the header of all requests to the host,
+        which is asked for no challenge then; empty for none.
+        """
+        self._fixed = authorization
         self.base = f"{'http' if plain_http else 'https'}://{host}"
         self.patience = patience
         self._headers = headers or {}
@@ -270,6 +277,8 @@ class Transport:
         """Send a request, with authorization if it goes to the registry and that asks for it."""
         if request.is_for_token or not protocol.has_same_origin(url, self.base):
             return self._send(client, request, url, None)
+        if self._fixed is not None:
+            return self._send(client, request, url, self._fixed or None)
         for _ in range(_MAX_CHALLENGES):
             with self._authorizer.authorized(request.scopes) as authorization:
                 response = self._send(client, request, url, authorization)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from blobstore.serve.access import Access
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
+    from blobstore.serve.pull_through import PullThrough
 
 _READS = ("GET", "HEAD")
 _POSTS = "paths-info"
@@ -26,8 +27,11 @@ def answer(
     library: Library,
     access: Access,
     metrics: Callable[[], str] = lambda: "",
+    pull_through: PullThrough | None = None,
 ) -> Response:
     """Return the response to a request; ``metrics`` returns the text of ``/metrics``.
+
+    With ``pull_through``, models that the library lacks are fetched.
 
     No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
 
@@ -53,6 +57,10 @@ def answer(
         return json_response(
             request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"}
         )
+    if pull_through is not None:
+        token = access.upstream_token(request)
+        if (refused := pull_through.refusal(request, target, token)) is not None:
+            return refused
     found = registry_response(request, target, library) or hub_response(request, target, library)
     if found is not None:
         return found

@@ -7,12 +7,13 @@ which the client has to take it, so that a slow reader does not keep a connectio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, cast
 
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
-from blobstore.serve.messages import BlobPart, StoredPart
+from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ WINDOW = 4 << 20
 STALL_SECONDS = 120.0
 _SMALL = 64 << 10
 """Ranges of files below this are read: sendfile would cost more than the copy."""
+_LOOK_SECONDS = 1.0
+"""How often a response that waits for an upstream looks whether its client is still there."""
 _DECODED = 32
 """Pieces of cold blobs that are in memory at once, in all responses together."""
 
@@ -52,7 +55,7 @@ class BodySender:
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
         for part in parts[:2]:  # a header may come before it
-            if not isinstance(part, bytes):
+            if isinstance(part, BlobPart | StoredPart):
                 descriptor = await self._open(part)
                 if descriptor is not None:
                     os.close(descriptor)
@@ -78,13 +81,17 @@ class BodySender:
                     await writer.write(part)
                 on_sent(len(part))
                 continue
+            if isinstance(part, FilePart):
+                await self._send_arriving(part, writer, transport, on_sent)
+                continue
             descriptor = await self._open(part)
             self._verify_ahead(parts, number + 1)
             if descriptor is None:
                 await self._send_cold(cast("BlobPart", part), writer, on_sent)
                 continue
             try:
-                await self._send_hot(descriptor, part, writer, transport, on_sent)
+                end = part.begin + part.length
+                await self._send_file(descriptor, part.begin, end, writer, transport, on_sent)
             finally:
                 os.close(descriptor)
 
@@ -136,18 +143,43 @@ class BodySender:
         if not blob.is_verified:
             self._verification(part)
 
-    async def _send_hot(
+    async def _send_arriving(
+        self,
+        part: FilePart,
+        writer: Writer,
+        transport: asyncio.Transport,
+        on_sent: Callable[[int], object],
+    ) -> None:
+        """Send a range of a file as it arrives. Raises BlobstoreError if it will not arrive."""
+        loop = asyncio.get_running_loop()
+        begin, end = part.begin, part.begin + part.length
+        changed = asyncio.Event()
+        with part.file.calling(lambda: loop.call_soon_threadsafe(changed.set)):
+            while begin < end:
+                changed.clear()
+                ready = min(begin + part.file.readable(begin), end)
+                if ready > begin:
+                    descriptor = part.file.descriptor
+                    await self._send_file(descriptor, begin, ready, writer, transport, on_sent)
+                    begin = ready
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+                if transport.is_closing():
+                    raise ConnectionResetError("the client has left")
+
+    async def _send_file(
         self,
         descriptor: int,
-        part: BlobPart | StoredPart,
+        first: int,
+        end: int,
         writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
         loop = asyncio.get_running_loop()
-        end = part.begin + part.length
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
-            for begin in range(part.begin, end, WINDOW):
+            for begin in range(first, end, WINDOW):
                 count = min(WINDOW, end - begin)
                 if not is_in_memory(descriptor, begin, count):
                     await loop.run_in_executor(self._executor, read_ahead, descriptor, begin, count)

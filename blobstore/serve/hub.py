@@ -18,7 +18,7 @@ from urllib.parse import quote as percent_encoded
 
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
-from blobstore.serve.library import name_of, repository_of
+from blobstore.serve.library import MAIN, name_of, repository_of
 from blobstore.serve.messages import content_response, json_response
 from blobstore.serve.targets import InvalidTarget, parse_form
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.targets import Target
 
-MAIN: Final = "main"
 PAGE: Final = 1000
 """Entries of a listing in one response."""
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -70,6 +69,26 @@ def hub_response(request: Request, target: Target, library: Library) -> Response
     except InvalidTarget as error:
         return json_response(request, {"error": str(error)}, 400)
     return None
+
+
+def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
+    """Return the repository and the revision that a path is about; None for other paths."""
+    is_api = segments[:2] == ("api", "models")
+    try:
+        found = _split(segments[2:] if is_api else segments)
+    except _Absent:
+        return None
+    if found is not None and (is_api or found[1] == "resolve"):
+        repository, action, rest = found
+        return repository, rest[0] if rest and action != "refs" else MAIN
+    whole = repository_of(*segments[2:]) if is_api and segments[2:] not in ((), ("",)) else None
+    return (whole, MAIN) if whole is not None else None
+
+
+def tag_of(revision: str) -> str:
+    """Return the tag that a branch or a tag of the Hub is in a store."""
+    name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
+    return DEFAULT_TAG if name == MAIN else name
 
 
 def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | None:
@@ -114,9 +133,8 @@ def _model(
     if _COMMIT.fullmatch(revision):
         found = library.at_commit(repository, revision, with_digests=with_digests)
     else:
-        name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
         try:
-            tag = Reference(*repository.parts[:3], DEFAULT_TAG if name == MAIN else name)
+            tag = Reference(*repository.parts[:3], tag_of(revision))
         except InvalidReference:
             pass
         else:
@@ -140,9 +158,10 @@ def _info(
         sibling: dict[str, Any] = {"rfilename": path}
         if with_sizes:
             entry = _file_entry(model, path)
-            lfs = entry["lfs"]
             sibling |= {"size": entry["size"], "blobId": entry["oid"]}
-            sibling["lfs"] = {"sha256": lfs["oid"], **{k: lfs[k] for k in ("size", "pointerSize")}}
+            if lfs := entry.get("lfs"):
+                sizes = {name: lfs[name] for name in ("size", "pointerSize")}
+                sibling["lfs"] = {"sha256": lfs["oid"], **sizes}
         siblings.append(sibling)
     name = name_of(repository)
     value = {
@@ -209,7 +228,10 @@ def _refs(request: Request, repository: Reference, library: Library) -> Response
 
 
 def _file_entry(model: ServedModel, path: str) -> dict[str, Any]:
-    size, digest = model.files[path].size, (model.digests or {})[path].hex
+    size = model.files[path].size
+    if oid := model.plain.get(path):
+        return {"type": "file", "oid": oid, "size": size, "path": path}
+    digest = (model.digests or {})[path].hex
     pointer = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n".encode()
     )
@@ -323,11 +345,9 @@ def _resolve(
     content = model.files.get("/".join(rest[1:]))
     if content is None:
         raise _Absent("EntryNotFound", "the model has no such file", model.commit)
-    digest = (model.digests or {})["/".join(rest[1:])].hex
-    headers = {
-        "X-Repo-Commit": model.commit,
-        "X-Linked-Etag": f'"{digest}"',
-        "X-Linked-Size": str(content.size),
-        "X-Content-Type-Options": "nosniff",
-    }
-    return content_response(request, content, digest, headers, partial(library.keep, model))
+    headers = {"X-Repo-Commit": model.commit, "X-Content-Type-Options": "nosniff"}
+    etag = model.plain.get("/".join(rest[1:]))
+    if etag is None:
+        etag = (model.digests or {})["/".join(rest[1:])].hex
+        headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
+    return content_response(request, content, etag, headers, partial(library.keep, model))

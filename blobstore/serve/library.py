@@ -29,6 +29,7 @@ from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.serve.pulled import PulledModels
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
+    from blobstore.serve.pulled import Origin
     from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 IMAGE = ".image"
 """The end of tags of images, which have the name of a model before it."""
+MAIN = "main"
+"""The branch of the Hub that the tag ``latest`` is."""
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
@@ -66,17 +70,23 @@ class ServedModel:
 
     key: Digest
     """The digest of its manifest."""
-    data: bytes = field(repr=False)
-    """The bytes of its manifest."""
-    manifest: Manifest
+    manifest: Manifest | None
+    """None while it is being fetched."""
     files: Mapping[str, Content] = field(repr=False)
     digests: Mapping[str, Digest] | None = field(default=None, repr=False)
     """The sha256 of each file; None until somebody needed them."""
+    origin: Origin | None = None
+    """The commit of the upstream that it was fetched from, whose names it has."""
 
     @property
     def commit(self) -> str:
         """The commit that it is served as."""
-        return commit_of(self.key)
+        return self.origin.commit if self.origin else commit_of(self.key)
+
+    @property
+    def plain(self) -> Mapping[str, str]:
+        """The names in git of the files that are not listed as large ones."""
+        return self.origin.plain if self.origin else {}
 
 
 class Library:
@@ -89,6 +99,9 @@ class Library:
             UsageError: a pattern is too long.
         """
         self.store = store
+        self.pulled = PulledModels(store)
+        self.arriving: dict[Reference, ServedModel] = {}
+        """Models that are being fetched, by the names that they will have."""
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
@@ -106,6 +119,8 @@ class Library:
         Raises:
             NotPrepared: it was not asked for since it changed.
         """
+        if (arriving := self.arriving.get(reference)) is not None:
+            return arriving
         version = self.store.manifest_version(reference)
         if version is None or not self.is_allowed(reference):
             return None
@@ -122,7 +137,10 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        repository = _any_tag(repository)
+        repository = any_tag(repository)
+        for reference, arriving in list(self.arriving.items()):
+            if arriving.commit == commit and any_tag(reference) == repository:
+                return arriving
         key = self._commits.get((repository, commit))
         if key is None:
             raise NotPrepared(self._find_commit, repository, commit)
@@ -221,18 +239,21 @@ class Library:
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository that may be served, sorted."""
         folder = self.store.manifest_path(repository).parent
-        found = []
+        found = [one for one in list(self.arriving) if one.parts[:3] == repository.parts[:3]]
         with contextlib.suppress(BlobstoreError):
             for name in list_names(folder):
                 with contextlib.suppress(InvalidReference):
                     reference = Reference(*repository.parts[:3], name)
-                    if self.is_allowed(reference):
+                    if self.is_allowed(reference) and reference not in found:
                         found.append(reference)
         return sorted(found)
 
     def models(self) -> Iterator[Reference]:
-        """Yield the names of all models that may be served. Raises StoreError."""
-        return filter(self.is_allowed, self.store.references())
+        """Yield the names of all models that may be served to everyone. Raises StoreError."""
+        hidden = {origin.repository for origin in self.pulled.all() if not origin.is_public}
+        for reference in filter(self.is_allowed, self.store.references()):
+            if name_of(reference) not in hidden:
+                yield reference
 
     def keep(self, served: ServedModel | Artifact) -> None:
         """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
@@ -240,6 +261,10 @@ class Library:
             self._models.get(served.key)
         else:
             self._artifacts.get(served.key)
+
+    def forget(self, key: Digest) -> None:
+        """Forget a model by the digest of its manifest: what is known about it has changed."""
+        self._models.forget(key)
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
@@ -266,7 +291,8 @@ class Library:
             return key
         with self._leased(manifest) as lease:
             files = model_files(self.store, manifest)
-            self._models.add(key, ServedModel(key, data, manifest, files), lease)
+            origin = self.pulled.origin(manifest)
+            self._models.add(key, ServedModel(key, manifest, files, origin=origin), lease)
         return key
 
     @contextlib.contextmanager
@@ -308,13 +334,16 @@ class Library:
             return 0
 
     def _hash(self, model: ServedModel) -> None:
-        model.digests = file_digests(self.store, model.manifest, model.key)
+        if model.manifest is not None:
+            model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
         for reference in self.tags(repository):
             for data in self._versions(reference):
-                if commit_of(Digest.of(data)) == commit:
-                    key = self._add(data, Manifest.from_bytes(data))
+                manifest = Manifest.from_bytes(data)
+                origin = self.pulled.origin(manifest)
+                if commit == (origin.commit if origin else commit_of(Digest.of(data))):
+                    key = self._add(data, manifest)
                     self._commits[repository, commit] = key
                     return
         if len(self._commits) >= _MAX_COMMITS:
@@ -365,6 +394,12 @@ class _Kept(Generic[_Key, _Value]):
                 dropped.append(self._drop(min(self._values, key=self._last_use)))
         for old in dropped:
             old.close()
+
+    def forget(self, key: _Key) -> None:
+        with self._lock:
+            lease = self._drop(key) if key in self._values else None
+        if lease is not None:
+            lease.close()
 
     def release_idle(self, seconds: float) -> None:
         before = time.monotonic() - seconds
@@ -417,5 +452,6 @@ def name_of(repository: Reference) -> str:
     return f"{repository.namespace}/{repository.model}"
 
 
-def _any_tag(reference: Reference) -> Reference:
+def any_tag(reference: Reference) -> Reference:
+    """Return the repository of a name."""
     return Reference(*reference.parts[:3], DEFAULT_TAG)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.core.files import FileVersion
+    from blobstore.serve.arriving_file import ArrivingFile
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
@@ -51,7 +52,15 @@ class StoredPart(NamedTuple):
     """What the file must still be."""
 
 
-Part = bytes | BlobPart | StoredPart
+class FilePart(NamedTuple):
+    """A range of a file that is being fetched."""
+
+    file: ArrivingFile
+    begin: int
+    length: int
+
+
+Part = bytes | BlobPart | StoredPart | FilePart
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
-from blobstore.serve.library import repository_of
+from blobstore.serve.library import IMAGE, MAIN, repository_of
 from blobstore.serve.messages import (
     Response,
     Wait,
@@ -88,6 +88,23 @@ def _part(
     if action == "blobs":
         return _blob(request, repository, digest, library)
     return _referrers(request, target, repository, digest, library)
+
+
+def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str | None] | None:
+    """Return the repository and the revision that a target is about; None for targets of another kind.
+
+    The revision is None if the target is about a manifest or a blob by its digest.
+    """
+    if len(target.segments) < 4 or target.segments[-2] not in _ACTIONS:  # noqa: PLR2004 - as below
+        return None
+    *name, action, what = target.segments[1:]
+    repository = _repository(name, target.first("ns"), library)
+    if repository is None:
+        return None
+    if action not in ("tags", "manifests") or ":" in what or what.startswith("sha256-"):
+        return repository, None
+    tag = DEFAULT_TAG if action == "tags" else what.removesuffix(IMAGE)
+    return repository, MAIN if tag == DEFAULT_TAG else tag
 
 
 def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import time
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
@@ -13,7 +14,9 @@ from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
+from blobstore.serve.pull_through import FRESH_SECONDS, PullThrough
 from blobstore.serve.server import run_server
+from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -34,6 +37,9 @@ def serve(
     allow: Sequence[str] = (),
     token_file: str | os.PathLike[str] | None = None,
     anonymous: bool = False,
+    upstream: str | None = None,
+    upstream_token_file: str | os.PathLike[str] | None = None,
+    fresh: float = FRESH_SECONDS,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -47,14 +53,20 @@ def serve(
         token_file: a file of tokens, one on each line, of which a request must have one. It is read again
             when it changes.
         anonymous: serve everyone, under any host name: a proxy that asks for tokens, for example.
+        upstream: the URL of a Hub, or of another server, that has the models that the store lacks. They are
+            fetched when a client first asks for them, and stay in the store.
+        upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
+            none of their own.
+        fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or the token file has no tokens, or a pattern is too long.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` is no URL.
         MissingLibrary: aiohttp is not installed.
-        BlobstoreError: the port is taken, or the token file cannot be read.
+        StoreBusy: another process fetches models into this store.
+        BlobstoreError: the port is taken, or a token file cannot be read.
     """
     is_local = _is_loopback(host)
     if not is_local and token_file is None and not anonymous:
@@ -72,26 +84,48 @@ def serve(
         access = lambda: fixed  # noqa: E731
     access()
 
-    def respond(request: Request, metrics: Callable[[], str]) -> Response:
-        return answer(request, library, access(), metrics)
+    with contextlib.ExitStack() as stack:
+        through = None
+        if upstream is not None:
+            token = _first_token(upstream_token_file)
+            through = PullThrough(
+                library, Upstream.parse(upstream), fresh=fresh, token=token, log=log
+            )
+            stack.enter_context(contextlib.closing(through))
 
-    run_server(
-        respond,
-        library.store,
-        host=host,
-        port=port,
-        on_ready=on_ready,
-        tidy=partial(library.release_idle),
-        log=log,
-    )
+        def respond(request: Request, metrics: Callable[[], str]) -> Response:
+            def all_metrics() -> str:
+                return metrics() + (through.metrics() if through else "")
+
+            return answer(request, library, access(), all_metrics, through)
+
+        run_server(
+            respond,
+            library.store,
+            host=host,
+            port=port,
+            on_ready=on_ready,
+            tidy=library.release_idle,
+            log=log,
+        )
+
+
+def _first_token(path: str | os.PathLike[str] | None) -> str:
+    """Return the token of a file; empty without a file. Raises BlobstoreError or UsageError."""
+    if path is None:
+        return ""
+    try:
+        return parse_tokens(read_regular(Path(path), _MAX_TOKEN_FILE))[0].decode()
+    except OSError as error:
+        raise BlobstoreError(
+            f"cannot read the token file {quote(path)}: {error.strerror}"
+        ) from error
 
 
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second."""
 
     def __init__(self, path: str | os.PathLike[str], log: Callable[[str], object] | None) -> None:
-        from pathlib import Path
-
         self._path = Path(path)
         self._log = log
         self._looked = 0.0

@@ -24,7 +24,7 @@ from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -71,13 +71,7 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
     pages = _Pages()
     with _answers(repo):
         commit = _commit(pages, repo, revision)
-        entries = {}
-        for file in chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true")):
-            if file["type"] == "file":
-                entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
-                if large := file.get("lfs"):
-                    known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
-                    entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+        entries = entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"))
         listing_of(entries)
     return commit, entries
 
@@ -111,6 +105,21 @@ def _answers(repo: str) -> Iterator[None]:
             f"{quote(repo)}: the server is not the Hub, or its listing is malformed; "
             "check HF_ENDPOINT, HF_TOKEN and the network"
         ) from error
+
+
+def entries_of(pages: Iterable[Any]) -> Entries:
+    """Return the entries of the files that decoded pages of a tree list.
+
+    Raises AttributeError, KeyError, TypeError or ValueError if a page is malformed.
+    """
+    entries: Entries = {}
+    for file in chain.from_iterable(pages):
+        if file["type"] == "file":
+            entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
+            if large := file.get("lfs"):
+                known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
+                entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+    return entries
 
 
 class _Pages:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -55,6 +56,8 @@ class Repo:
     """Entries of a listing in one answer; 0 for all."""
     moves: bool = False
     """Whether the next page of a listing is at another host."""
+    gates: dict[str, tuple[int, threading.Event]] = field(default_factory=dict)
+    """Files of which so many bytes are sent until the event is set."""
     branches: dict[str, Repo] = field(default_factory=dict)
     """Other revisions, with their own folder, commit and misbehaviour."""
 
@@ -109,6 +112,10 @@ class HubServer(HttpServer):
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self.store = f"http://localhost:{self._server.server_port}/store"
         """Where large files are: for the client another host, which must not see the token."""
+        self.sent = 0
+        """Bytes of files."""
+        self.tokens: list[str] = []
+        """The tokens that were shown."""
         self.leaks: list[str] = []
         """Requests to the other host that showed a token."""
 
@@ -156,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         time.sleep(known.stall)
         repo = known.at(parts["rev"] or parts["commit"] or None)
+        if token := self.headers.get("Authorization", ""):
+            self.hub.tokens.append(token.removeprefix("Bearer "))
         if self.headers["Host"].startswith("localhost") and "Authorization" in self.headers:
             self.hub.leaks.append(self.path)
         if (
@@ -227,7 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_cut = body and repo.cut.get(name, 0) > 0
         if is_cut:
             repo.cut[name] -= 1
-        self._send(status, headers, data[start:], body=body, is_cut=is_cut)
+        gate = repo.gates.get(name) if body else None
+        self._send(status, headers, data[start:], body=body, is_cut=is_cut, gate=gate)
+        self.hub.sent += len(data[start:]) if body and not is_cut else 0
 
     def _send(
         self,
@@ -237,6 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
         *,
         body: bool = True,
         is_cut: bool = False,
+        gate: tuple[int, threading.Event] | None = None,
     ) -> None:
         self.send_response(status)
         for name, value in headers.items():
@@ -246,6 +258,11 @@ class _Handler(BaseHTTPRequestHandler):
         if is_cut:
             data = data[: len(data) // 2]
             self.close_connection = True
+        if gate is not None:
+            self.wfile.write(data[: gate[0]])
+            self.wfile.flush()
+            gate[1].wait(60)
+            data = data[gate[0] :]
         if body:
             self.wfile.write(data)
 
