@@ -10,7 +10,6 @@ request is answered from the store alone, so no chain of servers waits for itsel
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections import defaultdict
@@ -47,9 +46,7 @@ from blobstore.serve.model_files import commit_of, model_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from blobstore.core.digest import BlobId
     from blobstore.manifests.reference import Reference
-    from blobstore.registry.layouts.read import RemoteModel
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.serve.messages import Content
     from blobstore.store.ingest import Ingest
@@ -132,6 +129,16 @@ class Peers:
         self.fetched = 0
         """Bytes that peers have sent."""
         self._lock = threading.Lock()
+        self._running: set[PeerFetch] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End what other threads fetch."""
+        with self._lock:
+            self._is_closed = True
+            running = list(self._running)
+        for fetch in running:
+            fetch.abort()
 
     @contextlib.contextmanager
     def files(
@@ -168,7 +175,11 @@ class Peers:
                 continue
             ingest = stack.enter_context(self._store.ingest())
             fetch = PeerFetch(self._store, several, self._failed, self._lied)
+            with self._lock:
+                self._running.add(fetch)
             try:
+                if self._is_closed:
+                    return
                 fetch.run(ingest)
                 yield model_files(self._store, source.manifest)
             except BlobstoreError as error:
@@ -177,6 +188,7 @@ class Peers:
                     return
             finally:
                 with self._lock:
+                    self._running.discard(fetch)
                     self.fetched += fetch.received
 
     def lied(self, wanted: Wanted, name: str) -> None:
@@ -259,8 +271,11 @@ class PeerFetch:
         self._listed: dict[Digest, _Source] = {}
         """Who has a compressed form: peers freeze on their own."""
         self._lock = threading.Lock()
-        self.model: RemoteModel = sources[0].source.model
+        self._blobs = sources[0].source.blobs
+        self.data = sources[0].source.data
+        """The manifest, which all of them have."""
         self.received = 0
+        """Bytes that have come."""
 
     @property
     def client(self) -> PeerFetch:
@@ -279,24 +294,19 @@ class PeerFetch:
             BlobMissing, BlobDamaged: no peer has sent a blob with its digest.
             StoreError: the store cannot be written, or is short of space.
         """
-        blobs = self.model.blobs
-        while True:
-            missing = [blob for blob in blobs if ingest.find(*blob.id) is None]
-            layers, _ = usable_layers(
-                self._store, self._cold_layers(), missing, lambda base: _is_there(ingest, base)
-            )
-            workers = WorkerPool(_STREAMS, None, sum(blob.size for blob in missing))
-            download = Download(self, self._store, ingest, missing, workers, layers)
-            try:
-                download.run(_STREAMS)
-            except BlobDamaged:
-                # Twice from one blob. Others may be right, as long as there are any.
-                if not self._sources:
-                    raise
-                continue
-            ingest.publish()
-            download.remove_cold_files()
-            return
+        missing = [blob for blob in self._blobs if ingest.find(*blob.id) is None]
+        layers, _ = usable_layers(
+            self._store,
+            self._cold_layers(),
+            missing,
+            lambda base: ingest.find(*base) is not None,
+        )
+        workers = WorkerPool(_STREAMS, None, sum(blob.size for blob in missing))
+        attempts = len(self._sources) + 1  # each peer once, and what an earlier process has left
+        download = Download(self, self._store, ingest, missing, workers, layers, attempts)
+        download.run(_STREAMS)
+        ingest.publish()
+        download.remove_cold_files()
 
     def _cold_layers(self) -> Mapping[Digest, ColdLayer]:
         """Return the compressed forms that one of the peers has."""
@@ -360,11 +370,5 @@ class PeerFetch:
             sources = list(self._sources)
         if digest in self._listed:
             return [one for one in sources if one is self._listed[digest]]
-        return sorted(
-            sources,
-            key=lambda one: hashlib.sha256(f"{digest.hex} {one.peer.name}".encode()).digest(),
-        )
-
-
-def _is_there(ingest: Ingest, base: BlobId) -> bool:
-    return ingest.find(*base) is not None
+        start = int(digest.hex[:8], 16) % max(len(sources), 1)
+        return sources[start:] + sources[:start]

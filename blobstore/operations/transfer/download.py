@@ -67,8 +67,8 @@ class _Fetch:
         """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
         self.resumed = 0
         """Bytes that an earlier pull had fetched."""
-        self.is_second = False
-        """Whether the bytes were wrong once."""
+        self.wrong = 0
+        """How often the bytes were wrong."""
 
     @property
     def stored(self) -> BlobId:
@@ -82,6 +82,10 @@ class BlobSource(Protocol):
     @property
     def client(self) -> RemoteClient:
         """What sends the requests."""
+
+    @property
+    def data(self) -> bytes:
+        """The manifest that lists the blobs."""
 
     def read(
         self, digest: Digest, size: int, begin: int, end: int
@@ -105,8 +109,11 @@ class Download:
         blobs: Iterable[Descriptor],
         workers: WorkerPool,
         cold: Mapping[Digest, ColdLayer],
+        attempts: int = 2,
     ) -> None:
+        """Fetch nothing yet. ``attempts`` is how often a blob is fetched until it has its digest."""
         self._source = source
+        self._attempts = attempts
         self._store = store
         self._ingest = ingest
         self._workers = workers
@@ -130,7 +137,7 @@ class Download:
         decoded = sum(fetch.blob.size for fetch in self._fetches if fetch.cold is not None)
         stored = [fetch.stored for fetch in self._fetches]
         to_fetch = sum(one.size - store.partial_bytes(one) for one in stored)
-        store.check_space(to_fetch + decoded)
+        store.check_space(to_fetch + decoded + len(source.data))
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
         self._decoded: list[BlobId] = []
@@ -276,14 +283,14 @@ class Download:
                     "itself was fetched"
                 )
             fetch.cold = None
-        elif fetch.is_second:
-            raise BlobDamaged(
-                f"{fetch.label}: the registry sent other bytes than those of blob "
-                f"{fetch.blob.digest}, twice",
-                advice=DAMAGED_ADVICE,
-            )
         else:
-            fetch.is_second = True
+            fetch.wrong += 1
+            if fetch.wrong == self._attempts:
+                raise BlobDamaged(
+                    f"{fetch.label}: the registry sent other bytes than those of blob "
+                    f"{fetch.blob.digest}, twice",
+                    advice=DAMAGED_ADVICE,
+                )
         self._add([partial(self._begin, fetch)])
 
     def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
