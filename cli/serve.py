@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Ask the upstream again after so long what a tag is, and who may read it.",
 )
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=options.parse_size,
+    help="Keep at most SIZE of the upstream's models, such as 2TB; the least recently used go first.",
+)
 @click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
 def command(
     store: LocalStore,
@@ -69,6 +75,7 @@ def command(
     upstream: str | None,
     upstream_token_file: str | None,
     fresh: float,
+    max_size: int | None,
     anonymous: bool,
 ) -> None:
     """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
@@ -90,6 +97,7 @@ def command(
         upstream=upstream,
         upstream_token_file=upstream_token_file,
         fresh=fresh,
+        max_size=max_size,
         on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
         log=None if output.is_quiet() else output.show_line,
     )

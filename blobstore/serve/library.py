@@ -266,6 +266,19 @@ class Library:
         """Forget a model by the digest of its manifest: what is known about it has changed."""
         self._models.forget(key)
 
+    def is_idle(self, reference: Reference, key: Digest, seconds: float) -> bool:
+        """Forget a model, and return True, unless somebody has asked for it, or got bytes of it, that lately."""
+        found = [one.key for one in self._artifacts.values() if one.reference == reference]
+        if not (
+            self._models.is_idle(key, seconds)
+            and all(self._artifacts.is_idle(one, seconds) for one in found)
+        ):
+            return False
+        self.forget(key)
+        for one in found:
+            self._artifacts.forget(one)
+        return True
+
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
         self._models.release_idle(seconds)
@@ -394,6 +407,9 @@ class _Kept(Generic[_Key, _Value]):
                 dropped.append(self._drop(min(self._values, key=self._last_use)))
         for old in dropped:
             old.close()
+
+    def is_idle(self, key: _Key, seconds: float) -> bool:
+        return key not in self._values or self._last_use(key) <= time.monotonic() - seconds
 
     def forget(self, key: _Key) -> None:
         with self._lock:

@@ -14,23 +14,28 @@ upstream alone, and is kept as a digest.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import threading
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from blobstore.core.escape import escape
-from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreError
+from blobstore.core.escape import escape, quote
+from blobstore.core.files import make_folders
+from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreBusy, StoreError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival
+from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.hub import asked_for, tag_of
 from blobstore.serve.library import NotPrepared, any_tag, name_of
 from blobstore.serve.messages import json_response
 from blobstore.serve.registry import asked_of_registry, error_response
 from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, UpstreamClient
 from blobstore.sources.hub_listing import COMMIT
+from blobstore.store.locks import try_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
+    from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -85,16 +91,22 @@ class PullThrough:
         *,
         fresh: float = FRESH_SECONDS,
         token: str = "",
+        max_size: int | None = None,
         log: Callable[[str], object] | None = None,
     ) -> None:
-        """Fetch nothing yet.
+        """Lock the folder of what arrives, and fetch nothing yet.
 
         Args:
             library: the models of the store.
             upstream: has the other models.
             fresh: seconds for which an answer of the upstream holds.
             token: asks the upstream for clients that have no token of their own.
-            log: called with a line of JSON for each model that was fetched.
+            max_size: bytes that fetched models may have in all; None for no limit.
+            log: called with a line of JSON for each model that was fetched or removed.
+
+        Raises:
+            StoreBusy: another process fetches models into the store.
+            StoreError: the store cannot be written.
         """
         self._library, self._store = library, library.store
         self._upstream, self._fresh, self._token = upstream, fresh, token
@@ -114,6 +126,8 @@ class PullThrough:
         """When an arrival has begun, and with which token."""
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
+        self._limit = CacheLimit(library, max_size, self._removed)
+        self._folder = _locked(self._store)
 
     def close(self) -> None:
         """End all arrivals. What they have fetched is kept for the next server."""
@@ -122,6 +136,7 @@ class PullThrough:
             arrivals = list(self._arrivals.values())
         for arrival in arrivals:
             arrival.stop()
+        os.close(self._folder)
 
     def metrics(self) -> str:
         """Return the numbers in Prometheus' text format."""
@@ -309,9 +324,9 @@ class PullThrough:
 
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
         """See :class:`ArrivalHost`."""
-        del size
         self.importing(arrival)
         self._store.check_name(arrival.reference)
+        self._limit.reserve(arrival, size)
         self._library.pulled.keep(origin)
 
     def files_listed(self, arrival: Arrival) -> None:
@@ -331,6 +346,7 @@ class PullThrough:
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
+        self._limit.release(arrival)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
             with contextlib.suppress(BlobstoreError):
@@ -356,6 +372,9 @@ class PullThrough:
             error=str(arrival.error or ""),
         )
 
+    def _removed(self, origin: Origin, freed: int) -> None:
+        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
+
     def _note(self, **fields: object) -> None:
         if self._log is not None:
             shown = {
@@ -364,6 +383,21 @@ class PullThrough:
                 if value != ""
             }
             self._log(json.dumps({"time": round(time.time(), 3), **shown}))
+
+
+def _locked(store: LocalStore) -> int:
+    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
+    folder = store.folder("arrivals")
+    with store.writing():
+        make_folders(folder, store.root)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            return descriptor
+        os.close(descriptor)
+    raise StoreBusy(
+        f"another server fetches models into the store {quote(store.root)}",
+        advice="stop it, or let this one ask it: --upstream with the address of that server",
+    )
 
 
 def _asked(repository: Reference, revision: str) -> _Asked | None:

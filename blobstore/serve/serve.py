@@ -40,6 +40,7 @@ def serve(
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
     fresh: float = FRESH_SECONDS,
+    max_size: int | None = None,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -58,6 +59,8 @@ def serve(
         upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
             none of their own.
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
+        max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
+            the longest time are removed. None for no limit.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
@@ -89,7 +92,12 @@ def serve(
         if upstream is not None:
             token = _first_token(upstream_token_file)
             through = PullThrough(
-                library, Upstream.parse(upstream), fresh=fresh, token=token, log=log
+                library,
+                Upstream.parse(upstream),
+                fresh=fresh,
+                token=token,
+                max_size=max_size,
+                log=log,
             )
             stack.enter_context(contextlib.closing(through))
 
