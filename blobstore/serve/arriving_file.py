@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from blobstore.sources.hub_listing import ListedFile
@@ -64,6 +65,27 @@ class ArrivingFile:
         while piece := os.read(self.descriptor, _PIECE):
             self._digester.update(piece)
             self._advance(len(piece))
+
+    def take(self, pieces: Iterable[bytes]) -> bool:
+        """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
+
+        Nobody can read any of them before. Raises OSError, and what ``pieces`` raises.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        digester = self._digester.copy()
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".taken-")
+        try:
+            for piece in pieces:
+                digester.update(piece)
+                write_all(descriptor, piece)
+            is_right = digester.hexdigest() == self._listed.digest
+            if is_right:
+                os.replace(name, self.path)  # noqa: PTH105 - a string
+            return is_right
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)  # noqa: PTH108 - a string
 
     def append(self, piece: bytes) -> None:
         """Write the next bytes.

@@ -28,20 +28,21 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
-from blobstore.manifests.reference import DEFAULT_NAMESPACE
+from blobstore.manifests.reference import DEFAULT_NAMESPACE, DEFAULT_TAG
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.transfer.attached import attached
 from blobstore.operations.transfer.cold_manifests import usable_layers
 from blobstore.operations.transfer.download import Download
 from blobstore.registry.client import RegistryClient
-from blobstore.registry.credentials import GivenLogin
+from blobstore.registry.credentials import GivenLogin, LoginFiles
 from blobstore.registry.protocol import Login
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.remotes.model_reader import RemoteReader
-from blobstore.serve.messages import PEER
+from blobstore.serve.messages import PEER, BlobPart
 from blobstore.serve.model_files import commit_of, model_files
+from blobstore.sources.hub_listing import COMMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -57,6 +58,7 @@ PATIENCE: Final = Patience(stall=5, slowest=1 << 20, attempts=2, first=0.1, long
 SKIP_SECONDS: Final = 60.0
 """How long a peer that did not answer is not asked."""
 _STREAMS: Final = 8
+_PIECE: Final = 1 << 20
 _PROBES: Final = 64
 """Peers that are asked at once."""
 _SPARE: Final = 64 << 20
@@ -91,6 +93,14 @@ class Peer:
                 advice="give http://HOST:PORT or https://HOST",
             )
         return cls(address, Login("token", token) if token else None)
+
+    def token(self) -> str:
+        """Return what it is asked with as a Hub; empty for nothing."""
+        login = self.login
+        if login is None:
+            with contextlib.suppress(BlobstoreError, OSError):
+                login = LoginFiles().find(self.address.host)
+        return "" if login is None else login.password
 
     def client(self) -> RegistryClient:
         """Return a client that says that it is a peer. It is connected to nothing yet."""
@@ -131,6 +141,11 @@ class Peers:
         self._lock = threading.Lock()
         self._running: set[PeerFetch] = set()
         self._is_closed = False
+
+    def alive(self) -> list[Peer]:
+        """Return the peers that have answered lately, or were not asked."""
+        now = time.monotonic()
+        return [peer for peer in self._peers if peer.skipped_until <= now]
 
     def close(self) -> None:
         """End what other threads fetch."""
@@ -174,7 +189,9 @@ class Peers:
                 )
                 continue
             ingest = stack.enter_context(self._store.ingest())
-            fetch = PeerFetch(self._store, several, self._failed, self._lied)
+            # Blobs are the same in all versions.
+            others = [one for group in sources.values() if group is not several for one in group]
+            fetch = PeerFetch(self._store, several, others, self)
             with self._lock:
                 self._running.add(fetch)
             try:
@@ -191,7 +208,7 @@ class Peers:
                     self._running.discard(fetch)
                     self.fetched += fetch.received
 
-    def lied(self, wanted: Wanted, name: str) -> None:
+    def file_differs(self, wanted: Wanted, name: str) -> None:
         """Note that a file of a model has other bytes than the upstream lists."""
         self._note(
             model=str(wanted.reference), error=f"peers list other bytes of file {quote(name)}"
@@ -201,9 +218,8 @@ class Peers:
         self, wanted: Wanted, first: Peer | None, stack: contextlib.ExitStack
     ) -> dict[Digest, list[_Source]]:
         """Return the servers that have a model, by its manifest; the connections end with ``stack``."""
-        now = time.monotonic()
         asked = [] if first is None else [first]
-        asked += [peer for peer in self._peers if peer.skipped_until <= now]
+        asked += [one for one in self.alive() if first is None or one.name != first.name]
         found: dict[Digest, list[_Source]] = defaultdict(list)
         if not asked:
             return found
@@ -218,7 +234,9 @@ class Peers:
         """Return what a peer has of a model; None if it does not have this version."""
         name = RemoteReference.of(wanted.reference)
         repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
-        address = replace(peer.address, repository=repository, tag=name.tag)
+        # A commit is no tag, and the version decides.
+        tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
+        address = replace(peer.address, repository=repository, tag=tag)
         client = peer.client()
         try:
             source = RemoteSource.resolve(client, address)
@@ -230,19 +248,21 @@ class Peers:
         except ModelNotFound:
             pass
         except RemoteError as error:
-            self._failed(peer, error)
+            self.failed(peer, error)
         except BlobstoreError as error:
             self._note(peer=peer.name, error=str(error))
         client.close()
         return None
 
-    def _failed(self, peer: Peer, error: BlobstoreError) -> None:
+    def failed(self, peer: Peer, error: BlobstoreError) -> None:
         """Ask a peer no more for a while."""
         peer.skipped_until = time.monotonic() + SKIP_SECONDS
         self._note(peer=peer.name, error=str(error))
 
-    def _lied(self, peer: Peer, blob: str) -> None:
-        self._note(peer=peer.name, error=f"the peer has sent other bytes than those of blob {blob}")
+    def lied(self, peer: Peer, digest: Digest) -> None:
+        """Note that a peer has sent other bytes than those of a blob."""
+        message = f"the peer has sent other bytes than those of blob {digest.short}"
+        self._note(peer=peer.name, error=message)
 
 
 @dataclass(slots=True, eq=False)
@@ -262,12 +282,18 @@ class PeerFetch:
         self,
         store: LocalStore,
         sources: Sequence[_Source],
-        on_failed: Callable[[Peer, BlobstoreError], object],
-        on_lie: Callable[[Peer, str], object],
+        others: Sequence[_Source],
+        host: Peers,
     ) -> None:
-        """Fetch nothing yet. ``on_failed`` and ``on_lie`` are called with peers that are asked no more."""
-        self._store, self._sources = store, list(sources)
-        self._on_failed, self._on_lie = on_failed, on_lie
+        """Fetch nothing yet.
+
+        Args:
+            store: gets the blobs.
+            sources: peers that have the same manifest.
+            others: peers that have other manifests, with some of its blobs.
+            host: is told about peers that fail or lie.
+        """
+        self._store, self._sources, self._host = store, [*sources, *others], host
         self._listed: dict[Digest, _Source] = {}
         """Who has a compressed form: peers freeze on their own."""
         self._lock = threading.Lock()
@@ -341,11 +367,11 @@ class PeerFetch:
                 continue
             except BlobDamaged:  # another size
                 self._leave(one)
-                self._on_lie(one.peer, digest.short)
+                self._host.lied(one.peer, digest)
                 continue
             except RemoteError as error:
                 self._leave(one)
-                self._on_failed(one.peer, error)
+                self._host.failed(one.peer, error)
                 continue
             if begin == end:
                 return
@@ -357,7 +383,7 @@ class PeerFetch:
             liars = [one for one in self._sources if size and one.sent.get(digest, 0) >= size]
         for one in liars:
             self._leave(one)
-            self._on_lie(one.peer, digest.short)
+            self._host.lied(one.peer, digest)
 
     def _leave(self, one: _Source) -> None:
         with self._lock:
@@ -372,3 +398,16 @@ class PeerFetch:
             return [one for one in sources if one is self._listed[digest]]
         start = int(digest.hex[:8], 16) % max(len(sources), 1)
         return sources[start:] + sources[:start]
+
+
+def read_content(store: LocalStore, content: Content) -> Iterator[bytes]:
+    """Yield the bytes of a file whose blobs are in a store. Raises BlobMissing, BlobDamaged or StoreError."""
+    for part in content.parts:
+        if isinstance(part, bytes):
+            yield part
+        elif isinstance(part, BlobPart):
+            end = part.begin + part.length
+            for begin in range(part.begin, end, _PIECE):
+                piece = bytearray(min(_PIECE, end - begin))
+                store.read_into(part.digest, part.size, begin, memoryview(piece))
+                yield bytes(piece)

@@ -23,7 +23,7 @@ from blobstore.registry.transport import Transport
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.registry.retry import Retry
 
@@ -108,8 +108,16 @@ class Upstream(NamedTuple):
 class UpstreamClient:
     """Asks an upstream for one client. Threads may share it; close it."""
 
-    def __init__(self, upstream: Upstream, token: str, patience: Patience = PATIENT) -> None:
-        """Connect to nothing yet. ``token`` is empty for an anonymous client."""
+    def __init__(
+        self,
+        upstream: Upstream,
+        token: str,
+        patience: Patience = PATIENT,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Connect to nothing yet. ``token`` is empty for an anonymous client; each request has ``headers``."""
+        self.is_blobstore = False
+        """Whether the last answer came from a server of our kind."""
         parts = urlsplit(upstream.url)
         self._url = upstream.url
         self._transport = Transport(
@@ -119,6 +127,7 @@ class UpstreamClient:
             limiter=None,
             patience=patience,
             authorization=f"Bearer {token}" if token else "",
+            headers=headers,
         )
 
     def __enter__(self) -> Self:
@@ -206,6 +215,7 @@ class UpstreamClient:
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.HUB_LISTING.one)
             self._check(reply.status, reply.headers)
+            self.is_blobstore = reply.headers.get("server") == "blobstore"
             try:
                 page = strict_json.loads_any(reply.body)
             except ValueError:

@@ -5,36 +5,48 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.create.create import create, import_source
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.registry.retry import Patience
 from blobstore.serve import peers
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import commit_of, model_files
 from blobstore.serve.peers import Peer, Peers
+from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.altered_server import altered, is_marked
-from tests.support.models import add_blobs
+from tests.support.hub_server import HubServer
+from tests.support.models import Arrays, add_blobs, write_folder
 from tests.support.raw_server import Answer, Received
 from tests.support.serve import read_parts
-from tests.support.serve_process import serving
+from tests.support.serve_process import SECONDS, Serving, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
 COUNT = 1 << 19
 SIZE = 8 << 20
 """More bytes than the files of the models here have."""
+
+
+NAME = "org/model"
 
 
 class Wanted(NamedTuple):
@@ -293,3 +305,182 @@ def test_blobs_stay_until_they_were_used(
         assert other.has(layer.digest)
     collect_garbage(other, older_than=0, force=True)
     assert not other.has(layer.digest)
+
+
+# What `serve --peers` makes of them.
+
+
+def tensors() -> Arrays:
+    random = np.random.default_rng(3)
+    return {name: random.standard_normal((256, 512), dtype=np.float32) for name in "abcdef"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "source", tensors(), shards=2, files={"README.md": b"# A\n"})
+
+
+@pytest.fixture
+def hub(folder: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add(NAME, folder)
+        yield server
+
+
+@contextlib.contextmanager
+def node(folder: Path, name: str, *options: str) -> Iterator[Serving]:
+    """Run a server with a store of its own."""
+    (folder / name).mkdir()
+    store = LocalStore(folder / name / "store")
+    with serving(store, folder / name, *options) as server:
+        yield server
+
+
+def weights_of(server: Serving, folder: Path, revision: str = "main") -> None:
+    """Check that a server has the files of a folder, as a client gets them that asks again if it is asked to."""
+    for path in sorted(folder.iterdir()):
+        deadline = time.monotonic() + SECONDS
+        while True:
+            status, _, data = server.request(f"/{NAME}/resolve/{revision}/{path.name}")
+            if status != 503 or time.monotonic() > deadline:
+                break
+        assert (status, data == path.read_bytes()) == (200, True), (path.name, data[:200])
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_a_node_asks_its_peers_before_the_upstream(
+    hub: HubServer, folder: Path, tmp_path: Path, dead: Peer
+) -> None:
+    with node(tmp_path, "a", "--upstream", hub.url) as first:
+        weights_of(first, folder)
+        first.wait_for_log("commit")
+        before = hub.sent
+        peers_of = f"--peers={dead.name},{first.url}"
+        with node(tmp_path, "b", "--upstream", hub.url, peers_of) as second:
+            weights_of(second, folder)
+            second.wait_for_log("commit")
+            assert second.metric("peer_bytes_total") >= size_of(folder)
+            assert hub.sent - before < 0.02 * size_of(folder), "weights came from the upstream"
+    assert not verify_models(NAME, store=tmp_path / "b" / "store").faults
+    stores = [LocalStore(tmp_path / name / "store") for name in "ab"]
+    assert stores[0].read_manifest(NAME) == stores[1].read_manifest(NAME)
+
+
+def test_files_that_peers_make_up_come_from_the_upstream_and_no_client_gets_them(
+    hub: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    with node(tmp_path, "a", "--upstream", hub.url) as first:
+        weights_of(first, folder)
+        first.wait_for_log("commit")
+    # The peer has other weights, and says that they are of this commit.
+    store = LocalStore(tmp_path / "a" / "store")
+    commit = read_commit(store)
+    other = write_folder(
+        tmp_path / "forged",
+        {name: data + 1 for name, data in tensors().items()},
+        shards=2,
+        files={"README.md": b"# A\n"},
+    )
+    forge(tmp_path / "liar", other, commit)
+    with (
+        serving(LocalStore(tmp_path / "liar"), tmp_path) as liar,
+        node(tmp_path, "b", "--upstream", hub.url, f"--peers={liar.url}") as second,
+    ):
+        weights_of(second, folder)
+        assert "other bytes of file" in str(second.wait_for_log("error", "other bytes of file"))
+        assert second.metric("peer_bytes_total") >= size_of(folder)
+
+
+def read_commit(store: LocalStore) -> str:
+    record = read_source_record(store, store.resolve(NAME))
+    assert record is not None
+    return record.commit
+
+
+def forge(root: Path, folder: Path, commit: str) -> None:
+    """Make a store with a model whose record says that it is a commit that it is not."""
+    source: Any = open_source(folder)
+    source.repository, source.commit = NAME, commit
+    with contextlib.closing(source):
+        import_source(
+            source, Reference.parse(NAME), LocalStore(root), ImportOptions(), started=0.0
+        )
+
+
+def test_peers_alone_are_enough(folder: Path, tmp_path: Path, dead: Peer) -> None:
+    own = LocalStore(tmp_path / "own")
+    create(folder, NAME, store=own)
+    with serving(own, tmp_path) as first:
+        peers_of = f"--peers={dead.name},{first.url}"
+        with node(tmp_path, "b", peers_of) as second:
+            weights_of(second, folder)
+            second.wait_for_log("commit")
+            # What was fetched is the node's own from now on, and given to others.
+            with node(tmp_path, "c", f"--peers={second.url}") as third:
+                first.stop()
+                weights_of(third, folder)
+            status, _, _ = second.request("/org/none/resolve/main/README.md")
+            assert status == 404
+    assert not verify_models(NAME, store=tmp_path / "b" / "store").faults
+
+
+def test_peers_that_name_each_other_do_not_wait_for_each_other(
+    folder: Path, tmp_path: Path
+) -> None:
+    ports = [free_port(), free_port()]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    with (
+        node(tmp_path, "a", f"--port={ports[0]}", f"--peers={urls[1]}") as first,
+        node(tmp_path, "b", f"--port={ports[1]}", f"--peers={urls[0]}") as second,
+    ):
+        for server in (first, second):
+            status, headers, _ = server.request("/org/model/resolve/main/README.md")
+            assert (status, headers["x-error-code"]) == (404, "RepoNotFound")
+        create(folder, NAME, store=tmp_path / "a" / "store")
+        time_out = time.monotonic() + SECONDS
+        while second.request(f"/{NAME}/resolve/main/README.md")[0] != 200:
+            assert time.monotonic() < time_out
+        weights_of(second, folder)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def test_a_server_behind_a_server_moves_deltas(tmp_path: Path) -> None:
+    first = LocalStore(tmp_path / "first")
+    random = np.random.default_rng(5)
+    base = {name: random.standard_normal((512, 1024), dtype=np.float32) * 0.02 for name in "abc"}
+    base = {name: data.astype(ml_dtypes.bfloat16) for name, data in base.items()}
+    tuned = {
+        name: (
+            data.astype(np.float32)
+            + random.standard_normal(data.shape, dtype=np.float32) * np.float32(2e-5)
+        ).astype(ml_dtypes.bfloat16)
+        for name, data in base.items()
+    }
+    folders = {
+        "base": write_folder(tmp_path / "base", base),
+        "model": write_folder(tmp_path / "model", tuned),
+    }
+    for name, source in folders.items():
+        create(source, f"org/{name}", store=first)
+    freeze_models(["org/base", "org/model"], store=first)
+    blobs = [blob for blob in first.resolve(NAME).blobs if first.has_cold(blob.digest)]
+    cold_size = sum(first.open_cold(*blob.id).stored for blob in blobs)
+    whole = sum(blob.size for blob in first.resolve(NAME).blobs)
+    assert cold_size < 0.5 * whole
+    with serving(first, tmp_path) as upstream, node(tmp_path, "b", "--upstream", upstream.url) as b:
+        for path in folders["base"].iterdir():
+            while b.request(f"/org/base/resolve/main/{path.name}")[0] == 503:
+                pass
+        b.wait_for_log("commit")
+        before = upstream.metric("sent_bytes_total")
+        weights_of(b, folders["model"])
+        moved = upstream.metric("sent_bytes_total") - before
+    assert moved < 1.05 * cold_size
