@@ -131,6 +131,11 @@ class Arrival:
         """Bytes of files that the upstream has sent."""
         return sum(file.received for file in list(self._files.values()))
 
+    @property
+    def wrong_etags(self) -> list[str]:
+        """The validators of the files of which readers may have got wrong bytes."""
+        return [file.etag for file in list(self._files.values()) if file.is_wrong]
+
     def start(self) -> None:
         """Begin."""
         self._thread.start()

@@ -40,6 +40,8 @@ class ArrivingFile:
         """Bytes of the file."""
         self.received = 0
         """Those of them that did not lie there before."""
+        self.is_wrong = False
+        """Whether readers may have got bytes that are not those of the file."""
         self._listed = listed
         self._on_wanted = on_wanted
         self._digester = hashlib.new(listed.algorithm, usedforsecurity=False)
@@ -111,6 +113,7 @@ class ArrivingFile:
         """
         found, expected = self._digester.hexdigest(), self._listed.digest
         if found != expected:
+            self.is_wrong = True
             self.path.unlink(missing_ok=True)
             raise DamagedSource(
                 f"file {quote(self.name)}: its {self._listed.algorithm} is {found}, the upstream lists {expected}"
@@ -123,6 +126,11 @@ class ArrivingFile:
         if not self._is_verified:
             self._error = error
             self._wake()
+
+    @property
+    def etag(self) -> str:
+        """The validator that responses name the file's bytes by."""
+        return self._listed.digest
 
     @property
     def is_complete(self) -> bool:

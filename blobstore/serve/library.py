@@ -102,6 +102,7 @@ class Library:
         self.pulled = PulledModels(store)
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
+        self._distrusted: set[str] = set()
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
@@ -254,6 +255,16 @@ class Library:
         for reference in filter(self.is_allowed, self.store.references()):
             if name_of(reference) not in hidden:
                 yield reference
+
+    def distrust(self, etags: Sequence[str]) -> None:
+        """Note that wrong bytes of files with these validators were sent, before that was known."""
+        if len(self._distrusted) >= _MAX_COMMITS:
+            self._distrusted.clear()
+        self._distrusted.update(etags)
+
+    def is_distrusted(self, etag: str) -> bool:
+        """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
+        return etag in self._distrusted
 
     def keep(self, served: ServedModel | Artifact) -> None:
         """Keep what is being sent, as :meth:`release_idle` does what was asked for."""

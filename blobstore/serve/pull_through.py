@@ -367,6 +367,7 @@ class PullThrough:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
         self._limit.release(arrival)
+        self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
             with contextlib.suppress(BlobstoreError):
