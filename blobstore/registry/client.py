@@ -77,6 +77,7 @@ class RegistryClient:
         limiter: RateLimiter | None = None,
         patience: Patience | None = None,
         part_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -88,6 +89,7 @@ class RegistryClient:
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
             part_size: bytes of a blob that one request sends at most; by default 64 MiB.
+            headers: more headers of each request.
 
         Raises:
             InvalidReference: the host is not valid.
@@ -110,6 +112,7 @@ class RegistryClient:
             find_login=lambda repository: known.find(host, repository),
             limiter=limiter,
             patience=patience or Patience(),
+            headers=headers,
         )
 
     @property

@@ -14,6 +14,7 @@ from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
+from blobstore.serve.peers import Peer
 from blobstore.serve.pull_through import FRESH_SECONDS, PullThrough
 from blobstore.serve.server import run_server
 from blobstore.serve.upstream import Upstream
@@ -39,7 +40,9 @@ def serve(
     anonymous: bool = False,
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
+    peers: Sequence[str] = (),
     fresh: float = FRESH_SECONDS,
+    max_size: int | None = None,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -57,13 +60,17 @@ def serve(
             fetched when a client first asks for them, and stay in the store.
         upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
             none of their own.
+        peers: URLs of other servers, which are asked for blobs before ``upstream`` is; without one, for models
+            that the store lacks.
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
+        max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
+            the longest time are removed. None for no limit.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` is no URL.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
         MissingLibrary: aiohttp is not installed.
         StoreBusy: another process fetches models into this store.
         BlobstoreError: the port is taken, or a token file cannot be read.
@@ -86,10 +93,16 @@ def serve(
 
     with contextlib.ExitStack() as stack:
         through = None
-        if upstream is not None:
+        if upstream is not None or peers:
             token = _first_token(upstream_token_file)
             through = PullThrough(
-                library, Upstream.parse(upstream), fresh=fresh, token=token, log=log
+                library,
+                None if upstream is None else Upstream.parse(upstream),
+                peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
+                fresh=fresh,
+                token=token,
+                max_size=max_size,
+                log=log,
             )
             stack.enter_context(contextlib.closing(through))
 
