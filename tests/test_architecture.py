@@ -269,7 +269,7 @@ def test_short_modules_are_shared_or_have_a_reason() -> None:
 
 
 def test_the_page_about_the_architecture_shows_the_contract_of_the_packages() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     contract = project()["tool"]["importlinter"]["contracts"][0]["layers"]
     layers = [set(layer.split(" | ")) for layer in contract if layer != "__main__"]
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", page, re.MULTILINE)

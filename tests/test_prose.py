@@ -1,4 +1,4 @@
-"""The glossary of docs/architecture.md: words that this project does not use, and what it says instead."""
+"""The glossary: words that this project does not use, and what it says instead."""
 
 from __future__ import annotations
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.core.limits import Budget
 from blobstore.errors import (
     BlobDamaged,
@@ -40,7 +42,6 @@ from blobstore.registry.reference import (
     is_tag,
 )
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _MAX_TYPE: Final = 255
 """Letters of a media type."""
+_MARGIN: Final = 30
+"""Seconds that a response may take, beyond those that the server was asked to wait."""
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
 
@@ -90,8 +93,12 @@ class RegistryClient:
         Raises:
             InvalidReference: the host is not valid.
             RemoteError: certificates or proxies that were set up cannot be used.
+            MissingLibrary: the extra ``registry`` is not installed.
         """
         check_host(host)
+        # Not above: a push to object storage imports this module, and needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self.host = host
         known = credentials or LoginFiles()
         self._part_size = part_size
@@ -105,6 +112,12 @@ class RegistryClient:
             limiter=limiter,
             patience=patience or Patience(),
         )
+
+    @property
+    def _address(self) -> str:
+        """How a user names the registry so that a command speaks to it as this client does."""
+        is_plain = self._transport.base == f"http://{self.host}"
+        return self._transport.base if is_plain else f"oci://{self.host}"
 
     @property
     def part_size(self) -> int:
@@ -151,7 +164,7 @@ class RegistryClient:
         if reply is None:
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
-                advice=f"'blobstore list oci://{self.host}/{repository}' lists the tags",
+                advice=f"'blobstore list {self._address}/{repository}' lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         try:
@@ -185,6 +198,39 @@ class RegistryClient:
             with contextlib.suppress(RemoteError, Damaged, ModelNotFound):
                 return self.get_manifest(repository, reference).digest
         return None
+
+    def watch_manifest(
+        self, repository: str, reference: str, known: Digest | None, wait: int
+    ) -> tuple[Digest, bool]:
+        """Return the digest of a tag's manifest, and whether the server has waited for a change.
+
+        A server that can waits until the manifest is another one than ``known``, and is asked again at once.
+
+        Args:
+            repository: where to look.
+            reference: the tag.
+            known: the digest of the manifest that the caller has.
+            wait: seconds that the server is asked to wait at most.
+
+        Raises:
+            ModelNotFound: the registry has no such tag.
+            RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        """
+        request = self._manifest_request(
+            "HEAD", repository, reference, request_rules.MANIFEST_WATCH
+        )
+        if known is not None:
+            condition = {"if-none-match": f'"{known}"', "prefer": f"wait={wait}"}
+            headers = {**request.headers, **condition}
+            request = replace(request, headers=headers, timeout=wait + _MARGIN)
+        reply = self._transport.ask(request)
+        if reply is None:
+            raise ModelNotFound(f"{request.what}: the registry has none")
+        if reply.status == HTTPStatus.NOT_MODIFIED and known is not None:
+            return known, "preference-applied" in reply.headers
+        with contextlib.suppress(InvalidDigest):  # the header is optional
+            return Digest.parse(reply.headers.get("docker-content-digest", "")), False
+        return self.get_manifest(repository, reference).digest, False
 
     def put_manifest(
         self,

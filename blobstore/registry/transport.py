@@ -6,7 +6,7 @@ The rules, which ``protocol`` decides:
   and stay within the registry. What authorizes a request goes to the registry alone.
 - A response is streamed. Callers read only as much as they ask for. It must not be compressed.
 - Lost connections, stalls, overloaded servers and gateways that fail raise TransientError, which
-  :meth:`Transport.retry` counts. Every other failure is final.
+  :meth:`Transport.retry` counts. Every other failure is final, that of a certificate too.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _MAX_CHALLENGES: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _READ: Final = 2**19
 """Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
+_ALERT: Final = "_ALERT_"
+"""In the reasons of errors that a server reports, such as ``TLSV13_ALERT_CERTIFICATE_REQUIRED``."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -379,11 +381,7 @@ class Transport:
             yield
         except httpx2.ConnectError as error:
             message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
-            cause: BaseException | None = error
-            # Errors of certificates have no class of their own in httpx2.
-            while cause is not None and not isinstance(cause, ssl.SSLError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is not None:
+            if _tls_error(error) is not None:
                 raise RemoteError(message, advice=certificates_in_use()) from error
             if not self._has_answered:  # rather a mistyped address than a server that restarts
                 raise RemoteError(message) from error
@@ -402,8 +400,24 @@ class Transport:
                     f"{request.what}: the proxy asks for a login",
                     advice="name it in the address of the proxy: http://USER:PASSWORD@HOST:PORT",
                 ) from None
+            # With TLS 1.3, a server refuses the certificate of a client only after the handshake.
+            if _ALERT in (getattr(_tls_error(error), "reason", None) or ""):
+                raise RemoteRefused(
+                    f"{request.what}: {quote(self.base)} refuses the certificate of this machine, or that "
+                    f"there is none: {quote(error)}",
+                    advice="put NAME.cert and NAME.key into ~/.config/containers/certs.d/"
+                    f"{self.base.partition('://')[2]}",
+                ) from error
             raise TransientError(
                 f"{request.what}: lost the connection to {quote(self.base)}: {quote(error)}"
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """Return the error of TLS that caused one of httpx2, which has no class for them."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause

@@ -78,7 +78,9 @@ class ArrivingFile:
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
         done = 0
-        while done < len(piece):  # at its place: sending a file moves the position of its descriptor
+        while done < len(
+            piece
+        ):  # at its place: sending a file moves the position of its descriptor
             done += os.pwrite(self.descriptor, piece[done:], self.written + done)
         self._digester.update(piece)
         self.received += len(piece)

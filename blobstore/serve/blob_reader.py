@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from blobstore.serve.messages import BlobPart
+    from blobstore.serve.messages import BlobPart, StoredPart
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -76,6 +76,21 @@ class BlobReader:
             return OpenBlob(None, state, state == known)
         state = FileVersion.of_status(os.fstat(descriptor))
         return OpenBlob(descriptor, state, state == known)
+
+    def open_stored(self, part: StoredPart) -> int:
+        """Open the file of a cold blob, which was hashed when it was listed, and return its descriptor.
+
+        Raises:
+            BlobMissing: it is another file by now, or cannot be read.
+        """
+        try:
+            descriptor, _ = open_regular(self._store.cold_path(part.digest))
+        except OSError as error:
+            raise BlobMissing(f"cold blob {part.digest} cannot be read: {error}") from error
+        if FileVersion.of_status(os.fstat(descriptor)) != part.version:
+            os.close(descriptor)
+            raise BlobMissing(f"cold blob {part.digest} was replaced")
+        return descriptor
 
     def verify(self, digest: Digest, size: int) -> object:
         """Hash a blob, unless that was done before. Return the state in which it is intact.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
-from blobstore.serve.messages import BlobPart, FilePart
+from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class BodySender:
             descriptor = await self._open(part)
             self._verify_ahead(parts, number + 1)
             if descriptor is None:
-                await self._send_cold(part, writer, on_sent)
+                await self._send_cold(cast("BlobPart", part), writer, on_sent)
                 continue
             try:
                 end = part.begin + part.length
@@ -95,8 +95,10 @@ class BodySender:
             finally:
                 os.close(descriptor)
 
-    async def _open(self, part: BlobPart) -> int | None:
-        """Open a blob whose bytes are right, and return the descriptor of its file; None if it is cold."""
+    async def _open(self, part: BlobPart | StoredPart) -> int | None:
+        """Open a file whose bytes are right, and return its descriptor; None if they have to be decoded."""
+        if isinstance(part, StoredPart):
+            return self._blobs.open_stored(part)
         for _ in range(LOOKS):
             blob = self._blobs.open(part)
             if blob.is_verified:

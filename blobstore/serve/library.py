@@ -26,6 +26,8 @@ from blobstore.manifests.reference import (
     name_matches,
 )
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
+from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
+from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.serve.pulled import PulledModels
 from blobstore.store.scan import list_names
@@ -180,6 +182,13 @@ class Library:
             raise NotPrepared(self._make_image, tag, reference, version)
         return found
 
+    def watch(self, reference: Reference) -> Callable[[], bool] | None:
+        """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
+        known = self._names.get(reference)
+        if known is None:
+            return None
+        return lambda: self.store.manifest_version(reference) != known[0]
+
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
         """Yield what a registry has of a repository, also of versions that no tag names any more.
 
@@ -195,6 +204,21 @@ class Library:
             current = self.artifact(reference)
             if current is not None and current not in seen:
                 yield current
+
+    def list_cold_files(self, artifact: Artifact) -> None:
+        """Check that an artifact lists the compressed forms that its blobs have now.
+
+        Raises:
+            NotPrepared: blobs of the store were frozen or thawed since it was asked for.
+        """
+        if artifact.stored and artifact.cold_version != cold_version(self.store):
+            raise NotPrepared(self._list_cold, artifact)
+
+    def has_files(self, content: Content) -> bool:
+        """Return whether the cold files of a content, if it has any, are those that were listed."""
+        return all(
+            is_current(self.store, part) for part in content.parts if isinstance(part, StoredPart)
+        )
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only: registries have small letters."""
@@ -315,6 +339,10 @@ class Library:
             made.key = (reference, version, signed)
             self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
+
+    def _list_cold(self, artifact: Artifact) -> None:
+        key = artifact.roots[0].digest
+        artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         with self._leased(self.store.resolve(reference)) as lease:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.core.files import FileVersion
     from blobstore.serve.arriving_file import ArrivingFile
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
@@ -44,7 +45,20 @@ class FilePart(NamedTuple):
     length: int
 
 
-Part = bytes | BlobPart | FilePart
+class StoredPart(NamedTuple):
+    """A range of the file of a cold blob, as it is."""
+
+    digest: Digest
+    """That of the blob."""
+    size: int
+    """Bytes of the file."""
+    begin: int
+    length: int
+    version: FileVersion
+    """What the file must still be."""
+
+
+Part = bytes | BlobPart | FilePart | StoredPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,14 @@ class Request:
     body: bytes = b""
 
 
+class Wait(NamedTuple):
+    """How long a response may be delayed, because the client wants to know of a change."""
+
+    seconds: float
+    is_over: Callable[[], bool]
+    """Returns whether there is another response by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """A response. A response to HEAD has no parts, and the headers of the one to GET."""
@@ -67,6 +89,8 @@ class Response:
     parts: Sequence[Part] = ()
     in_use: Callable[[], object] = _nothing
     """Is called from time to time while the parts are sent, so that their blobs are kept."""
+    wait: Wait | None = None
+    """Set if the client asked to hear of a change, and there is none yet."""
 
     def __post_init__(self) -> None:
         """Refuse headers that a text from elsewhere would split. Raises ValueError."""
@@ -145,7 +169,7 @@ def content_response(
     """
     quoted = f'"{etag}"'
     described = {"ETag": quoted, "Accept-Ranges": "bytes", **headers}
-    if _has_tag(request.headers.get("if-none-match", ""), quoted):
+    if has_tag(request, quoted):
         return Response(304, described)
     described.setdefault("Content-Type", OCTETS)
     begin, end, status = 0, content.size, 200
@@ -191,7 +215,9 @@ def requested_range(text: str, size: int) -> tuple[int, int] | None:
     return (begin, min(end, size)) if begin < size else UNSATISFIABLE
 
 
-def _has_tag(listed: str, quoted: str) -> bool:
+def has_tag(request: Request, quoted: str) -> bool:
+    """Return whether the client has the version with this validator, which has its quotes."""
+    listed = request.headers.get("if-none-match", "")
     if not listed:
         return False
     return listed.strip() == "*" or quoted in (

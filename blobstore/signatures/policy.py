@@ -1,8 +1,8 @@
 """The policy: whose signatures a model needs, and what happens without them. It does no I/O.
 
-A policy is a TOML file; docs/signatures.md describes it. The first rule whose pattern matches a model's name
-decides. A mistake in the file is an error and never an open door: unknown keys, types and names are refused,
-and a model that no rule matches is refused unless the file states another default.
+A policy is a TOML file; docs/guides/signatures.md describes it. The first rule whose pattern matches a
+model's name decides. A mistake in the file is an error and never an open door: unknown keys, types and names
+are refused, and a model that no rule matches is refused unless the file states another default.
 """
 
 from __future__ import annotations

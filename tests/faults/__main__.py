@@ -1,7 +1,7 @@
 """``python -m tests.faults``: inject faults of every kind, and print a table of the results.
 
-The table is Markdown on standard output, for docs/durability.md. Progress, and every violation with the data
-that reproduces it, goes to standard error. The exit code is 1 if there was a violation.
+The table is Markdown on standard output, for docs/concepts/durability.md. Progress, and every violation
+with the data that reproduces it, goes to standard error. The exit code is 1 if there was a violation.
 """
 
 from __future__ import annotations

@@ -191,7 +191,9 @@ def push_model(
     else:
         options.check()
         address = registry_address(reference, remote)
-        opened = open_registry(store, reference, address, options, limiter, steps.begin)
+        opened = open_registry(
+            store, reference, address, options, limiter, steps.begin, dry_run=dry_run
+        )
     with opened as target:
         cold_blobs = None
         if cold:
