@@ -37,7 +37,13 @@ def numbers(versions: WeightVersions, known: int | None) -> list[int]:
 def test_only_folders_of_versions_count(tmp_path: Path) -> None:
     versions = WeightVersions(tmp_path)
     assert versions.newest() is None
-    for name in ("weight_v1", "weight_v000001.tmp", "weight_v1234567890", "x", "weight_v\u0660\u0660\u0660\u0660\u0660\u0661"):
+    for name in (
+        "weight_v1",
+        "weight_v000001.tmp",
+        "weight_v1234567890",
+        "x",
+        "weight_v\u0660\u0660\u0660\u0660\u0660\u0661",
+    ):
         (tmp_path / name).mkdir()
     write(tmp_path, 12, 11)
     write(tmp_path, 1_000_000, 12)
