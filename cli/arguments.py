@@ -103,7 +103,8 @@ class _ModelName(_ParamType):
                 Reference.parse(value)
             except InvalidReference as error:
                 raise InvalidReference(
-                    error.message, advice=path_advice(value) or error.advice
+                    error.message,
+                    advice=path_advice(value) or address_advice(value) or error.advice,
                 ) from None
         return value
 
@@ -364,6 +365,11 @@ def glob_advice(text: str, names: Iterable[str]) -> str:
     """Return the glob that finds the names of which a text is a part; empty if it is a part of none."""
     count = sum(text in name for name in names)
     return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
+
+
+def shown_path_advice(text: str) -> str:
+    """Return how to look at a path that was taken for a name; empty for other texts."""
+    return "'blobstore show PATH' shows what a path names" if os.path.exists(text) else ""  # noqa: PTH110 - as above
 
 
 def address_advice(text: str) -> str:
