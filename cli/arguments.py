@@ -85,7 +85,8 @@ class _ModelName(_ParamType):
         if is_address(value) and self._or_remote:
             return value  # what is read there decides what it is
         if is_address(value) and self._or_address:
-            check_address(value)
+            if not is_pattern(value):
+                check_address(value)
         elif is_address(value) and not self._or_path:
             raise UsageError(
                 f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
