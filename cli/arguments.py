@@ -368,6 +368,14 @@ def glob_advice(text: str, names: Iterable[str]) -> str:
     return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
 
 
+def is_name(text: str, store: LocalStore) -> bool:
+    """Return whether a text is the name of a model of the store."""
+    try:
+        return store.has_model(text)
+    except InvalidReference:
+        return False
+
+
 def shown_path_advice(text: str) -> str:
     """Return how to look at a path that was taken for a name; empty for other texts."""
     return "'blobstore show PATH' shows what a path names" if os.path.exists(text) else ""  # noqa: PTH110 - as above

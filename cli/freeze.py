@@ -138,7 +138,10 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
                 f"({size}) uncompressed: {reason.format(others)}"
             )
     if not frozen.blobs:
-        yield "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
+        yield (
+            "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "
+            "'blobstore create ollama://MODEL NAME' has imported it"
+        )
 
 
 def _table(frozen: Frozen) -> str:

@@ -51,7 +51,8 @@ def test_says_why_a_gguf_model_is_not_compressed(store: LocalStore) -> None:
     store.publish("gguf", with_layers(store, store.resolve("gguf"), [gguf]))
     result = run("freeze", "gguf")
     assert result.stdout.splitlines()[1] == (
-        "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
+        "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "
+        "'blobstore create ollama://MODEL NAME' has imported it"
     )
 
 
