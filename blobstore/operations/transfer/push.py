@@ -272,6 +272,7 @@ class _Push:
     def send_blobs(self) -> None:
         """Send the blobs that the target lacks."""
         if not self._looks_for_all:
+            self.sent["present"] = self._size
             return
         workers = self._steps.begin(self._size, self._to_read)
         send = partial(self._send, report=workers.report)
