@@ -53,7 +53,6 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
     "blobstore/operations/maintenance/retention.py": "a rule of its own, which changes nothing",
-    "blobstore/serve/metrics.py": "a format of its own: what Prometheus reads",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}
