@@ -204,13 +204,9 @@ class RegistryClient:
     def watch_manifest(
         self, repository: str, tag: str, known: Digest | None, wait: int
     ) -> tuple[Digest, bool]:
-        """Return the digest of a tag's manifest, and whether the server has waited for a change.
+        """Return the digest of a tag's manifest, and whether the server has waited up to ``wait`` seconds for it.
 
-        A server that can waits until it is another one than ``known``, or for ``wait`` seconds.
-
-        Raises:
-            ModelNotFound: the registry has no such tag.
-            RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        Raises ModelNotFound if there is no such tag, and RemoteError.
         """
         request = self._manifest_request("HEAD", repository, tag, request_rules.MANIFEST_WATCH)
         if known is not None:
