@@ -64,7 +64,7 @@ class ArrivingFile:
         weakref.finalize(self, os.close, self.descriptor)
         if os.fstat(self.descriptor).st_size > self.size:
             os.ftruncate(self.descriptor, 0)
-        while piece := os.read(self.descriptor, _PIECE):
+        while piece := os.pread(self.descriptor, _PIECE, self.written):
             self._digester.update(piece)
             self._advance(len(piece))
 
@@ -100,7 +100,9 @@ class ArrivingFile:
             raise DamagedSource(
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
-        write_all(self.descriptor, piece)
+        done = 0
+        while done < len(piece):  # at its place: sending a file moves the position of its descriptor
+            done += os.pwrite(self.descriptor, piece[done:], self.written + done)
         self._digester.update(piece)
         self.received += len(piece)
         self._advance(len(piece))
