@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from blobstore.operations.export.link import Linked
     from blobstore.operations.export.link import link_model as link
     from blobstore.operations.follow.follow import Followed, follow
+    from blobstore.operations.follow.push_version import PushedVersion, push_version
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.operations.freeze.freeze import freeze_models as freeze
     from blobstore.operations.freeze.thaw import Thawed
@@ -124,6 +125,7 @@ _HOMES = {
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
+    "PushedVersion": ("blobstore.operations.follow.push_version", "PushedVersion"),
     "ReadPlan": ("blobstore.remotes.addresses", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
@@ -163,6 +165,7 @@ _HOMES = {
     "page": ("blobstore.pages.write", "write_page"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "push": ("blobstore.operations.transfer.push", "push_model"),
+    "push_version": ("blobstore.operations.follow.push_version", "push_version"),
     "read_file": ("blobstore.operations.describe.cat", "read_file"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
@@ -209,6 +212,7 @@ __all__ = [
     "Page",
     "Pulled",
     "Pushed",
+    "PushedVersion",
     "ReadPlan",
     "Reference",
     "RemovedModels",
@@ -248,6 +252,7 @@ __all__ = [
     "page",
     "pull",
     "push",
+    "push_version",
     "read_file",
     "remove",
     "rename",

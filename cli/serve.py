@@ -94,6 +94,8 @@ def command(
     """
     from blobstore.serve.serve import serve
 
+    if upstream is None:  # an upstream fills a store that is not there yet
+        output.show_note(*arguments.store_notes(store))
     serve(
         store,
         host=host,

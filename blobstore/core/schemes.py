@@ -18,6 +18,8 @@ OBJECTS: Final = ("s3", "gs", "az", "file")
 """The schemes of stores in object storage, and of stores in folders that are used as if they were there."""
 REGISTRY: Final = "oci"
 HUB: Final = "hf"
+OLLAMA: Final = "ollama"
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
 WEB: Final = ("http", "https")
 """The schemes of servers that only read, such as ``blobstore serve``."""
 _REGISTRIES: Final = (REGISTRY, "docker", *WEB)
@@ -46,6 +48,8 @@ def advice_for(text: str, role: Role) -> str:
     scheme = scheme_of(text)
     if scheme == "file":
         return "write the path without file://"
+    if role == "source" and (scheme in (HUB, OLLAMA) or _HUB_PAGE.match(text)):
+        return f"'blobstore create {quote_url(text)[1:-1]} NAME' imports it"
     if scheme not in (*OBJECTS, *_REGISTRIES, HUB):
         return ""
     if role == "store":

@@ -20,12 +20,12 @@ from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, find_model, is_address
-from blobstore.store.gguf_file import GgufFile
+from blobstore.store.gguf_file import GgufFile, is_gguf_path
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from typing import TypeGuard, Unpack
+    from typing import Unpack
 
     import mlx.core
     import torch
@@ -164,7 +164,7 @@ def open_model(
         "prefetch": prefetch,
         "progress": progress,
     }
-    if isinstance(reference, os.PathLike) or _is_gguf_path(reference, store):
+    if isinstance(reference, os.PathLike) or is_gguf_path(reference, store.has_model):
         return _open_file(reference, verify, **options)
     if is_address(reference):
         if thaw:
@@ -216,16 +216,6 @@ def _open_file(path: str | os.PathLike[str], verify: Verify, **options: Any) -> 
     model = Model(str(path), manifest.to_bytes(), file, **options)
     model.check(verify)
     return model
-
-
-def _is_gguf_path(reference: str | Reference, store: LocalStore) -> TypeGuard[str]:
-    """Return whether a reference is the path of a GGUF file, and not the name of a model."""
-    if not isinstance(reference, str) or not reference.endswith(".gguf"):
-        return False
-    try:
-        return not store.has_model(reference) and Path(reference).is_file()
-    except InvalidReference:
-        return True
 
 
 @contextlib.contextmanager

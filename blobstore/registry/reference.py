@@ -11,7 +11,7 @@ those of a name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from blobstore.core.digest import Digest
@@ -103,13 +103,17 @@ class RemoteReference:
     def name(self) -> Reference:
         """Return the name whose address this is.
 
+        A repository of more parts than a name has gives the model its host and its last two parts.
+
         Raises:
-            InvalidReference: no name has this address, or it is that of a digest.
+            InvalidReference: no name is like that, or the address is that of a digest.
         """
-        namespace, slash, model = self.repository.rpartition("/")
+        outer, slash, model = self.repository.rpartition("/")
+        namespace = outer.rpartition("/")[2] if slash else DEFAULT_NAMESPACE
         try:
-            name = Reference(self.host, namespace if slash else DEFAULT_NAMESPACE, model, self.tag)
-            is_own = self.digest is None and RemoteReference.of(name) == self
+            name = Reference(self.host, namespace, model, self.tag)
+            own = replace(self, repository=f"{namespace}/{model}") if "/" in outer else self
+            is_own = self.digest is None and RemoteReference.of(name) == own
         except InvalidReference:
             is_own = False
         if not is_own:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import hub_response
 from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.registry import error_response, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target
 
@@ -48,7 +49,7 @@ def answer(
     if (refused := access.refusal(request, target)) is not None:
         return refused
     if target.segments == ("metrics",):
-        return bytes_response(request, metrics().encode())
+        return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
     is_form = request.method == "POST" and _POSTS in target.segments
     if request.method not in _READS and not is_form:
         if target.segments[0] == "v2":

@@ -156,12 +156,12 @@ class Arrival:
             self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
         except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
             self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
-        failed = DamagedSource(f"{self.repository} cannot be fetched")
-        for file in self._files.values():
-            file.fail(failed)
         if not isinstance(self.error, RemoteError | Cancelled):
             shutil.rmtree(self._folder, ignore_errors=True)
         self._host.ended(self)
+        failed = DamagedSource(f"{self.repository} cannot be fetched")
+        for file in self._files.values():
+            file.fail(failed)
         self.listed.set()
         self.ended.set()
 

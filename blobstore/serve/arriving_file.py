@@ -11,7 +11,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
 
 if TYPE_CHECKING:
@@ -101,7 +100,9 @@ class ArrivingFile:
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
         done = 0
-        while done < len(piece):  # at its place: sending a file moves the position of its descriptor
+        while done < len(
+            piece
+        ):  # at its place: sending a file moves the position of its descriptor
             done += os.pwrite(self.descriptor, piece[done:], self.written + done)
         self._digester.update(piece)
         self.received += len(piece)

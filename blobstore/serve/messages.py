@@ -39,6 +39,14 @@ class BlobPart(NamedTuple):
     length: int
 
 
+class FilePart(NamedTuple):
+    """A range of a file that is being fetched."""
+
+    file: ArrivingFile
+    begin: int
+    length: int
+
+
 class StoredPart(NamedTuple):
     """A range of the file of a cold blob, as it is."""
 
@@ -52,15 +60,7 @@ class StoredPart(NamedTuple):
     """What the file must still be."""
 
 
-class FilePart(NamedTuple):
-    """A range of a file that is being fetched."""
-
-    file: ArrivingFile
-    begin: int
-    length: int
-
-
-Part = bytes | BlobPart | StoredPart | FilePart
+Part = bytes | BlobPart | FilePart | StoredPart
 
 
 @dataclass(frozen=True, slots=True)

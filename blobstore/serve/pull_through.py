@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-FRESH_SECONDS: Final = 300.0
-"""How long an answer of the upstream holds."""
 _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
 _REFUSED_SECONDS: Final = 5.0
@@ -94,7 +92,7 @@ class PullThrough:
         upstream: Upstream | None,
         *,
         peers: Sequence[Peer] = (),
-        fresh: float = FRESH_SECONDS,
+        fresh: float,
         token: str = "",
         max_size: int | None = None,
         log: Callable[[str], object] | None = None,

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
-from blobstore.serve.peers import Peer
-from blobstore.serve.pull_through import FRESH_SECONDS, PullThrough
 from blobstore.serve.server import run_server
-from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -28,6 +26,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKEN_FILE = 1 << 20
 _LOOK_SECONDS = 1.0
+FRESH_SECONDS = 300.0
+"""How long an answer of the upstream holds."""
 
 
 def serve(
@@ -71,7 +71,7 @@ def serve(
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
             given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
-        MissingLibrary: aiohttp is not installed.
+        MissingLibrary: aiohttp is not installed, or httpx2, which an upstream or a peer needs.
         StoreBusy: another process fetches models into this store.
         BlobstoreError: the port is taken, or a token file cannot be read.
     """
@@ -83,6 +83,8 @@ def serve(
         )
     if token_file is not None and anonymous:
         raise UsageError("tokens are for servers that are not anonymous; leave one of both out")
+    if upstream is None and (upstream_token_file is not None or max_size is not None):
+        raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     if token_file is not None:
         access: Callable[[], Access] = _TokenFile(token_file, log)
@@ -94,6 +96,10 @@ def serve(
     with contextlib.ExitStack() as stack:
         through = None
         if upstream is not None or peers:
+            with optional_libraries():
+                from blobstore.serve.peers import Peer
+                from blobstore.serve.pull_through import PullThrough
+                from blobstore.serve.upstream import Upstream
             token = _first_token(upstream_token_file)
             through = PullThrough(
                 library,

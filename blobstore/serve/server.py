@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     """Writes lines of a log. It is called on a thread of its own."""
 
 MAX_CONNECTIONS = 4096
+_OTHER_FILES = 64
+"""Files that are open besides those of connections: one for each, and one for the blob that it gets."""
 MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
@@ -127,8 +129,10 @@ class Server:
         )
         self._connections = lambda: len(manager.connections)
 
+        most = max_connections()
+
         def connected() -> asyncio.Protocol:
-            if len(manager.connections) >= MAX_CONNECTIONS:
+            if len(manager.connections) >= most:
                 return _Refusal()
             return manager()
 
@@ -241,9 +245,9 @@ class Server:
         self, raw: web.BaseRequest, request: Request, response: Response, answer: Answer
     ) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
-        assert response.wait is not None  # noqa: S101
-        end = time.monotonic() + response.wait.seconds
+        end = None
         while (wait := response.wait) is not None:
+            end = end or time.monotonic() + wait.seconds
             while not wait.is_over():
                 has_left = raw.transport is None or raw.transport.is_closing()
                 if time.monotonic() >= end or has_left or interrupts.is_requested():
@@ -366,6 +370,19 @@ class Server:
 
     def _count_verified(self, size: int) -> None:
         self.metrics.bytes_verified += size
+
+
+def max_connections() -> int:
+    """Return how many connections may be open, after asking the system for as many files as they need."""
+    import resource
+
+    needed = 2 * MAX_CONNECTIONS + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(1, (soft - _OTHER_FILES) // 2)
+    return MAX_CONNECTIONS
 
 
 async def _until(is_reached: Callable[[], bool]) -> None:

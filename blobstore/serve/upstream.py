@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
 from blobstore.registry import protocol
 from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 
 if TYPE_CHECKING:
@@ -122,6 +122,9 @@ class UpstreamClient:
         """Whether the last answer came from a server of our kind."""
         parts = urlsplit(upstream.url)
         self._url = upstream.url
+        # Not above: a server without an upstream needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self._transport = Transport(
             parts.netloc,
             plain_http=parts.scheme == "http",

@@ -405,9 +405,7 @@ def forge(root: Path, folder: Path, commit: str) -> None:
     source: Any = open_source(folder)
     source.repository, source.commit = NAME, commit
     with contextlib.closing(source):
-        import_source(
-            source, Reference.parse(NAME), LocalStore(root), ImportOptions(), started=0.0
-        )
+        import_source(source, Reference.parse(NAME), LocalStore(root), ImportOptions(), started=0.0)
 
 
 def test_peers_alone_are_enough(folder: Path, tmp_path: Path, dead: Peer) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
+from numpy import array_equal
+from safetensors.numpy import load_file
 
 import blobstore
 from blobstore.core.digest import Digest
@@ -26,9 +31,12 @@ from blobstore.registry.credentials import LoginFiles
 from blobstore.registry.protocol import Login
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
+from tests.real import record_clients
 from tests.support import frozen
 from tests.support.models import add_blobs, dense_tensors, moe_tensors, write_folder
-from tests.support.registry import running_registry
+from tests.support.ollama_store import GGUF_FILE
+from tests.support.recorded_clients import blob_of_ollama, recorded_library
+from tests.support.registry import proxied_registry, running_registry
 from tests.support.serve_process import Serving, serving
 from tests.support.signing import key_files, policy
 
@@ -61,6 +69,18 @@ def test_pull_gets_the_same_model(server: Serving, models: LocalStore, tmp_path:
         pull_model(f"oci://{server.host}/{name}", name, store=other)
         assert other.read_manifest(name) == models.read_manifest(name)
         assert not verify_models(name, store=other).faults
+
+
+def test_all_models_of_a_server_are_pulled(
+    server: Serving, models: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    command = [sys.executable, "-m", "blobstore", "--store", str(other.root)]
+    address = f"oci://{server.host}"
+    listed = subprocess.run([*command, "list", address], check=True, capture_output=True, text=True)
+    assert all(f"{server.host}/org/{name}:latest" in listed.stdout for name in ("dense", "moe"))
+    subprocess.run([*command, "pull", "--all", address], check=True, capture_output=True)
+    assert {one.model for one in other.references()} == {"dense", "moe"}
 
 
 def test_pull_of_a_frozen_model_gets_its_blobs(models: LocalStore, tmp_path: Path) -> None:
@@ -102,6 +122,72 @@ def test_skopeo_lists_tags_and_inspects(server: Serving) -> None:
     assert json.loads(skopeo("list-tags", *plain).stdout)["Tags"] == ["latest"]
     raw = skopeo("inspect", "--raw", *plain).stdout
     assert raw == server.request("/v2/org/dense/manifests/latest", accept="*/*")[2]
+
+
+@needs_skopeo
+def test_skopeo_mirrors_all_tags(server: Serving, tmp_path: Path) -> None:
+    plain = ("--src=docker", "--dest=dir", "--src-tls-verify=false")
+    skopeo("sync", *plain, f"{server.host}/org/dense", str(tmp_path))
+    raw = server.request("/v2/org/dense/manifests/latest", accept="*/*")[2]
+    assert (tmp_path / "dense:latest" / "manifest.json").read_bytes() == raw
+
+
+@needs_skopeo
+def test_a_registry_that_is_a_proxy_keeps_what_it_got(
+    models: LocalStore, server: Serving, tmp_path: Path
+) -> None:
+    with proxied_registry(tmp_path / "proxy", server.url) as proxy:
+        source = f"docker://{proxy.host}/org/moe:latest"
+        skopeo("copy", "--src-tls-verify=false", source, f"dir:{tmp_path}/first")
+        manifest = json.loads((tmp_path / "first" / "manifest.json").read_bytes())
+        kept = [proxy.blob(layer["digest"]) for layer in (manifest["config"], *manifest["layers"])]
+        deadline = time.monotonic() + 60
+        while not all(path.is_file() for path in kept):  # it writes them in the background
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        server.stop()
+        skopeo("copy", "--src-tls-verify=false", source, f"dir:{tmp_path}/second")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "second").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}
+    for blob in models.resolve("org/moe").blobs:
+        assert Digest.of(files[blob.digest.hex]) == blob.digest
+
+
+def test_oras_pulls_files(server: Serving, tmp_path: Path) -> None:
+    client = pytest.importorskip("oras.client").OrasClient(insecure=True, tls_verify=False)
+    assert client.get_tags(f"{server.host}/org/moe") == ["latest"]
+    client.pull(f"{server.host}/org/moe:latest", outdir=str(tmp_path / "pulled"))
+    assert (tmp_path / "pulled" / "config.json").read_bytes() == (
+        tmp_path / "moe" / "config.json"
+    ).read_bytes()
+
+
+@needs_skopeo
+@pytest.mark.skipif(shutil.which("umoci") is None, reason="umoci is not installed")
+def test_a_container_runtime_unpacks_the_image(server: Serving, tmp_path: Path) -> None:
+    image = f"oci:{tmp_path}/image:latest"
+    source = f"docker://{server.host}/org/dense:latest.image"
+    skopeo("copy", "--src-tls-verify=false", source, image)
+    unpack = ["umoci", "unpack", "--rootless", "--image", image.removeprefix("oci:"), "bundle"]
+    subprocess.run(unpack, cwd=tmp_path, check=True, capture_output=True)
+    unpacked = tmp_path / "bundle" / "rootfs" / "models"
+    found: dict[str, Any] = {}
+    for path in unpacked.glob("*.safetensors"):
+        found |= load_file(path)
+    expected = load_file(tmp_path / "dense" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(array_equal(found[name], value) for name, value in expected.items())
+    config = tmp_path / "dense" / "config.json"
+    assert (unpacked / "config.json").read_bytes() == config.read_bytes()
+
+
+def test_ollama_gets_what_its_source_asks_for(tmp_path: Path) -> None:
+    """It leaves the response to the first request for each blob."""
+    with serving(recorded_library(tmp_path).store, tmp_path) as server:
+        record_clients.ollama(server.host, tmp_path)
+        blob = f"/v2/library/ollama/blobs/{blob_of_ollama()}"
+        assert server.request(blob)[2] == GGUF_FILE
+        assert server.metric("open_requests") == 1  # that of this question
 
 
 @needs_skopeo

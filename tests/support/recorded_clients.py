@@ -158,7 +158,7 @@ def recording(library: Library) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def _exchange(self) -> None:
             host = self.headers["host"]
             body = self.rfile.read(int(self.headers.get("content-length", 0))).decode()
             headers = {name: text for name in _READ if (text := self._header(name))}
@@ -179,7 +179,14 @@ def recording(library: Library) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             with contextlib.suppress(ConnectionError):  # Ollama leaves most responses
                 self.wfile.write(body_of(library.store, response))
 
-        do_HEAD = do_POST = do_GET
+        def do_GET(self) -> None:
+            self._exchange()
+
+        def do_HEAD(self) -> None:
+            self._exchange()
+
+        def do_POST(self) -> None:
+            self._exchange()
 
         def _header(self, name: str) -> str:
             return ", ".join(self.headers.get_all(name, ()))

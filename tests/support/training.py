@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from tests.support.models import write_folder
 
 SHARE = 0.005
-Weights = dict[str, NDArray[np.generic]]
+Weights = dict[str, np.ndarray[Any, Any]]
 
 
 def first_weights(layers: int = 4, size: int = 256) -> Weights:
@@ -36,8 +36,8 @@ def steps(weights: Weights, count: int, share: float = SHARE) -> Iterator[Weight
         for name, array in weights.items():
             if array.ndim > 1:
                 bits = array.view(np.uint16).copy()
-                at = random.random(array.shape) < share
-                bits[at] += random.choice(np.array([1, 0xFFFF], np.uint16), int(at.sum()))
+                at = np.asarray(random.random(array.shape) < share)
+                bits[at] += random.choice(np.array([1, 0xFFFF], np.uint16), np.count_nonzero(at))
                 weights[name] = bits.view(ml_dtypes.bfloat16)
         yield weights
 

@@ -1,7 +1,7 @@
 """The operation ``follow``: a name becomes each version of another place, as soon as that has it.
 
-The place is asked again and again, or waits until there is something to tell. A version is fetched beside
-the one that the name has, checked, and installed by the one rename that gives the name its manifest. So
+The place is asked again and again, or waits until there is something to tell. A version is fetched while
+the name has the former one, checked, and installed by the one rename that gives the name its manifest. So
 readers get the former version until then, whatever happens in between.
 """
 
@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
-from blobstore.core.digest import Digest
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.places import Target, find_place
+from blobstore.operations.follow.trainer import SCHEMES, TrainerFolder
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.operations.transfer.pull import STREAMS
@@ -31,8 +31,9 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.operations.follow.places import Place
+    from blobstore.operations.follow.places import Installed, Place
 
 INTERVAL: Final = 10.0
 _MAX_WAIT: Final = 30
@@ -87,7 +88,9 @@ def follow(
         reference: the name.
         source: a tag in a registry or at ``blobstore serve`` (``oci://host/repository:tag``), a name in
             object storage (``s3://``, ``gs://``, ``az://``, ``file://``), a repository of the Hub
-            (``hf://org/name@revision``), or the folder of another store, which has the same name.
+            (``hf://org/name@revision``), the folder of another store, which has the same name, or a folder
+            that a trainer writes (``slime:FOLDER``, ``sglang:FOLDER``, ``modelexpress:FOLDER``). The changes of
+            a trainer apply to the model that the name has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         interval: seconds between two questions. ``blobstore serve`` waits up to half a minute, and answers
             when there is another version.
@@ -122,7 +125,8 @@ def follow(
         transfer=options,
     )
     target.store.check_name(target.reference)
-    place = find_place(target, source)
+    is_trained = source.startswith(SCHEMES)
+    place = TrainerFolder(target, source) if is_trained else find_place(target, source)
     follower = _Follower(target, source, place, keep_last)
     return _versions(follower, interval, stop or threading.Event(), on_error, once=once)
 
@@ -197,6 +201,14 @@ class _Follower:
             return None
         started = time.monotonic()
         installed = self.place.install()
+        with interrupts.deferred():  # all is done
+            return self._installed_as(installed, before, started)
+
+    def _installed_as(
+        self, installed: Installed, before: Digest | None, started: float
+    ) -> Followed | None:
+        """Return what became of the name; None if it is what it was."""
+        target = self._target
         digest = target.manifest()
         self._installed = installed.version, digest
         if digest is None:  # another process has removed it

@@ -18,7 +18,6 @@ from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.transfer_cache import PullRecord
-from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import is_address, is_in_objects
 from blobstore.sources import hub
@@ -95,7 +94,7 @@ class Place(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class _Closable:
+class ClosedPlace:
     """A place that holds nothing open."""
 
     def __enter__(self) -> Self:
@@ -105,7 +104,7 @@ class _Closable:
         """Close nothing."""
 
 
-class RegistryTag(_Closable):
+class RegistryTag(ClosedPlace):
     """A tag of a registry, or of a server of another store."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -116,7 +115,9 @@ class RegistryTag(_Closable):
             raise UsageError(
                 f"{quote(text)} names a digest, which never changes", advice="follow a tag"
             )
-        plain_http = target.transfer.get("plain_http")
+        from blobstore.registry.client import RegistryClient
+
+        plain_http = self._address.uses_plain_http(target.transfer.get("plain_http"))
         self._client = RegistryClient(self._address.host, plain_http=plain_http)
 
     def known(self) -> str | None:
@@ -142,7 +143,7 @@ class RegistryTag(_Closable):
         self._client.close()
 
 
-class ObjectName(_Closable):
+class ObjectName(ClosedPlace):
     """A name in object storage, or in a folder that is used as if it were there."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -179,7 +180,7 @@ class ObjectName(_Closable):
         return _pull(self._target, self._text)
 
 
-class HubRevision(_Closable):
+class HubRevision(ClosedPlace):
     """A revision of a repository of the Hub."""
 
     def __init__(self, target: Target, text: str) -> None:
@@ -223,7 +224,7 @@ class HubRevision(_Closable):
         return Installed(commit, commit[:_DIGITS], created.bytes_written, created.notices)
 
 
-class StoreName(_Closable):
+class StoreName(ClosedPlace):
     """The same name in another store of this machine."""
 
     def __init__(self, target: Target, folder: Path) -> None:

@@ -6,15 +6,13 @@ A blob comes as it is, or in its compressed form. Its digest is checked before i
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular
-from blobstore.core.mmap import mapped
+from blobstore.core.mmap import map_file
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, RemoteError
 from blobstore.registry.protocol import DAMAGED_ADVICE
@@ -316,7 +314,7 @@ class Download:
         path = self.paths.get(digest)
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
-                yield BaseBlob.hot(_mapped(path, size), digest)
+                yield BaseBlob.hot(map_file(path, size), digest)
         yield from self._store.base_files(digest, size, in_chain=True)
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
@@ -338,12 +336,3 @@ class Download:
             new = max(done - fetch.reported, 0)
             fetch.reported += new
         self._workers.report(new, fetch.label)
-
-
-def _mapped(path: Path, size: int) -> memoryview:
-    """Return the bytes of a file. Raises FileNotFoundError."""
-    descriptor, _ = open_regular(str(path), follow=False)
-    try:
-        return mapped(descriptor, size)
-    finally:
-        os.close(descriptor)

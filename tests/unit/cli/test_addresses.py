@@ -129,3 +129,25 @@ def test_another_folder_is_not_taken_for_an_empty_store(here: Path) -> None:
 def test_the_address_of_a_registry_that_is_taken_for_a_name_is_explained(here: Path) -> None:
     result = run("list", "localhost:5000/team/repo", exit_code=3)
     assert "write 'oci://localhost:5000/team/repo'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "freeze", "rm", "link"])
+def test_a_path_in_place_of_a_name_gets_the_command_that_imports_it(
+    command: str, here: Path
+) -> None:
+    words = ["x"] if command == "link" else []
+    assert "'blobstore create PATH NAME'" in run(command, "./dense", *words, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("words", [("gc",), ("page", "p.html"), ("lock",), ("du",), ("verify",)])
+def test_a_mistyped_store_is_an_error_with_a_way_out(words: tuple[str, ...], here: Path) -> None:
+    result = run(*words, "--store", "nowhere", exit_code=3)
+    assert "there is no store at" in result.stderr
+    assert "--store or BLOBSTORE_HOME names another" in result.stderr
+    assert not (here / "p.html").exists()
+    assert not (here / "models.lock").exists()
+
+
+def test_a_model_of_a_mistyped_store_is_an_error_with_a_way_out(here: Path) -> None:
+    error = run("info", "dense", "--store", "nowhere", exit_code=3).stderr
+    assert "there is no store there; 'blobstore create' makes a store" in error

@@ -89,6 +89,7 @@ VARIANTS = {
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
     "push GLOB": ("push", "tun*", "dense", "%place"),
+    "push --as": ("push", "dense", "@versions", "--as=slime"),
     "pull --all": ("pull", "--all", "%place"),
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),

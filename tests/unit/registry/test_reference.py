@@ -128,6 +128,10 @@ def test_names_and_addresses_stand_for_each_other(name: str, address: str) -> No
     assert RemoteReference.parse(address).name() == reference
 
 
+def test_a_deeper_address_gives_the_name_of_its_last_two_parts() -> None:
+    assert str(RemoteReference.parse("ghcr.io/a/b/c:v1").name()) == "ghcr.io/b/c:v1"
+
+
 def test_address_of_a_name_is_in_lower_case() -> None:
     assert str(RemoteReference.of(Reference.parse("ghcr.io/Org/Model-7B:Q4"))) == (
         "ghcr.io/org/model-7b:Q4"
@@ -143,7 +147,7 @@ def test_name_that_no_registry_allows_has_no_address(name: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "ghcr.io/a/b/model",
+        "ghcr.io/a/o.rg/model",
         "ghcr.io/o.rg/model",
         "ghcr.io/library/model",
         f"ghcr.io/org/{'m' * 81}",
