@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
 
 if TYPE_CHECKING:
