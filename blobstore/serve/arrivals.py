@@ -91,7 +91,7 @@ class Arrival:
             repository: its name at the upstream.
             commit: the version.
             client: asks the upstream, as the one who was the first to ask for the model. It is closed at the end.
-            host: is told what happens.
+            host: what the steps are reported to.
         """
         self.reference, self.repository, self.commit = reference, repository, commit
         self.model: ServedModel | None = None

@@ -181,7 +181,7 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
 
     Args:
         store: the store.
-        digests: hex digests; other blobs are left alone.
+        digests: hex digests.
 
     Raises as :func:`collect_garbage`, but never ImplausibleGarbage.
     """

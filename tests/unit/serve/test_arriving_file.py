@@ -91,18 +91,18 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
-def test_readers_are_told_of_bytes_and_of_the_end(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_bytes_and_the_end_are_reported_to_readers(tmp_path: Path) -> None:
+    reports: list[str] = []
     wanted: list[str] = []
     digest = hashlib.sha256(DATA).hexdigest()
     listed = ListedFile("file", len(DATA), "sha256", digest)
     file = ArrivingFile(listed, tmp_path / "file", wanted.append)
     file.open()
-    with file.calling(lambda: told.append("x")):
+    with file.calling(lambda: reports.append("x")):
         file.append(DATA)
         file.finish()
     file.fail(BlobstoreError("too late"))
-    assert told == ["x", "x"]
+    assert reports == ["x", "x"]
     assert wanted == ["file"]
     assert file.readable(0) == len(DATA)
 
