@@ -1,4 +1,4 @@
-"""What mkdocs cannot do for the documentation site alone: links to the repository, and the help of the commands.
+"""What mkdocs cannot do alone for the site of the documentation: links to the repository, and generated pages.
 
 In the repository, a page may link to a test or a module. On the site such a link leads to the file in
 the repository if ``repo_url`` is set in mkdocs.yml; otherwise only its text is left.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)")
 _HELP = "<!-- help of all commands -->"
+_NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
@@ -34,12 +36,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
             return f"[{link[1]}]({config.repo_url.rstrip('/')}/blob/main/{target})"
         return link[1]
 
-    return _LINK.sub(replaced, markdown).replace(_HELP, help_of_commands())
+    text = _LINK.sub(replaced, markdown).replace(_HELP, help_of_commands())
+    return _NAMES.sub(lambda found: public_names(found[1]), text)
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Return a page without the roles of Sphinx, which docstrings have for editors."""
     return re.sub(r":(?:func|class|meth|data|mod|attr):(?=<code>)", "", html)
+
+
+def public_names(module: str) -> str:
+    """Return what mkdocstrings expands to the functions and classes of a module."""
+    names = import_module(module).__all__
+    sections = []
+    for title, is_function in (("Functions", True), ("Classes", False)):
+        chosen = [name for name in names if name[0].islower() == is_function]
+        sections += [f"## {title}", *(f"::: {module}.{name}" for name in chosen)]
+    return "\n\n".join(sections)
 
 
 def help_of_commands() -> str:

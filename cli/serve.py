@@ -52,6 +52,12 @@ if TYPE_CHECKING:
     help="File with the token for the upstream, for clients without a token of their own.",
 )
 @click.option(
+    "--peers",
+    metavar="URL,...",
+    callback=lambda _, __, value: [one for one in (value or "").split(",") if one],
+    help="Ask these other servers for blobs before the upstream, for example http://node2:8080.",
+)
+@click.option(
     "--fresh",
     type=click.FloatRange(min=0),
     default=300,
@@ -74,6 +80,7 @@ def command(
     token_file: str | None,
     upstream: str | None,
     upstream_token_file: str | None,
+    peers: list[str],
     fresh: float,
     max_size: int | None,
     anonymous: bool,
@@ -98,6 +105,7 @@ def command(
         anonymous=anonymous,
         upstream=upstream,
         upstream_token_file=upstream_token_file,
+        peers=peers,
         fresh=fresh,
         max_size=max_size,
         on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),

@@ -53,6 +53,8 @@ COMMANDS = "docs/reference/commands"
 WITH_EXAMPLES = {
     COMMANDS: 30,
     "docs/guides/signatures.md": 5,
+    "docs/guides/save-space.md": 9,
+    "docs/guides/repair.md": 6,
     "docs/guides/registries.md": 10,
     "docs/guides/object-storage.md": 15,
     "docs/guides/serve.md": 20,
@@ -65,6 +67,11 @@ OBJECTS = "http://localhost:8333"
 @needs_signing
 def test_commands_print_what_the_document_of_signatures_says(tmp_path: Path) -> None:
     check_examples("docs/guides/signatures.md", tmp_path, None)
+
+
+@pytest.mark.parametrize("page", ["save-space", "repair"])
+def test_commands_print_what_a_guide_says(page: str, tmp_path: Path) -> None:
+    check_examples(f"docs/guides/{page}.md", tmp_path, None)
 
 
 def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> None:
@@ -218,3 +225,15 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
 
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", ".devcontainer/Dockerfile"])
+def test_contributors_install_what_ci_installs(path: str) -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    packages = set(re.findall(r"missing\+=\((\S+)\)", script))
+    (command,) = re.findall(
+        r"apt-get install (?:-y --no-install-recommends )?((?:[^\n]|(?<=\\)\n)+)",
+        (ROOT / path).read_text(encoding="utf-8"),
+    )
+    assert len(packages) > 5
+    assert packages <= set(command.split())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("blobstore", "manifests", "cli", "tests", "docs", ".ci", "changelog.d")
+FOLDERS = ("blobstore", "manifests", "cli", "tests", "docs", ".ci", "changelog.d", "release")
 WRITTEN = {".py", ".md", ".toml", ".yaml", ""}
 NOT_OURS = ("tests/data", "tests/vectors")
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 import threading
 import weakref
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
+from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from blobstore.sources.hub_listing import ListedFile
@@ -66,6 +68,27 @@ class ArrivingFile:
             self._digester.update(piece)
             self._advance(len(piece))
 
+    def take(self, pieces: Iterable[bytes]) -> bool:
+        """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
+
+        Nobody can read any of them before. Raises OSError, and what ``pieces`` raises.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        digester = self._digester.copy()
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".taken-")
+        try:
+            for piece in pieces:
+                digester.update(piece)
+                write_all(descriptor, piece)
+            is_right = digester.hexdigest() == self._listed.digest
+            if is_right:
+                os.replace(name, self.path)  # noqa: PTH105 - a string
+            return is_right
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)  # noqa: PTH108 - a string
+
     def append(self, piece: bytes) -> None:
         """Write the next bytes.
 
@@ -78,9 +101,8 @@ class ArrivingFile:
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
         done = 0
-        while done < len(
-            piece
-        ):  # at its place: sending a file moves the position of its descriptor
+        # At its place: sending a file moves the position of its descriptor.
+        while done < len(piece):
             done += os.pwrite(self.descriptor, piece[done:], self.written + done)
         self._digester.update(piece)
         self.received += len(piece)

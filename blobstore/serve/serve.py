@@ -40,6 +40,7 @@ def serve(
     anonymous: bool = False,
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
+    peers: Sequence[str] = (),
     fresh: float = FRESH_SECONDS,
     max_size: int | None = None,
     on_ready: Callable[[str], object] = lambda _: None,
@@ -59,6 +60,8 @@ def serve(
             fetched when a client first asks for them, and stay in the store.
         upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
             none of their own.
+        peers: URLs of other servers, which are asked for blobs before ``upstream`` is; without one, for models
+            that the store lacks.
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
         max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
             the longest time are removed. None for no limit.
@@ -67,8 +70,8 @@ def serve(
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` is no URL.
-        MissingLibrary: aiohttp is not installed, or httpx2, which an upstream needs.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
+        MissingLibrary: aiohttp is not installed, or httpx2, which an upstream or a peer needs.
         StoreBusy: another process fetches models into this store.
         BlobstoreError: the port is taken, or a token file cannot be read.
     """
@@ -92,14 +95,16 @@ def serve(
 
     with contextlib.ExitStack() as stack:
         through = None
-        if upstream is not None:
+        if upstream is not None or peers:
             with optional_libraries():
+                from blobstore.serve.peers import Peer
                 from blobstore.serve.pull_through import PullThrough
                 from blobstore.serve.upstream import Upstream
             token = _first_token(upstream_token_file)
             through = PullThrough(
                 library,
-                Upstream.parse(upstream),
+                None if upstream is None else Upstream.parse(upstream),
+                peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
                 fresh=fresh,
                 token=token,
                 max_size=max_size,

@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
 from blobstore.registry import protocol
 from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.registry.retry import Retry
 
@@ -110,10 +110,21 @@ class Upstream(NamedTuple):
 class UpstreamClient:
     """Asks an upstream for one client. Threads may share it; close it."""
 
-    def __init__(self, upstream: Upstream, token: str, patience: Patience = PATIENT) -> None:
-        """Connect to nothing yet. ``token`` is empty for an anonymous client."""
+    def __init__(
+        self,
+        upstream: Upstream,
+        token: str,
+        patience: Patience = PATIENT,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Connect to nothing yet. ``token`` is empty for an anonymous client; each request has ``headers``."""
+        self.is_blobstore = False
+        """Whether the last answer came from a server of our kind."""
         parts = urlsplit(upstream.url)
         self._url = upstream.url
+        # Not above: a server without an upstream needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self._transport = Transport(
             parts.netloc,
             plain_http=parts.scheme == "http",
@@ -121,6 +132,7 @@ class UpstreamClient:
             limiter=None,
             patience=patience,
             authorization=f"Bearer {token}" if token else "",
+            headers=headers,
         )
 
     def __enter__(self) -> Self:
@@ -207,6 +219,7 @@ class UpstreamClient:
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.HUB_LISTING.one)
             self._check(reply.status, reply.headers)
+            self.is_blobstore = reply.headers.get("server") == "blobstore"
             try:
                 page = strict_json.loads_any(reply.body)
             except ValueError:
