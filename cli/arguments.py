@@ -85,12 +85,13 @@ class _ModelName(_ParamType):
         if is_address(value) and self._or_remote:
             return value  # what is read there decides what it is
         if is_address(value) and self._or_address:
-            check_address(value)
+            if not is_pattern(value):
+                check_address(value)
         elif is_address(value) and not self._or_path:
             raise UsageError(
                 f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
                 "store",
-                advice="pull it first",
+                advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
             )
         elif not (self._or_path or is_pattern(value)):
             if (scheme := scheme_of(value)) is not None:
@@ -99,7 +100,13 @@ class _ModelName(_ParamType):
                     f"{scheme}://",
                     advice=advice_for(value, "source"),
                 )
-            Reference.parse(value)
+            try:
+                Reference.parse(value)
+            except InvalidReference as error:
+                raise InvalidReference(
+                    error.message,
+                    advice=path_advice(value) or address_advice(value) or error.advice,
+                ) from None
         return value
 
     def shell_complete(
@@ -263,6 +270,7 @@ FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
 NAMES_AND_REMOTE, REMOTE = _Known(_names_and_remotes), _Known(_remotes)
 HOST, FORMER_ID, TENSOR_OR_FILE = _Known(_hosts), _Known(_former_ids), _Known(_tensor_names)
+MODEL_OR_FILE = _ModelName(or_path=True)
 MODEL_OR_ADDRESS, MODEL_OR_REMOTE = _ModelName(or_address=True), _ModelName(or_remote=True)
 NEW_NAME, FORMER_NAME, QUANT_TYPE = _NewName(), _NewName(is_completed=True), _QuantType()
 TENSORS, MODEL_FILE = _Content("tensors"), _Content("files")
@@ -301,7 +309,7 @@ def models(
     if needs_store:
         store.check_root()
         if not store.root.exists():
-            raise NotFound(f"there is no store at {quote(store.root)}")
+            raise _no_store(store)
     references = tuple(select_references(store, texts, needs_name=needs_name))
     show_note(*name_concerns(store, references))
     return references
@@ -321,6 +329,22 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
     from blobstore.remotes.addresses import is_address
 
     return text if is_address(text) else model(store, text)
+
+
+def model_or_gguf(store: LocalStore, text: str) -> Reference | str:
+    """Return the path of a GGUF file unchanged, and otherwise do as :func:`model`."""
+    from blobstore.store.gguf_file import is_gguf_path
+
+    if is_gguf_path(text, store.has_model):
+        return text
+    MODEL.convert(text, None, None)
+    return model(store, text)
+
+
+def path_advice(text: str) -> str:
+    """Return how to import a path that was taken for a name; empty for other texts."""
+    is_meant = text.startswith(("/", "./", "../", "~")) or os.path.exists(text)  # noqa: PTH110 - as below
+    return "'blobstore create PATH NAME' imports what a path names" if is_meant else ""
 
 
 def is_path(name: str, store: LocalStore) -> bool:
@@ -344,6 +368,19 @@ def glob_advice(text: str, names: Iterable[str]) -> str:
     return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
 
 
+def is_name(text: str, store: LocalStore) -> bool:
+    """Return whether a text is the name of a model of the store."""
+    try:
+        return store.has_model(text)
+    except InvalidReference:
+        return False
+
+
+def shown_path_advice(text: str) -> str:
+    """Return how to look at a path that was taken for a name; empty for other texts."""
+    return "'blobstore show PATH' shows what a path names" if os.path.exists(text) else ""  # noqa: PTH110 - as above
+
+
 def address_advice(text: str) -> str:
     """Return how to write the address of a registry that was taken for a name; empty for other texts."""
     from blobstore.registry.reference import is_host
@@ -362,7 +399,7 @@ def store_notes(store: LocalStore) -> list[str]:
     store.check_root()
     if not root.exists():
         if _is_named():
-            raise NotFound(f"there is no store at {quote(root)}")
+            raise _no_store(store)
         return [f"there is no store at {root} yet"]
     if any((root / part).exists() for part in parts) or not any(root.iterdir()):
         return []
@@ -370,6 +407,12 @@ def store_notes(store: LocalStore) -> list[str]:
         f"there is no store at {quote(root)}, but other files",
         advice="'blobstore show PATH' shows models in folders, and 'blobstore create --all PATH' imports them",
     )
+
+
+def _no_store(store: LocalStore) -> NotFound:
+    from blobstore.store.local import NO_STORE
+
+    return NotFound(f"there is no store at {quote(store.root)}", advice=NO_STORE)
 
 
 def _is_named() -> bool:

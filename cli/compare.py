@@ -65,8 +65,8 @@ _SORT_KEYS: dict[Order, Callable[[TensorError], Any]] = {
 
 
 @click.command("compare", short_help="Measure the tensors of a model against those of another.")
-@click.argument("name", type=arguments.MODEL)
-@click.argument("base", type=arguments.MODEL)
+@click.argument("name", type=arguments.MODEL_OR_FILE)
+@click.argument("base", type=arguments.MODEL_OR_FILE)
 @click.argument("patterns", metavar="[PATTERN]...", nargs=-1, type=arguments.TENSORS)
 @options.shared("store")
 @options.sort_option(
@@ -109,6 +109,8 @@ def command(
 ) -> None:
     """Measure the tensors of the model NAME, quantized for example, against those of BASE.
 
+    Each is a model of the store, or the path of a GGUF file.
+
     Tensors are matched by the names that they had in their source, however experts are stored;
     patterns such as '*.mlp.*' select them by name. The relative error is the norm of the difference
     divided by the norm of the base; SNR is the same in decibels. A group is the elements of a row
@@ -118,8 +120,8 @@ def command(
     a pattern, and in JSON.
 
     The tensors of a GGUF model are compared with those of another model under its names, in its order
-    of rows, and expert by expert. This is known for the architectures that docs/cli.md lists; --names
-    says it for others.
+    of rows, and expert by expert. This is known for the architectures that the documentation of this command
+    lists; --names says it for others.
 
     Elements that differ and are infinite or NaN in one of the models are counted, but not measured.
     Only the size of blobs is checked; "blobstore verify" reads and hashes them.
@@ -132,7 +134,7 @@ def command(
     from blobstore.pages.write import free_target, write_page_file
 
     target = None if html is None else free_target(html)
-    model, other = arguments.model(store, name), arguments.model(store, base)
+    model, other = arguments.model_or_gguf(store, name), arguments.model_or_gguf(store, base)
     with progress_bar() as progress:
         compared = compare_models(
             model,

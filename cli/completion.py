@@ -11,7 +11,8 @@ from blobstore.cli import output
 Shell = Literal["bash", "zsh", "fish"]
 
 # Unlike click's script, it asks for the word as the user sees it: bash ends words at colons, which names of
-# models contain. What precedes the last colon is removed again, because bash keeps it.
+# models contain. What precedes the last colon is removed again, because bash keeps it. Characters that the
+# shell would interpret are quoted, unless the user has begun with a quote.
 _BASH = r"""%(complete_func)s() {
     local IFS=$'\n' line=${COMP_LINE:0:COMP_POINT} before words type value
     local word=${line##*[[:space:]]}
@@ -23,7 +24,9 @@ _BASH = r"""%(complete_func)s() {
         case $type in
             dir) compopt -o dirnames ;;
             file) compopt -o default ;;
-            plain) COMPREPLY+=("${value#"$before"}") ;;
+            plain)
+                [[ $word == [\'\"]* ]] || printf -v value %%q "$value"
+                COMPREPLY+=("${value#"$before"}") ;;
         esac
     done < <(COMP_WORDS=$line COMP_CWORD=$count %(complete_var)s=bash_complete "$1")
 }

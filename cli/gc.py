@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blobstore.cli import options, output, render
+from blobstore.cli import arguments, options, output, render
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -53,10 +53,12 @@ def command(
         return
     from blobstore.operations.maintenance.gc import collect_garbage
 
+    notes = arguments.store_notes(store)
     collected = collect_garbage(store, older_than=older_than, dry_run=dry_run, force=force)
     out.result(
         lambda: {"dry_run": dry_run} | _as_json(collected) | {"seconds": out.seconds},
         _as_text(collected, dry_run=dry_run),
+        notes=notes,
     )
     _note_refusal(collected.refusal)
 

@@ -49,7 +49,7 @@ def command(
     from blobstore.operations.transfer.lock_file import format_lock
     from blobstore.operations.transfer.sync import lock_models
 
-    chosen = arguments.models(store, names, needs_store=True) if names else store.references()
+    chosen = arguments.models(store, names, needs_store=True) or store.references()
     check_new_file(local_path(file), overwrite=True)
     models = lock_models(chosen, remote=remote, store=store)
     write_file(local_path(file), [format_lock(models).encode()])

@@ -35,7 +35,7 @@ _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "lock", "sync"),
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "follow", "lock", "sync"),
     *("login", "logout", "sign", "run", "serve", "bench", "completion"),
 )
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
@@ -49,6 +49,8 @@ _ELSEWHERE = {
         ("env", "config", "whoami", "cache", "where"),
         "the store is the folder of --store or $BLOBSTORE_HOME; 'blobstore du' shows what is there",
     ),
+    "quantize": "'blobstore create SOURCE NAME --quantize TYPE' quantizes what it imports",
+    "dequantize": "'blobstore export NAME DIR --dequantize' writes plain values",
     **dict.fromkeys(
         ("doctor", "status"), "'blobstore verify' checks a store, and 'blobstore du' sums it up"
     ),
@@ -67,6 +69,7 @@ _SYNONYMS = {
     "save": "pack",
     **dict.fromkeys(("load", "extract"), "unpack"),
     **dict.fromkeys(("fetch", "clone"), "pull"),
+    **dict.fromkeys(("watch", "subscribe", "track"), "follow"),
     "copy": "cp",
     "rename": "mv",
     "stats": "du",
@@ -272,6 +275,6 @@ def _usage_errors_in_one_line(ctx: click.Context) -> Iterator[None]:
             type(error).__name__ == "NoArgsIsHelpError"
         ):  # the help itself; click 8.1 has no such class
             raise
-        text = " ".join(escape(error.format_message()).split())
+        text = escape(" ".join(error.format_message().split()))
         text = _DID_YOU_MEAN.sub(r"; did you mean \1?", text).removesuffix(".")
         raise _UsageError(text[:1].lower() + text[1:], error.ctx or ctx) from None

@@ -18,7 +18,11 @@ OBJECTS: Final = ("s3", "gs", "az", "file")
 """The schemes of stores in object storage, and of stores in folders that are used as if they were there."""
 REGISTRY: Final = "oci"
 HUB: Final = "hf"
-_REGISTRIES: Final = (REGISTRY, "docker", "http", "https")
+OLLAMA: Final = "ollama"
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
+WEB: Final = ("http", "https")
+"""The schemes of servers that only read, such as ``blobstore serve``."""
+_REGISTRIES: Final = (REGISTRY, "docker", *WEB)
 # A path object has lost one of the slashes.
 _SCHEME = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://|({'|'.join((*OBJECTS, REGISTRY, HUB))}):/")
 _SHORT_HUB = re.compile(rf"{HUB}:(?!/)(.+)", re.DOTALL)
@@ -44,6 +48,8 @@ def advice_for(text: str, role: Role) -> str:
     scheme = scheme_of(text)
     if scheme == "file":
         return "write the path without file://"
+    if role == "source" and (scheme in (HUB, OLLAMA) or _HUB_PAGE.match(text)):
+        return f"'blobstore create {quote_url(text)[1:-1]} NAME' imports it"
     if scheme not in (*OBJECTS, *_REGISTRIES, HUB):
         return ""
     if role == "store":
@@ -55,7 +61,9 @@ def advice_for(text: str, role: Role) -> str:
         return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {rest}"
     if scheme in (*OBJECTS, REGISTRY):
         return _PULL
-    return f"'blobstore pull {rest}' fetches a model of a registry; download other files first"
+    if scheme in WEB:
+        return f"'blobstore pull {text}' fetches a model of a server; download other files first"
+    return f"'blobstore pull {rest}' fetches a model of a registry"
 
 
 def check_path(path: str | os.PathLike[str], role: Role) -> None:

@@ -255,7 +255,10 @@ class _Parser:
             )
         if version not in _VERSIONS:
             raise InvalidGguf(
-                f"version {version} of GGUF is not read, only {' and '.join(map(str, _VERSIONS))}"
+                f"version {version} of GGUF is not read, only {' and '.join(map(str, _VERSIONS))}",
+                advice="convert the model again with a current llama.cpp"
+                if version < min(_VERSIONS)
+                else "a newer blobstore may read it; 'create --keep' stores the file as it is",
             )
         tensor_count = self._u64("the number of tensors")
         value_count = self._u64("the number of values")

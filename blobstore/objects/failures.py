@@ -14,6 +14,7 @@ _STATUS = re.compile(
 )
 _CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
+_ALERT = re.compile(r"AlertReceived\(\s*([A-Za-z]{1,40})")
 _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
 """What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
@@ -116,6 +117,11 @@ class Failure(NamedTuple):
             )
         if found := _CERTIFICATE.search(self.text):
             return _untrusted(what, found[1])
+        if found := _ALERT.search(self.text):
+            return RemoteRefused(
+                f"{what}: the server refuses the TLS connection ({found[1]})",
+                advice="it may ask for a certificate of the client, which requests to object storage do not have",
+            )
         if self.is_panic:
             return RemoteError(
                 f"{what}: the library obstore failed: {quote(self.text.strip(), 200)}",

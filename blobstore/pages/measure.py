@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError
 from blobstore.operations.compare.compare import compare_models, tensor_blocks
-from blobstore.operations.compare.pairs import Pair, source_tensors
+from blobstore.operations.compare.pairs import Pair, pair_tensors, source_tensors
 from blobstore.pages.text import shown
 from blobstore.quantization.formats import type_name
 
@@ -37,7 +39,7 @@ greatest, and the number of values in bins of equal width between them."""
 _BINS = 40
 _SAMPLE = 1 << 18
 """Values of a tensor that a histogram counts: all, or evenly spaced ones."""
-_VERSION = "measurement 2"
+_VERSION = "measurement 3"
 
 
 def error_of(tensor: TensorError) -> Measurement:
@@ -144,15 +146,15 @@ def _measure(
     other = (reference, manifest) if base is None else (base, store.resolve(base))
     ours, theirs = source_tensors(store, (reference, manifest), other)
     found: dict[str, Measurement] = {name: {} for name in ours}
-    # Comparing a GGUF model with its base would give the names of the base.
-    if base is not None and ours.keys() & theirs.keys():
+    if base is not None:
         try:
-            compared = compare_models(reference, base, store=store, jobs=jobs, progress=progress)
+            errors = _errors(store, reference, base, jobs, progress)
         except BlobstoreError:  # such as tensors of another shape: there is no error to measure
             theirs = {}
         else:
-            for tensor in compared.tensors:
-                found[tensor.name] |= error_of(tensor)
+            for name, error in errors.items():
+                if name in found:  # a head that is the embedding has no name of its own
+                    found[name] |= error_of(error)
     total = sum(tensor.nbytes for tensor in ours.values())
     pool = WorkerPool(jobs, progress, total)
 
@@ -167,6 +169,41 @@ def _measure(
     for name, made in pool.run(list(ours), work):
         found[name] |= made
     return found
+
+
+def _errors(
+    store: LocalStore,
+    reference: Reference,
+    base: Reference,
+    jobs: int | None,
+    progress: Progress | None,
+) -> dict[str, TensorError]:
+    """Return the errors of tensors by their names in the model, which for GGUF are not those of the base.
+
+    A stack of experts is compared expert by expert, and has the error of all.
+    """
+    # Names of GGUF are compared under those of the base.
+    own = {pair.ours.name: pair.ours for pair in pair_tensors(store, reference, base, ()).pairs}
+    compared = compare_models(reference, base, store=store, jobs=jobs, progress=progress)
+    found: dict[str, list[TensorError]] = defaultdict(list)
+    for error in compared.tensors:
+        tensor = own[error.name]
+        found[error.name if tensor.origin is None else tensor.stored.name].append(error)
+    return {name: _joined(errors) for name, errors in found.items()}
+
+
+def _joined(errors: list[TensorError]) -> TensorError:
+    """Return the error of tensors as if they were one; the worst group has its place in its own tensor."""
+    worst = [error.worst for error in errors if error.worst is not None]
+    return replace(
+        errors[0],
+        shape=(len(errors), *errors[0].shape) if len(errors) > 1 else errors[0].shape,
+        squared_error=math.fsum(error.squared_error for error in errors),
+        squared_base=math.fsum(error.squared_base for error in errors),
+        max_abs_error=max(error.max_abs_error for error in errors),
+        nonfinite=sum(error.nonfinite for error in errors),
+        worst=max(worst, key=lambda group: group.relative_error or 0.0, default=None),
+    )
 
 
 def _histograms(store: LocalStore, tensor: SourceTensor, base: SourceTensor | None) -> Measurement:

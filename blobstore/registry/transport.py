@@ -6,7 +6,7 @@ The rules, which ``protocol`` decides:
   and stay within the registry. What authorizes a request goes to the registry alone.
 - A response is streamed. Callers read only as much as they ask for. It must not be compressed.
 - Lost connections, stalls, overloaded servers and gateways that fail raise TransientError, which
-  :meth:`Transport.retry` counts. Every other failure is final.
+  :meth:`Transport.retry` counts. Every other failure is final, that of a certificate too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from blobstore.registry.retry import Patience, Retry
 from blobstore.registry.tokens import Authorizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from blobstore.core.rate_limit import RateLimiter
 
@@ -46,6 +46,8 @@ _MAX_CHALLENGES: Final = 3
 _REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _READ: Final = 2**19
 """Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
+_ALERT: Final = "_ALERT_"
+"""In the reasons of errors that a server reports, such as ``TLSV13_ALERT_CERTIFICATE_REQUIRED``."""
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -60,9 +62,18 @@ class Transport:
         find_login: Callable[[str], Login | None],
         limiter: RateLimiter | None,
         patience: Patience,
+        headers: Mapping[str, str] | None = None,
+        authorization: str | None = None,
     ) -> None:
+        """Connect to nothing yet.
+
+        ``headers`` are more headers of each request. ``authorization`` is the header of all requests to the host,
+        which is asked for no challenge then; empty for none.
+        """
+        self._fixed = authorization
         self.base = f"{'http' if plain_http else 'https'}://{host}"
         self.patience = patience
+        self._headers = headers or {}
         self._limiter = limiter
         self._closed = threading.Event()
         self._sockets: WeakSet[socket.socket] = WeakSet()
@@ -242,7 +253,11 @@ class Transport:
                 # this machine has no proxy: it may carry credentials without TLS.
                 mounts=dict.fromkeys(_LOOPBACK),
                 # Digests and ranges are about the bytes as they are stored.
-                headers={"accept-encoding": "identity", "user-agent": "blobstore"},
+                headers={
+                    "accept-encoding": "identity",
+                    "user-agent": "blobstore",
+                    **self._headers,
+                },
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
                 timeout=httpx2.Timeout(self.patience.stall, pool=None),
                 # The registry, and where it redirects to.
@@ -262,6 +277,8 @@ class Transport:
         """Send a request, with authorization if it goes to the registry and that asks for it."""
         if request.is_for_token or not protocol.has_same_origin(url, self.base):
             return self._send(client, request, url, None)
+        if self._fixed is not None:
+            return self._send(client, request, url, self._fixed or None)
         for _ in range(_MAX_CHALLENGES):
             with self._authorizer.authorized(request.scopes) as authorization:
                 response = self._send(client, request, url, authorization)
@@ -370,11 +387,7 @@ class Transport:
             yield
         except httpx2.ConnectError as error:
             message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
-            cause: BaseException | None = error
-            # Errors of certificates have no class of their own in httpx2.
-            while cause is not None and not isinstance(cause, ssl.SSLError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is not None:
+            if _tls_error(error) is not None:
                 raise RemoteError(message, advice=certificates_in_use()) from error
             if not self._has_answered:  # rather a mistyped address than a server that restarts
                 raise RemoteError(message) from error
@@ -393,8 +406,24 @@ class Transport:
                     f"{request.what}: the proxy asks for a login",
                     advice="name it in the address of the proxy: http://USER:PASSWORD@HOST:PORT",
                 ) from None
+            # With TLS 1.3, a server refuses the certificate of a client only after the handshake.
+            if _ALERT in (getattr(_tls_error(error), "reason", None) or ""):
+                raise RemoteRefused(
+                    f"{request.what}: {quote(self.base)} refuses the certificate of this machine, or that "
+                    f"there is none: {quote(error)}",
+                    advice="put NAME.cert and NAME.key into ~/.config/containers/certs.d/"
+                    f"{self.base.partition('://')[2]}",
+                ) from error
             raise TransientError(
                 f"{request.what}: lost the connection to {quote(self.base)}: {quote(error)}"
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
+
+
+def _tls_error(error: BaseException) -> ssl.SSLError | None:
+    """Return the error of TLS that caused one of httpx2, which has no class for them."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause

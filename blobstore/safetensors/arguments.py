@@ -26,6 +26,7 @@ def check_metadata(metadata: object) -> None:
 
     Raises:
         TypeError: it is not.
+        UnicodeEncodeError: a text has a character that UTF-8 lacks.
     """
     if metadata is None:
         return
@@ -33,6 +34,7 @@ def check_metadata(metadata: object) -> None:
     for pair in metadata.items():  # type: ignore[attr-defined]
         for text in pair:
             require(text, str, "metadata")
+            text.encode()  # a lone surrogate
 
 
 def require(value: object, kind: type, argument: str) -> None:

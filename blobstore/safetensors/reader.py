@@ -295,7 +295,7 @@ def open_reader(file: Any, backend: str, *, is_writable: bool = False) -> Reader
         memoryview(file)
     except TypeError:
         raise TypeError(
-            f"argument 'filename': '{type(file).__name__}' object is not an instance of 'str'"
+            f"argument 'filename': expected str, bytes or os.PathLike object, not {type(file).__name__}"
         ) from None
     return open_memory(file, is_writable=is_writable)
 
@@ -324,7 +324,11 @@ def open_memory(data: Buffer, *, is_writable: bool = False) -> MemoryReader:
         SafetensorError: the bytes break the format.
         TypeError: ``data`` is no buffer.
     """
-    whole = memoryview(data)
+    try:
+        whole = memoryview(data)
+    except TypeError:
+        require(data, bytes, "bytes")
+        raise
     memory = whole.cast("B") if whole.nbytes else memoryview(b"")
     if is_writable and memory.readonly:
         memory = np.frombuffer(memory, np.uint8).copy().data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import itertools
 import math
 import operator
@@ -217,12 +218,12 @@ def lay_out(
             8 to 1 MiB.
         TypeError: a key or value of the metadata is no text.
     """
+    found = list(tensors)
     check_metadata(metadata)
     if not HEADER_ALIGNMENT <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise SafetensorError(
             f"alignment {alignment} is no power of two from 8 to {_MAX_ALIGNMENT}"
         )
-    found = list(tensors)
     sources = {spec.name: source for spec, source in found}
     ordered = in_file_order(spec for spec, _ in found)
     with errors_during("Error while serializing"):
@@ -271,8 +272,16 @@ def replaced_file(filename: str | os.PathLike[str]) -> Iterator[int]:
     Raises:
         SafetensorError: see :func:`write_file`.
     """
-    target = Path(os.fsdecode(filename))
+    try:
+        name = os.fsdecode(filename)
+    except TypeError as error:
+        raise TypeError(f"argument 'filename': {error}") from None
+    target = Path(name)
     with io_errors():
+        if not name:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        if "\0" in name:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         check_is_replaceable(target)
         with replacing(target) as descriptor:
             yield descriptor
@@ -297,7 +306,7 @@ def check_is_replaceable(target: Path) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(21, os.strerror(21))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         raise SafetensorError(
             f"Error while serializing: I/O error: {quote(target)} is not a regular file"

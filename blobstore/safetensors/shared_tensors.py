@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -72,10 +70,13 @@ def remove_duplicate_names(
         if len(group) > 1:
             complete = {name for name in group if is_complete(state_dict[name])}
             if not complete:
-                raise RuntimeError(
-                    f"tensors {_listed(group)} share memory, and none of them covers its storage, "
-                    "so the file would have more or fewer bytes than the model; copy them first, "
-                    "with .clone()"
+                raise RuntimeError(  # in the words of the reference library
+                    "Error while trying to find names to remove to save state dict, but found no suitable "
+                    f"name to keep for saving amongst: {group}. None is covering the entire "
+                    "storage.Refusing to save/load the model since you could be storing much more memory "
+                    "than needed. Please refer to "
+                    "https://huggingface.co/docs/safetensors/torch_shared_tensors for more information. "
+                    "Or open an issue."
                 )
             kept = min(complete & preferred or complete - discarded or complete)
             removed[kept] = sorted(group - {kept})
@@ -97,7 +98,3 @@ def _overlapping(tensors: Mapping[str, torch.Tensor], names: Collection[str]) ->
         group.add(name)
         group_end = max(group_end, end)
     yield group
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(quote(name) for name in sorted(names))

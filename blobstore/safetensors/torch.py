@@ -294,7 +294,12 @@ def save_model(
         metadata |= found  # the reference changes its argument too
     if force_contiguous:
         state = {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(state, filename, metadata=found)
+    try:
+        save_file(state, filename, metadata=found)
+    except ValueError as error:  # as the reference library
+        raise ValueError(
+            f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats."
+        ) from None
 
 
 def _written_once(
@@ -483,9 +488,11 @@ def _check_tensors(tensors: Mapping[str, object]) -> None:
     shared = [names for names in _find_shared_tensors(found) if len(names) > 1]
     if shared:
         raise RuntimeError(
-            "Some tensors share memory, this will lead to duplicate memory on disk and potential "
-            f"differences when loading them again: {shared}. A potential way to correctly save "
-            "your model is to use `save_model`."
+            f"""
+            Some tensors share memory, this will lead to duplicate memory on disk and potential differences when loading them again: {shared}.
+            A potential way to correctly save your model is to use `save_model`.
+            More information at https://huggingface.co/docs/safetensors/torch_shared_tensors
+            """
         )
     for name, tensor in found.items():
         if not tensor.is_contiguous():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import SourceNotFound, UsageError
+from blobstore.errors import InvalidReference, SourceNotFound, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest
@@ -16,8 +17,8 @@ from blobstore.store.layout import Layout
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import NoReturn
+    from collections.abc import Callable
+    from typing import NoReturn, TypeGuard
 
 
 class GgufFile(BlobReader):
@@ -77,3 +78,16 @@ class _FileLayout(Layout):
     def blob(self, digest: Digest) -> str:
         del digest
         return str(self.root)
+
+
+def is_gguf_path(reference: object, has_model: Callable[[str], bool]) -> TypeGuard[str]:
+    """Return whether a reference is the path of a GGUF file, and not the name of a model.
+
+    ``has_model`` says whether a name is that of a model, or raises InvalidReference.
+    """
+    if not isinstance(reference, str) or not reference.endswith(".gguf"):
+        return False
+    try:
+        return not has_model(reference) and Path(reference).is_file()
+    except InvalidReference:
+        return True

@@ -8,7 +8,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts, pictures
 from blobstore.core.arguments import local_path
@@ -29,7 +29,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
-from blobstore.manifests.reference import DEFAULT_HOST, Reference, similar_names
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
 from blobstore.store.blobs import BlobReader
 from blobstore.store.claims import BlobClaims
 from blobstore.store.history import FormerManifest, History, WholeHistory
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor, PlainDescriptors
     from blobstore.store.signatures import KeptSignature
+
+
+NO_STORE: Final = "'blobstore create' makes a store, and --store or BLOBSTORE_HOME names another"
+"""What to do if there is none."""
 
 
 def default_root() -> Path:
@@ -306,10 +310,16 @@ class LocalStore(BlobReader):
         )
 
     def _similar_names(self, reference: Reference) -> str:
+        if not self.root.exists():
+            return f"there is no store there; {NO_STORE}"
         try:
             similar = similar_names(reference, self.references())
         except BlobstoreError:
             similar = ""
+        text = str(reference)
+        for path in (text, text.removesuffix(f":{DEFAULT_TAG}")):
+            if not similar and os.path.lexists(path):
+                return f"'blobstore create PATH NAME' imports the path {quote(path)}"
         if similar or reference.host == DEFAULT_HOST:
             return similar
         return f"'blobstore pull {reference}' fetches it if a registry has it"
@@ -529,21 +539,24 @@ class LocalStore(BlobReader):
         """Return the cache of the blobs that this user has found intact."""
         return VerifiedBlobs(self)
 
-    def read_index(self, key: Digest) -> bytes | None:
-        """Return the data that :meth:`write_index` stored under ``key``, or None."""
+    def read_index(self, key: Digest, ending: str = "") -> bytes | None:
+        """Return the data that :meth:`write_index` stored under ``key`` and ``ending``, or None."""
         try:
-            return read_regular(self._layout.headers / key.hex, MAX_MANIFEST_SIZE)
+            return read_regular(self._layout.headers / f"{key.hex}{ending}", MAX_MANIFEST_SIZE)
         except (OSError, BlobstoreError):
             return None
 
-    def write_index(self, key: Digest, data: bytes) -> None:
+    def write_index(self, key: Digest, data: bytes, ending: str = "") -> None:
         """Store ``data`` under ``key``, or do nothing if the store cannot be written.
+
+        If the key is the digest of a manifest, ``gc`` removes the data after the manifest. The ``ending``, such as
+        ``.files``, distinguishes what is stored about one manifest.
 
         Readers call this, so it creates no folder: one of root would lock the owner out.
         """
         with contextlib.suppress(OSError):
             # A torn index is a cache that is wrong, which its readers expect, so no sync is needed.
-            write_file(self._layout.headers / key.hex, [data], durable=False)
+            write_file(self._layout.headers / f"{key.hex}{ending}", [data], durable=False)
 
     def remove_index(self, key: Digest) -> None:
         """Remove what :meth:`write_index` stored under ``key``, if the store can be written."""

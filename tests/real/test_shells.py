@@ -38,6 +38,7 @@ def typed(shell: str, line: str, folder: Path) -> str:
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
     variables = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "> "}
+    variables["LC_ALL"] = "C.UTF-8"
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
@@ -85,6 +86,7 @@ def test_the_key_tab_completes_names_remotes_ids_and_paths(
         f"pull file://{tmp_path}/r/te": f"pull file://{tmp_path}/r/team:v1",
         "restore dense ": f"restore dense {former}",
         "login reg": "login registry.example",
+        "show dense path": "show dense path/to/\u00e9<&>",
         "find model.emb": "find model.embed_tokens.weight",
         "create ./sec": "create ./second",
     }

@@ -20,17 +20,18 @@ import numpy as np
 from blobstore.core.arguments import one_or_more
 from blobstore.core.mmap import MappedRegion
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.manifests.reference import Reference
 from blobstore.models.dequantize import plain_pieces, rows_at_once
 from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relative_error, snr_db
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.with_files import StoreWithFiles, name_or_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
+    from blobstore.manifests.reference import Reference
     from blobstore.operations.compare.pairs import Pair
     from blobstore.operations.compare.source_tensor import SourceTensor
 
@@ -108,8 +109,9 @@ class TensorError:
 class Comparison:
     """What :func:`compare_models` measured."""
 
-    reference: Reference
-    base: Reference
+    reference: Reference | str
+    """A name, or the path of a GGUF file."""
+    base: Reference | str
     tensors: tuple[TensorError, ...] = field(repr=False)
     """The tensors that both models have, in the order of the first."""
     only_in_model: tuple[str, ...]
@@ -189,15 +191,15 @@ def compare_models(
     in the order and with the values that they had before llama.cpp converted them.
 
     Args:
-        reference: the model, such as a quantized one.
-        base: the model with the expected values.
+        reference: the model, such as a quantized one, or the path of a GGUF file.
+        base: the model with the expected values, or such a path.
         store: the store of both models, or its folder; by default the store of
             ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         patterns: shell patterns of tensor names, such as ``*.mlp.*``; by default all tensors.
         names: for GGUF models of other architectures than those of
             :data:`blobstore.gguf.names.ARCHITECTURES`: the one that has the same names. Or names in GGUF files
             and the other model's, such as ``"blk.{layer}.attn_q"`` and ``"layers.{layer}.query"``; see
-            docs/cli.md.
+            docs/reference/commands/compare.md.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
@@ -210,8 +212,9 @@ def compare_models(
         UsageError: ``jobs`` is below 1, or ``names`` is no architecture or not needed.
     """
     check_jobs(jobs)
-    reference, base = Reference.of(reference), Reference.of(base)
     store = LocalStore.of(store)
+    reference, base = name_or_file(reference, store), name_or_file(base, store)
+    store = StoreWithFiles(store, (reference, base))
     pairing = pair_tensors(store, reference, base, one_or_more(patterns), names)
     # The largest first, so that the last job to end is a short one.
     pairs = sorted(pairing.pairs, key=_bytes_to_read, reverse=True)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from blobstore.manifests.model import Manifest
-    from blobstore.manifests.reference import Reference
     from blobstore.models.tensors import ModelTensors
     from blobstore.store.protocols import ModelInspector
+    from blobstore.store.with_files import ModelOrFile
 
 _PLAIN_GROUP = 64
 """Group size of a pair in which neither tensor is quantized."""
@@ -67,8 +67,8 @@ class Pairing(NamedTuple):
 
 def pair_tensors(
     store: ModelInspector,
-    reference: Reference,
-    base: Reference,
+    reference: ModelOrFile,
+    base: ModelOrFile,
     patterns: Sequence[str],
     names: str | Mapping[str, str] | None = None,
 ) -> Pairing:
@@ -111,7 +111,7 @@ def pair_tensors(
     )
 
 
-_Models = tuple[tuple["Reference", "Manifest"], tuple["Reference", "Manifest"]]
+_Models = tuple[tuple["ModelOrFile", "Manifest"], tuple["ModelOrFile", "Manifest"]]
 _Tensors = Mapping[str, SourceTensor]
 
 
@@ -182,7 +182,7 @@ def _cut(pair: Pair) -> Pair:
 
 
 def source_tensors(
-    store: ModelInspector, ours: tuple[Reference, Manifest], base: tuple[Reference, Manifest]
+    store: ModelInspector, ours: tuple[ModelOrFile, Manifest], base: tuple[ModelOrFile, Manifest]
 ) -> tuple[dict[str, SourceTensor], dict[str, SourceTensor]]:
     """Return the tensors of two models by the names that they had in their sources.
 
@@ -201,7 +201,7 @@ def source_tensors(
 
 
 @contextlib.contextmanager
-def _located(reference: Reference) -> Iterator[None]:
+def _located(reference: ModelOrFile) -> Iterator[None]:
     """Put the name of the model in front of the message of an error."""
     try:
         yield
@@ -240,7 +240,7 @@ def _unstacked(
     return found
 
 
-def _check(pair: Pair, *references: Reference) -> None:
+def _check(pair: Pair, *references: ModelOrFile) -> None:
     if pair.is_shared:
         return
     for part, reference in zip(pair, references, strict=True):

@@ -97,8 +97,7 @@ def pull_models(
         entry = addresses[number]
         if entry.error is not None:
             raise entry.error
-        name = _name_at(entry.address)
-        return pull_model(entry.address, name, store=local, progress=step, **options)
+        return pull_model(entry.address, store=local, progress=step, **options)
 
     sizes = [entry.size or 0 for entry in addresses]
     return list(_each([entry.address for entry in addresses], sizes, progress, pull))
@@ -164,23 +163,6 @@ def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
             return found
         failure = failure or ModelNotFound(f"no model matches {quote(text)}")
     raise failure or ModelNotFound(f"no model matches {quote(text)}")
-
-
-def _name_at(address: str) -> Reference | None:
-    """Return a name for a repository of more parts than a name has: its last two. None if it has a name.
-
-    Raises:
-        InvalidReference: no name is like that.
-    """
-    if is_in_objects(address):
-        return None
-    place = RemoteReference.parse(address)
-    *outer, namespace, model = place.repository.split("/") if "/" in place.repository else ("", "")
-    return (
-        Reference(place.host, namespace, model, place.tag)
-        if outer and place.digest is None
-        else None
-    )
 
 
 def _is_match(name: str, pattern: str) -> bool:

@@ -92,6 +92,7 @@ def registry_address(reference: Reference, remote: str | RemoteReference | None)
             )
         return RemoteReference.of(reference)
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    address.check_writable()
     if address.digest is not None:
         raise UsageError(f"cannot push to the digest {quote(address)}; give a tag")
     return address
@@ -105,6 +106,8 @@ def open_registry(
     options: RegistryOptions,
     limiter: RateLimiter | None,
     hashing: Hashing,
+    *,
+    dry_run: bool,
 ) -> Iterator[RegistryTarget]:
     """Yield a repository as the target of a model; ``hashing`` returns workers for layers to be planned."""
     key = None
@@ -119,8 +122,11 @@ def open_registry(
         ) as client,
         # The name may be removed while its blobs are sent.
         store.lease_if_writable(blob.digest for blob in plan.blobs),
-        PushCache(store, address) as cache,
+        contextlib.ExitStack() as uploads,
     ):
+        cache = PushCache(store, address)
+        if not dry_run:  # which writes nothing
+            uploads.enter_context(cache)
         yield RegistryTarget(store, client, address, plan, cache, options, key)
 
 

@@ -57,7 +57,14 @@ def test_the_variable_of_the_store_is_no_address_either(
     [
         ("s3://bucket/x", PULL),
         ("hf:org/x", "for the Hub's repository, say hf://org/x"),
-        ("https://host.example/x", "'blobstore pull host.example/x' fetches a model of a registry"),
+        (
+            "https://host.example/x",
+            "'blobstore pull https://host.example/x' fetches a model of a server; download other files",
+        ),
+        (
+            "docker://host.example/x",
+            "'blobstore pull host.example/x' fetches a model of a registry",
+        ),
     ],
 )
 def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_it(
@@ -69,8 +76,14 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
 @pytest.mark.parametrize(
     ("remote", "advice"),
     [
-        ("http://host.example/r", "write 'host.example/r', with --plain-http"),
-        ("https://host.example/r", "write 'host.example/r'"),
+        (
+            "http://host.example/r",
+            "a server that only reads; for a registry, write host.example/r --plain",
+        ),
+        (
+            "https://host.example/r",
+            "a server that only reads; for a registry, write host.example/r",
+        ),
         ("docker://host.example/r", "write 'host.example/r'"),
         ("ftp://host.example/r", "expected [oci://]host"),
     ],
@@ -116,3 +129,25 @@ def test_another_folder_is_not_taken_for_an_empty_store(here: Path) -> None:
 def test_the_address_of_a_registry_that_is_taken_for_a_name_is_explained(here: Path) -> None:
     result = run("list", "localhost:5000/team/repo", exit_code=3)
     assert "write 'oci://localhost:5000/team/repo'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "freeze", "rm", "link"])
+def test_a_path_in_place_of_a_name_gets_the_command_that_imports_it(
+    command: str, here: Path
+) -> None:
+    words = ["x"] if command == "link" else []
+    assert "'blobstore create PATH NAME'" in run(command, "./dense", *words, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("words", [("gc",), ("page", "p.html"), ("lock",), ("du",), ("verify",)])
+def test_a_mistyped_store_is_an_error_with_a_way_out(words: tuple[str, ...], here: Path) -> None:
+    result = run(*words, "--store", "nowhere", exit_code=3)
+    assert "there is no store at" in result.stderr
+    assert "--store or BLOBSTORE_HOME names another" in result.stderr
+    assert not (here / "p.html").exists()
+    assert not (here / "models.lock").exists()
+
+
+def test_a_model_of_a_mistyped_store_is_an_error_with_a_way_out(here: Path) -> None:
+    error = run("info", "dense", "--store", "nowhere", exit_code=3).stderr
+    assert "there is no store there; 'blobstore create' makes a store" in error

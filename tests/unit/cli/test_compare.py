@@ -309,6 +309,30 @@ def test_names_of_an_architecture_are_given(converted: LocalStore, tmp_path: Pat
     assert value["total"]["differing"] == 1
 
 
+def test_a_gguf_file_is_compared_by_its_path(converted: LocalStore, tmp_path: Path) -> None:
+    run("rm", "gguf")
+    file = tmp_path / "m.gguf"
+    before = file.stat(), sorted(converted.root.rglob("*"))
+
+    value = run_json("compare", file, "hf", "--names", "qwen2")
+
+    assert (value["name"], value["base"]) == (str(file), "hf:latest")
+    assert value["total"]["differing"] == 0
+    assert run("compare", "hf", file, "--names", "qwen2").stdout.startswith("3 tensors, all equal")
+    assert run("compare", file, file).stdout.startswith("3 tensors, all equal")
+    assert (file.stat(), sorted(converted.root.rglob("*"))) == before
+
+
+def test_other_paths_are_imported_before_they_are_compared(
+    converted: LocalStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGML" * 8)
+    assert "is not a GGUF file" in run("compare", file, "hf", exit_code=4).stderr
+    result = run("compare", tmp_path / "hf", "hf", exit_code=2)
+    assert "'blobstore create PATH NAME' imports what a path names" in result.stderr
+
+
 def test_names_are_read_from_a_file(converted: LocalStore, tmp_path: Path) -> None:
     file = tmp_path / "names.json"
     file.write_text('{"blk.{layer}.ffn_up": "model.layers.{layer}.mlp.up_proj"}')

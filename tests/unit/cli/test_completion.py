@@ -32,7 +32,7 @@ def completed(line: str) -> list[str]:
         ["bash", "-c", ASK],
         capture_output=True,
         check=True,
-        env=environment(SCRIPT=script, **variables),
+        env=environment(SCRIPT=script, LC_ALL="C.UTF-8", **variables),
         text=True,
     )
     assert done.stderr == ""
@@ -47,7 +47,9 @@ def completed(line: str) -> list[str]:
         ("blobstore show dense:", ["latest", "v2"]),
         ("blobstore rm dense te", ["team/model"]),
         ("blobstore rm x", []),
-        ("blobstore show dense path", ["path/to/\u00e9<&>"]),
+        ("blobstore show dense path", ["path/to/\u00e9\\<\\&\\>"]),
+        ("blobstore show dense path/to/\u00e9\\<", ["path/to/\u00e9\\<\\&\\>"]),
+        ("blobstore show dense 'path", ["path/to/\u00e9<&>"]),
         ("blobstore list --sort s", ["size", "shared"]),
         ("blobstore create x y --quantize int", ["int4", "int8"]),
         ("blobstore create ./mod", ["(paths)"]),

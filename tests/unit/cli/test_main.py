@@ -511,6 +511,7 @@ def test_help_and_version_are_words_too() -> None:
     [
         ("chat", "'blobstore run' starts a server"),
         ("env", "'blobstore du' shows what is there"),
+        ("quantize", "'blobstore create SOURCE NAME --quantize TYPE'"),
         ("doctor", "'blobstore verify' checks a store"),
         ("clone", "did you mean 'pull'?"),
     ],

@@ -158,7 +158,9 @@ def test_checks_what_it_can_if_a_folder_of_manifests_is_closed(
 
 def test_an_address_is_refused_with_advice() -> None:
     result = run("freeze", "s3://models/dense", exit_code=2)
-    assert "this command takes names of the store; pull it first" in result.stderr
+    assert (
+        "this command takes names of the store; 'blobstore pull s3://models/dense'" in result.stderr
+    )
 
 
 def test_an_address_is_read_back_and_a_whole_store_with_each_blob_once(

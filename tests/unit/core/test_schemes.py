@@ -44,3 +44,11 @@ def test_an_unknown_scheme_is_refused_too_and_secrets_are_not_shown() -> None:
 def test_a_short_hub_id_gets_its_slashes() -> None:
     assert advice_for("hf:org/x", "source") == "for the Hub's repository, say hf://org/x"
     assert not advice_for("org/x", "source")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf://org/x", "ollama://llama3.2", "https://huggingface.co/org/x", "http://hf.co/org/x"],
+)
+def test_what_create_imports_is_said_with_the_command(text: str) -> None:
+    assert advice_for(text, "source") == f"'blobstore create {text} NAME' imports it"

@@ -552,6 +552,20 @@ def test_a_certificate_that_is_not_trusted_is_named(
             ObjectStore(server.address).client.get("k", 100)
 
 
+def test_a_server_that_asks_for_a_certificate_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate(home, "self", None, is_authority=False)
+    context = secured(home, "self")
+    context.verify_mode = ssl.CERT_REQUIRED
+    with hostile_s3(context) as server:
+        port = server.server.host.rpartition(":")[2]
+        set_all(monkeypatch, KEYS | {"AWS_ENDPOINT_URL": f"https://localhost:{port}"})
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(home / "self.pem"))
+        with pytest.raises(RemoteRefused, match="refuses the TLS connection .CertificateRequired"):
+            ObjectStore(server.address).client.get("k", 100)
+
+
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     ("content", "message"),

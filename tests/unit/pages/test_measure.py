@@ -111,4 +111,18 @@ def test_a_gguf_model_is_measured_under_its_own_names(store: LocalStore, tmp_pat
     found = measure_model(store, Reference.parse("plain:gguf"), PLAIN)
     assert found.keys() == {"output_norm.weight"}
     assert "values" in found["output_norm.weight"]
-    assert "relative_error" not in found["output_norm.weight"]
+    assert found["output_norm.weight"]["relative_error"] == 0
+
+
+def test_errors_of_the_experts_of_a_gguf_tensor_are_one(store: LocalStore, tmp_path: Path) -> None:
+    names = [f"model.layers.0.mlp.experts.{place}.up_proj.weight" for place in range(3)]
+    arrays = {name: np.full((32, 64), 2.0, np.float32) for name in names}
+    create(write_folder(tmp_path / "plain", arrays), "plain", store=store)
+    arrays[names[1]] = np.full((32, 64), 4.0, np.float32)
+    create(write_converted(tmp_path / "m.gguf", arrays, "qwen3moe"), "plain:gguf", store=store)
+
+    found = measure_model(store, Reference.parse("plain:gguf"), PLAIN)
+
+    assert found.keys() == {"blk.0.ffn_up_exps.weight"}
+    assert found["blk.0.ffn_up_exps.weight"]["relative_error"] == pytest.approx((1 / 3) ** 0.5)
+    assert found["blk.0.ffn_up_exps.weight"]["max_abs_error"] == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import RemoteError
+from blobstore.errors import RemoteError, RemoteRefused
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.retry import Patience
@@ -53,7 +53,10 @@ def test_certificate_is_shown_to_a_registry_that_requires_one(home: Path) -> Non
         folder = home / ".config/containers/certs.d" / server.host
         folder.mkdir(parents=True)
         (folder / "ca.crt").write_bytes(own.read_bytes())
-        with pytest.raises(RemoteError):
+        # Final, however often a lost connection is tried again.
+        with pytest.raises(
+            RemoteRefused, match=f"certificate of this machine.*certs.d/{server.host}"
+        ):
             login(server)
         assert server.requests == []
         (folder / "client.cert").write_bytes(client.read_bytes())

@@ -37,7 +37,7 @@ def test_address_is_parsed(text: str, expected: RemoteReference) -> None:
         "org/model",
         "oci://",
         "oci://host",
-        "https://ghcr.io/org/model",
+        "docker://ghcr.io/org/model",
         "ghcr.io/",
         "ghcr.io/Org/model",
         "ghcr.io/org//model",
@@ -70,6 +70,42 @@ def test_other_text_than_an_address_is_refused(text: str) -> None:
         RemoteReference.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "spelled", "plain_http"),
+    [
+        ("http://cache:8080/Org/Model-7B", "http://cache:8080/org/model-7b:latest", True),
+        ("https://cache/m:V1", "https://cache/m:V1", False),
+        (f"http://cache/m@{DIGEST}", f"http://cache/m@{DIGEST}", True),
+        ("http://[::1]:8080/m", "http://[::1]:8080/m:latest", True),
+        ("oci://cache:80/m", "cache:80/m:latest", None),
+    ],
+)
+def test_the_scheme_of_an_address_says_whether_tls_is_used(
+    text: str, spelled: str, plain_http: bool | None
+) -> None:
+    address = RemoteReference.parse(text)
+    assert str(address) == spelled
+    assert RemoteReference.parse(spelled) == address
+    assert address.uses_plain_http() is plain_http
+    assert address.uses_plain_http(plain_http=True) is (plain_http is not False)
+
+
+def test_a_server_that_only_reads_has_the_names_of_a_registry() -> None:
+    address = RemoteReference.parse("http://cache:8080/org/model")
+    assert address == RemoteReference("cache:8080", "org/model")
+    assert address.name() == Reference.parse("cache:8080/org/model")
+    with pytest.raises(
+        UsageError, match="only reads; for a registry, write cache:8080/org/model --"
+    ):
+        address.check_writable()
+    RemoteReference.parse("cache:8080/org/model").check_writable()
+
+
+def test_every_address_has_a_name_that_is_near() -> None:
+    near = RemoteReference.parse(f"ghcr.io/a/b/model:v1@{DIGEST}").nearest_name()
+    assert near == Reference.parse("ghcr.io/b/model:v1")
+
+
 @pytest.mark.parametrize("digest", ["", "sha256:", "sha256:xyz", f"sha512:{'0' * 128}"])
 def test_malformed_digest_is_refused(digest: str) -> None:
     with pytest.raises(InvalidDigest):
@@ -92,6 +128,10 @@ def test_names_and_addresses_stand_for_each_other(name: str, address: str) -> No
     assert RemoteReference.parse(address).name() == reference
 
 
+def test_a_deeper_address_gives_the_name_of_its_last_two_parts() -> None:
+    assert str(RemoteReference.parse("ghcr.io/a/b/c:v1").name()) == "ghcr.io/b/c:v1"
+
+
 def test_address_of_a_name_is_in_lower_case() -> None:
     assert str(RemoteReference.of(Reference.parse("ghcr.io/Org/Model-7B:Q4"))) == (
         "ghcr.io/org/model-7b:Q4"
@@ -107,7 +147,7 @@ def test_name_that_no_registry_allows_has_no_address(name: str) -> None:
 @pytest.mark.parametrize(
     "address",
     [
-        "ghcr.io/a/b/model",
+        "ghcr.io/a/o.rg/model",
         "ghcr.io/o.rg/model",
         "ghcr.io/library/model",
         f"ghcr.io/org/{'m' * 81}",

@@ -246,6 +246,18 @@ def test_names_that_differ_in_more_than_case_are_accepted(store: LocalStore) -> 
     assert len(list(store.references())) == 4
 
 
+def test_a_path_that_was_taken_for_a_name_is_explained(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    publish(store, "other")
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "models" / "n:v1").touch()
+    for name in ("models/m", "models/n:v1"):
+        with pytest.raises(ModelNotFound, match=f"NAME' imports the path '{name}'"):
+            store.resolve(Reference.parse(name))
+
+
 def test_an_unknown_name_is_not_found(store: LocalStore, tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"no model 'm:latest' in the store '{tmp_path}/store'"):
         store.resolve(NAME)

@@ -225,6 +225,7 @@ def test_frozen_blobs_are_decompressed_on_the_way(origin: LocalStore, remote: st
 def test_a_dry_run_sends_nothing(origin: LocalStore, remote: str) -> None:
     planned = push(origin, remote, dry_run=True)
     assert planned.is_dry_run
+    assert not origin.folder("remotes").exists()
     with RegistryClient(RemoteReference.parse(remote).host) as client:
         assert client.head_manifest(RemoteReference.parse(remote).repository, "latest") is None
     assert push(origin, remote).bytes_sent == planned.bytes_sent > 0
