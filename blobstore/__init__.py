@@ -3,7 +3,7 @@
 ``blobstore.create`` takes a model apart into one verified blob per tensor, or per group of experts;
 ``blobstore.open`` maps the tensors back into a program without copying them. The names in ``__all__``
 are the public interface, with ``blobstore.errors``, ``blobstore.safetensors`` and
-``blobstore.integrations``; ``docs/python.md`` describes them. Each name is imported on first use, so
+``blobstore.integrations``; ``docs/reference/python.md`` describes them. Each name is imported on first use, so
 that importing this package costs nothing.
 """
 
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from blobstore.operations.export.export import export_model as export
     from blobstore.operations.export.link import Linked
     from blobstore.operations.export.link import link_model as link
+    from blobstore.operations.follow.follow import Followed, follow
+    from blobstore.operations.follow.push_version import PushedVersion, push_version
     from blobstore.operations.freeze.freeze import Frozen
     from blobstore.operations.freeze.freeze import freeze_models as freeze
     from blobstore.operations.freeze.thaw import Thawed
@@ -105,6 +107,7 @@ _HOMES = {
     "CreatedModel": ("blobstore.operations.create.create_all", "CreatedModel"),
     "Difference": ("blobstore.operations.compare.diff", "Difference"),
     "Exported": ("blobstore.operations.export.export", "Exported"),
+    "Followed": ("blobstore.operations.follow.follow", "Followed"),
     "FormerModel": ("blobstore.operations.maintenance.history", "FormerModel"),
     "FoundPlaces": ("blobstore.operations.describe.find", "FoundPlaces"),
     "Frozen": ("blobstore.operations.freeze.freeze", "Frozen"),
@@ -122,6 +125,7 @@ _HOMES = {
     "Packed": ("blobstore.operations.archive.pack", "Packed"),
     "Pulled": ("blobstore.operations.transfer.pull", "Pulled"),
     "Pushed": ("blobstore.operations.transfer.push", "Pushed"),
+    "PushedVersion": ("blobstore.operations.follow.push_version", "PushedVersion"),
     "ReadPlan": ("blobstore.remotes.addresses", "ReadPlan"),
     "Reference": ("blobstore.manifests.reference", "Reference"),
     "RemovedModels": ("blobstore.operations.maintenance.names", "RemovedModels"),
@@ -144,6 +148,7 @@ _HOMES = {
     "du": ("blobstore.operations.describe.disk_usage", "measure_usage"),
     "export": ("blobstore.operations.export.export", "export_model"),
     "find": ("blobstore.operations.describe.find", "find_content"),
+    "follow": ("blobstore.operations.follow.follow", "follow"),
     "freeze": ("blobstore.operations.freeze.freeze", "freeze_models"),
     "gc": ("blobstore.operations.maintenance.gc", "collect_garbage"),
     "gc_remote": ("blobstore.operations.maintenance.gc_objects", "collect_objects"),
@@ -160,6 +165,7 @@ _HOMES = {
     "page": ("blobstore.pages.write", "write_page"),
     "pull": ("blobstore.operations.transfer.pull", "pull_model"),
     "push": ("blobstore.operations.transfer.push", "push_model"),
+    "push_version": ("blobstore.operations.follow.push_version", "push_version"),
     "read_file": ("blobstore.operations.describe.cat", "read_file"),
     "remove": ("blobstore.operations.maintenance.names", "remove_models"),
     "rename": ("blobstore.operations.maintenance.names", "rename_model"),
@@ -188,6 +194,7 @@ __all__ = [
     "CreatedModel",
     "Difference",
     "Exported",
+    "Followed",
     "FormerModel",
     "FoundPlaces",
     "Frozen",
@@ -205,6 +212,7 @@ __all__ = [
     "Page",
     "Pulled",
     "Pushed",
+    "PushedVersion",
     "ReadPlan",
     "Reference",
     "RemovedModels",
@@ -227,6 +235,7 @@ __all__ = [
     "du",
     "export",
     "find",
+    "follow",
     "freeze",
     "gc",
     "gc_remote",
@@ -243,6 +252,7 @@ __all__ = [
     "page",
     "pull",
     "push",
+    "push_version",
     "read_file",
     "remove",
     "rename",

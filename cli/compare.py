@@ -120,8 +120,8 @@ def command(
     a pattern, and in JSON.
 
     The tensors of a GGUF model are compared with those of another model under its names, in its order
-    of rows, and expert by expert. This is known for the architectures that docs/cli.md lists; --names
-    says it for others.
+    of rows, and expert by expert. This is known for the architectures that the documentation of this command
+    lists; --names says it for others.
 
     Elements that differ and are infinite or NaN in one of the models are counted, but not measured.
     Only the size of blobs is checked; "blobstore verify" reads and hashes them.

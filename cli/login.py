@@ -28,16 +28,18 @@ _MAX_PASSWORD = 64 * 2**10
 def command(registry: str, username: str | None, password_stdin: bool, out: Output) -> None:
     """Log in at the registry REGISTRY, which is host[:port], and keep the password.
 
-    The password is kept where Podman or Docker has one for the registry, or else where Docker keeps
-    it: by the credential helper that Docker's configuration names, or in that file. It is kept only
-    if the registry does not refuse it.
+    With http://host:port, as of a 'blobstore serve', TLS is not used. The password is kept where
+    Podman or Docker has one for the registry, or else where Docker keeps it: by the credential
+    helper that Docker's configuration names, or in that file. It is kept only if the registry does
+    not refuse it.
     """
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.credentials import GivenLogin, LoginFiles, check_user
     from blobstore.registry.protocol import Login
-    from blobstore.registry.reference import host_in
+    from blobstore.registry.reference import host_in, split_scheme
 
     host = host_in(registry)
+    plain_http = True if split_scheme(registry)[0] == "http" else None
     if not (password_stdin and username) and not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask; give --username and --password-stdin")
     user = username or ask("Username")
@@ -46,7 +48,7 @@ def command(registry: str, username: str | None, password_stdin: bool, out: Outp
     if not password:
         raise UsageError("the password is empty")
     login = Login(user, password)
-    with RegistryClient(host, credentials=GivenLogin(login)) as client:
+    with RegistryClient(host, plain_http=plain_http, credentials=GivenLogin(login)) as client:
         is_checked = client.check_login()
     place = LoginFiles().store(host, login)
     notes = ["the registry did not ask for a password, so it was not checked"]

@@ -35,7 +35,7 @@ _COMMANDS = (
     *("create", "ingest", "list", "show", "info", "find", "cat"),
     *("verify", "export", "link", "compare", "inspect", "convert"),
     *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "lock", "sync"),
+    *("freeze", "thaw", "pack", "unpack", "push", "pull", "follow", "lock", "sync"),
     *("login", "logout", "sign", "run", "serve", "bench", "completion"),
 )
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
@@ -69,6 +69,7 @@ _SYNONYMS = {
     "save": "pack",
     **dict.fromkeys(("load", "extract"), "unpack"),
     **dict.fromkeys(("fetch", "clone"), "pull"),
+    **dict.fromkeys(("watch", "subscribe", "track"), "follow"),
     "copy": "cp",
     "rename": "mv",
     "stats": "du",

@@ -52,8 +52,9 @@ def command(
 ) -> None:
     """Fetch the model at REMOTE from a registry or object storage, and name it NAME.
 
-    REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...], or the address of a model in object
-    storage such as s3://bucket/prefix/model:tag. Without NAME, the model gets the name that REMOTE
+    REMOTE is [oci://]host[:port]/repository[:tag|@sha256:...], http://host:port/name[:tag] of a
+    'blobstore serve', or the address of a model in object storage such as
+    s3://bucket/prefix/model:tag. Without NAME, the model gets the name that REMOTE
     spells. Blobs that the store already has are not fetched, and compressed forms are
     fetched if they are there and the store has the bases of deltas. The name appears last, when
     all digests were found right and all blobs are safe on disk. If pull is interrupted, the same

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from blobstore.cli import arguments, options, output, render
-from blobstore.cli.progress import resumable_progress
+from blobstore.cli.progress import progress_bar, resumable_progress
 from blobstore.cli.prompt import read_passphrase
 from blobstore.cli.transferred import show_many
+from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.compression.level import Level
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.follow.push_version import Receiver
     from blobstore.operations.transfer.push import Pushed
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.store.local import LocalStore
 
+_DEFAULTS = (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
 _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 
 
@@ -69,7 +73,15 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 )
 @click.option("--cold", is_flag=True, help="Add the compressed form, deltas included.")
 @options.level_option("How --cold compresses blobs that are not frozen.")
-@options.base_option("Base model of the deltas of --cold; by default one is searched for.")
+@options.base_option(
+    "Base model of the deltas of --cold; by default one is searched for. With --as, what receivers have."
+)
+@click.option(
+    "--as",
+    "receiver",
+    type=click.Choice(["slime", "sglang", "modelexpress"]),
+    help="Write the next version of a trainer's folder, which these receivers read: REMOTE is the folder.",
+)
 @click.option("--verify", is_flag=True, help="Read everything back and compare digests.")
 @click.option("--dry-run", is_flag=True, help="Send nothing; report what would be sent.")
 @options.shared("streams", "limit-rate", "plain-http", "store", "wait", "json")
@@ -86,6 +98,7 @@ def command(
     cold: bool,
     level: Level,
     base: str | None,
+    receiver: Receiver | None,
     verify: bool,
     dry_run: bool,
     streams: int,
@@ -104,6 +117,10 @@ def command(
     NAMEs may be globs such as 'team/*'. Several models go to a store, or to repositories that begin
     with REMOTE and end with their names. One that fails does not keep others from being pushed; the
     failures are listed last.
+
+    With --as, one NAME becomes the next version in the folder REMOTE: what changes against the version
+    before, or the whole model if there is none and no --base that the receivers have already. Of the
+    other options, only --store and --json apply then.
     """
     from blobstore.objects.address import has_tag
     from blobstore.operations.transfer.push import push_model
@@ -131,6 +148,13 @@ def command(
         "limit_rate": limit_rate,
         "plain_http": plain_http,
     }
+    if receiver is not None:
+        given = click.get_current_context().get_parameter_source
+        unused = [name for name in choices if name != "base" and given(name) not in _DEFAULTS]
+        if len(chosen) != 1 or remote is None or unused:
+            raise UsageError("--as takes one NAME and one folder, and --base, --store and --json")
+        _push_version(chosen[0], remote, receiver, base, store, out)
+        return
     is_place = remote is not None and not has_tag(remote)
     if len(chosen) > 1 or (is_place and any(map(is_pattern, names))):
         _push_many(chosen, remote, store, choices, out)
@@ -148,6 +172,45 @@ def command(
         [_as_text(pushed), *([render.without_base(pushed.fallbacks)] if pushed.fallbacks else [])],
         notes=[*pushed.notices, *([] if pushed.replaced is None else [replaced])],
     )
+
+
+def _push_version(
+    name: Reference,
+    folder: str,
+    receiver: Receiver,
+    base: str | None,
+    store: LocalStore,
+    out: Output,
+) -> None:
+    from blobstore.core.arguments import local_path
+    from blobstore.operations.follow.push_version import push_version
+
+    with progress_bar() as progress:
+        pushed = push_version(
+            name,
+            local_path(folder),
+            receiver=receiver,
+            base=base,
+            store=store,
+            progress=progress,
+        )
+    fields = (
+        "name=reference folder version full=is_full digest unchanged=is_unchanged tensors "
+        "bytes_written seconds"
+    )
+    where, seconds = render.cell(pushed.folder), render.human_seconds(pushed.seconds)
+    what = (
+        "the whole model"
+        if pushed.is_full
+        else f"{render.count_of(pushed.tensors, 'tensor')} changed"
+    )
+    text = (
+        f"nothing to do: {where} is {render.cell(pushed.reference)} already; {seconds}"
+        if pushed.is_unchanged
+        else f"pushed {render.cell(pushed.reference)} to {where}: {what}, "
+        f"{render.human_bytes(pushed.bytes_written)}; {seconds}"
+    )
+    out.result(output.record(pushed, fields), text)
 
 
 def _push_many(

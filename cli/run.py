@@ -159,8 +159,8 @@ def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:
         f"no inference server is installed: {wanted}",
         advice="install llama-server, which is part of llama.cpp"
         if is_gguf
-        else "install 'vllm' for GPUs, 'tensor-blobstore[mlx] mlx-lm', or 'transformers[serving]'; docs/serving "
-        "has others",
+        else "install 'vllm' for GPUs, 'tensor-blobstore[mlx] mlx-lm', or 'transformers[serving]'; "
+        "docs/guides/serving has others",
     )
 
 

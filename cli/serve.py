@@ -40,6 +40,37 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="File of tokens, one on each line; each request needs one. Read again when it changes.",
 )
+@click.option(
+    "--upstream",
+    metavar="URL",
+    help="Fetch models that the store lacks from this Hub, for example https://huggingface.co.",
+)
+@click.option(
+    "--upstream-token-file",
+    type=arguments.FILE,
+    metavar="FILE",
+    help="File with the token for the upstream, for clients without a token of their own.",
+)
+@click.option(
+    "--peers",
+    metavar="URL,...",
+    callback=lambda _, __, value: [one for one in (value or "").split(",") if one],
+    help="Ask these other servers for blobs before the upstream, for example http://node2:8080.",
+)
+@click.option(
+    "--fresh",
+    type=click.FloatRange(min=0),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="Ask the upstream again after so long what a tag is, and who may read it.",
+)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=options.parse_size,
+    help="Keep at most SIZE of the upstream's models, such as 2TB; the least recently used go first.",
+)
 @click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
 def command(
     store: LocalStore,
@@ -47,6 +78,11 @@ def command(
     port: int,
     allow: tuple[str, ...],
     token_file: str | None,
+    upstream: str | None,
+    upstream_token_file: str | None,
+    peers: list[str],
+    fresh: float,
+    max_size: int | None,
     anonymous: bool,
 ) -> None:
     """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
@@ -58,7 +94,8 @@ def command(
     """
     from blobstore.serve.serve import serve
 
-    output.show_note(*arguments.store_notes(store))
+    if upstream is None:  # an upstream fills a store that is not there yet
+        output.show_note(*arguments.store_notes(store))
     serve(
         store,
         host=host,
@@ -66,6 +103,11 @@ def command(
         allow=allow,
         token_file=token_file,
         anonymous=anonymous,
+        upstream=upstream,
+        upstream_token_file=upstream_token_file,
+        peers=peers,
+        fresh=fresh,
+        max_size=max_size,
         on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
         log=None if output.is_quiet() else output.show_line,
     )

@@ -1,8 +1,8 @@
 """The source layer of a manifest: the files that a model was imported from, and what its blobs do not hold.
 
 With it, an export writes the weight files of the source byte for byte: the layer holds their headers, and
-the blobs hold their tensors. The layer is a JSON object, described in docs/format.md. It names no path,
-machine, user, time or version, so equal sources with equal options have equal layers.
+the blobs hold their tensors. The layer is a JSON object, described in docs/reference/format.md. It names no
+path, machine, user, time or version, so equal sources with equal options have equal layers.
 """
 
 from __future__ import annotations

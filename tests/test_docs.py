@@ -17,7 +17,7 @@ import blobstore
 from blobstore.cli.main import program
 from tests.support.objects import running_object_store
 from tests.support.registry import PROGRAM, free_port, running_registry
-from tests.support.transcripts import ROOT, examples, is_as_expected, outputs
+from tests.support.transcripts import ROOT, examples, is_as_expected, outputs, pages
 
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")
@@ -49,12 +49,15 @@ def is_public(module: str, name: str) -> bool:
 needs_signing = pytest.mark.skipif(
     find_spec("cryptography") is None, reason="it is in the test group, and in the extra [sign]"
 )
+COMMANDS = "docs/reference/commands"
 WITH_EXAMPLES = {
-    "docs/cli.md": 30,
-    "docs/signatures.md": 5,
-    "docs/registries.md": 10,
-    "docs/object-storage.md": 15,
-    "docs/serve.md": 20,
+    COMMANDS: 30,
+    "docs/guides/signatures.md": 5,
+    "docs/guides/save-space.md": 9,
+    "docs/guides/repair.md": 6,
+    "docs/guides/registries.md": 10,
+    "docs/guides/object-storage.md": 15,
+    "docs/guides/serve.md": 20,
 }
 REGISTRY = "localhost:5000"
 OBJECTS = "http://localhost:8333"
@@ -63,20 +66,25 @@ OBJECTS = "http://localhost:8333"
 
 @needs_signing
 def test_commands_print_what_the_document_of_signatures_says(tmp_path: Path) -> None:
-    check_examples("docs/signatures.md", tmp_path, None)
+    check_examples("docs/guides/signatures.md", tmp_path, None)
+
+
+@pytest.mark.parametrize("page", ["save-space", "repair"])
+def test_commands_print_what_a_guide_says(page: str, tmp_path: Path) -> None:
+    check_examples(f"docs/guides/{page}.md", tmp_path, None)
 
 
 def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> None:
     with running_registry(tmp_path / "registry") as server:
         (tmp_path / "work").mkdir()
-        check_examples("docs/registries.md", tmp_path / "work", server.host)
+        check_examples("docs/guides/registries.md", tmp_path / "work", server.host)
 
 
 def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path) -> None:
     with running_object_store(tmp_path / "objects") as server:
         (tmp_path / "work").mkdir()
         check_examples(
-            "docs/object-storage.md",
+            "docs/guides/object-storage.md",
             tmp_path / "work",
             server.endpoint,
             OBJECTS,
@@ -89,33 +97,37 @@ def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path)
 )
 def test_commands_print_what_the_document_of_serving_says(tmp_path: Path) -> None:
     # Only the port is another one: the commands start the server.
-    check_examples("docs/serve.md", tmp_path, str(free_port()), "8080")
+    check_examples("docs/guides/serve.md", tmp_path, str(free_port()), "8080")
 
 
 def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     if shutil.which(PROGRAM) is None:  # everything but push and pull can be checked
-        check_examples("docs/cli.md", tmp_path / "work", None)
+        check_examples(COMMANDS, tmp_path / "work", None)
         return
     with running_registry(tmp_path / "registry") as server:
-        check_examples("docs/cli.md", tmp_path / "work", server.host)
+        check_examples(COMMANDS, tmp_path / "work", server.host)
 
 
 def check_examples(
     document: str, folder: Path, server: str | None, stated: str = REGISTRY, **environment: str
 ) -> None:
     """Run the examples of a document in a folder, with a server at another address than stated, or none."""
-    found = examples((ROOT / document).read_text(encoding="utf-8"))
+    found = [
+        (name_of(page), example)
+        for page in pages(document)
+        for example in examples(page.read_text(encoding="utf-8"))
+    ]
     if server is None:
-        found = [example for example in found if stated not in example.command]
+        found = [(page, example) for page, example in found if stated not in example.command]
         server = stated
-    commands = [example.command.replace(stated, server) for example in found]
+    commands = [example.command.replace(stated, server) for _, example in found]
     printed = outputs(commands, folder, **environment)
     printed = [output.replace(server, stated) for output in printed]
 
     differences = [
-        f"{document}:{example.line}: {example.command}\n{output}"
-        for example, output in zip(found, printed, strict=True)
+        f"{page}:{example.line}: {example.command}\n{output}"
+        for (page, example), output in zip(found, printed, strict=True)
         if not is_as_expected(example.expected, output)
     ]
 
@@ -123,26 +135,32 @@ def check_examples(
     assert differences == []
 
 
-def test_every_command_has_an_example() -> None:
+def test_every_command_has_an_example_and_a_page() -> None:
     shown = {
         command
         for document in WITH_EXAMPLES
-        for example in examples((ROOT / document).read_text(encoding="utf-8"))
+        for page in pages(document)
+        for example in examples(page.read_text(encoding="utf-8"))
         for command in re.findall(r"\bblobstore (?:--store \S+ )?(\w+)", example.command)
     }
     without_registry = {"login", "logout"}  # whose passwords the tests ask a registry for
-    assert set(program.list_commands(click.Context(program))) <= shown | without_registry
+    commands = set(program.list_commands(click.Context(program)))
+    assert commands <= shown | without_registry
+    assert commands == {name for page in pages(COMMANDS) for name in page.stem.split("-")} - {
+        "index"
+    }
 
 
-def test_every_command_is_in_the_table_of_tasks() -> None:
-    table, _, rest = (ROOT / "docs/cli.md").read_text(encoding="utf-8").partition("## Common")
-    sections = re.findall(r"^## ([a-z, ]+)$", rest, re.MULTILINE)
-    listed = re.findall(r"\[([a-z, ]+)\]\(#", table)
-    assert set(listed) == set(sections)
+def test_every_page_of_commands_is_in_the_navigation_and_in_the_table_of_tasks() -> None:
+    table = (ROOT / COMMANDS / "index.md").read_text(encoding="utf-8")
+    written = set((ROOT / COMMANDS).glob("*.md"))
+    linked = {ROOT / COMMANDS / page for page in re.findall(r"\]\(([\w-]+\.md)\)", table)}
+    assert written == set(pages(COMMANDS))
+    assert written == linked | {ROOT / COMMANDS / "index.md"}
 
 
 def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
     outputs(["python docs/examples/tiny_models.py ."], tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -151,19 +169,19 @@ def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
     for block in PYTHON_BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], "docs/python.md", "exec"), names)
+        exec(compile("\n" * line + block[1], "docs/reference/python.md", "exec"), names)
 
 
 def test_examples_of_the_safetensors_library_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (ROOT / "docs/safetensors.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference/safetensors.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for name in ("safetensors", "safetensors.numpy", "safetensors.torch"):
         monkeypatch.setitem(sys.modules, name, import_module(name))  # and restored at the end
 
     for block in PYTHON_BLOCK.finditer(text):
-        exec(compile(block[1], "docs/safetensors.md", "exec"), {})
+        exec(compile(block[1], "docs/reference/safetensors.md", "exec"), {})
 
 
 @pytest.mark.parametrize("place", python_examples())
@@ -207,3 +225,15 @@ def test_links_between_documents_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
 
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", ["CONTRIBUTING.md", ".devcontainer/Dockerfile"])
+def test_contributors_install_what_ci_installs(path: str) -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    packages = set(re.findall(r"missing\+=\((\S+)\)", script))
+    (command,) = re.findall(
+        r"apt-get install (?:-y --no-install-recommends )?((?:[^\n]|(?<=\\)\n)+)",
+        (ROOT / path).read_text(encoding="utf-8"),
+    )
+    assert len(packages) > 5
+    assert packages <= set(command.split())

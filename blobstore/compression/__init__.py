@@ -2,5 +2,5 @@
 
 The package contains pure functions and readers over buffers. It opens no files, starts no threads and
 knows no store; it imports only ``core``, ``safetensors`` and ``errors``. ``encoder`` and ``decoder`` are
-the entry points. The format is specified in ``docs/cold-format.md``.
+the entry points. The format is specified in ``docs/reference/cold-format.md``.
 """

@@ -20,14 +20,14 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Final
 
     from typing_extensions import Buffer
 
     from blobstore.compression.delta.low_rank import Factors
     from blobstore.compression.quant_rule import QuantRule
-    from blobstore.compression.table import Table
+    from blobstore.compression.table import Part, Table
     from blobstore.core.tensor import DType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -51,8 +51,8 @@ class BaseBlob(NamedTuple):
     depth: int = 0
     """Deltas that are decoded to read it: it and its bases, as far as they are deltas."""
 
-    def check_chain(self, table: Table) -> None:
-        """Check that a delta with this table can be decoded chunk by chunk, as its base is.
+    def check_chain(self, parts: Sequence[Part]) -> None:
+        """Check that a delta with these parts can be decoded chunk by chunk, as its base is.
 
         Raises:
             ColdDamaged: this base is a delta, and the chain is too long, its chunks lie at other places, or
@@ -62,10 +62,10 @@ class BaseBlob(NamedTuple):
             return
         if self.depth >= MAX_CHAIN:
             raise ColdDamaged(f"a chain has more than {MAX_CHAIN} deltas")
-        if any(part.factors is not None or part.rule is not None for part in table.parts):
+        if any(part.factors is not None or part.rule is not None for part in parts):
             raise ColdDamaged("a delta against a delta has factors or rules")
         begins = list(accumulate((part.size for part in self.table.parts), initial=0))
-        for number, part in enumerate(table.parts):
+        for number, part in enumerate(parts):
             if part.base_begin is None:
                 continue
             other = bisect_right(begins, part.base_begin) - 1

@@ -108,7 +108,7 @@ class ColdBlobDecoder:
                 for item in (base.identity, self.table.base)
             )
             raise ColdDamaged(f"the base is {found}, expected {wanted}")
-        base.check_chain(self.table)
+        base.check_chain(self.table.parts)
         self._base = base
 
     def as_base(self) -> BaseBlob:

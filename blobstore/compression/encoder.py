@@ -100,14 +100,7 @@ def encode(
     Raises:
         UsageError: the pieces do not have the size of the spans, or a span is impossible.
     """
-    parts: list[Part] = []
-    for span in spans:
-        part = _part(span)
-        if span.same_as is not None:
-            # It shares the chunks of that part, which are larger if that one has a base.
-            chunk_size = parts[span.same_as].chunk_size
-            part = Part(part.size, part.width, chunk_size, span.same_as)
-        parts.append(part)
+    parts = parts_of(spans)
     has_base = any(part.base_begin is not None for part in parts)
     if has_base and base is None:
         raise UsageError("spans with an offset in a base need a base")
@@ -151,6 +144,19 @@ def encode(
     stored = encode_table(table)
     write(stored)
     return Encoded(table, int(alone) + len(PREFIX) + len(stored))
+
+
+def parts_of(spans: Sequence[Span]) -> list[Part]:
+    """Return the parts that spans are encoded as. Raises UsageError if a span is impossible."""
+    parts: list[Part] = []
+    for span in spans:
+        part = _part(span)
+        if span.same_as is not None:
+            # It shares the chunks of that part, which are larger if that one has a base.
+            chunk_size = parts[span.same_as].chunk_size
+            part = Part(part.size, part.width, chunk_size, span.same_as)
+        parts.append(part)
+    return parts
 
 
 class _ChunkEncoder:

@@ -1,5 +1,7 @@
 """Estimates compressed sizes from samples, and fits low-rank factors where they save space.
 
+They save nothing where few elements differ from the base, which a sample shows in little time.
+
 Fitting takes several passes. The base of a small span is kept in memory for them; that of a large one is
 read a few rows at a time. If the base is cold, each pass decodes it again. Fitting needs little memory
 otherwise (`delta.low_rank_fit`).
@@ -23,6 +25,7 @@ from blobstore.compression.spans import Span, split_rows
 from blobstore.compression.table import MAX_CHUNK, MAX_FACTORS
 from blobstore.compression.transforms import width_of
 from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +47,13 @@ _SAMPLED_SPANS: Final = 16
 _STACK_DIMENSIONS: Final = 3
 _SAMPLED_MATRICES: Final = 4
 """Matrices of a stack that are tried before all of them are."""
+_SPARSE: Final = 1 / 8
+"""A span is sparse if at most this part of a sample of its elements differs."""
+_SPARSE_SLICES: Final = 8
+_SPARSE_SLICE: Final = 1 << 9
+"""Elements of a slice of that sample."""
+_COLD_PER_SLICE: Final = 8 << 20
+"""Bytes of a cold base that there are at least for each slice, which decodes a chunk."""
 _MIN_GAIN: Final[dict[Level, float]] = {"fast": 0.15, "small": 0.01}
 """The fraction of a span that factors must save, because they slow decoding down."""
 _ANY_DIGEST: Final = Digest("0" * 64)
@@ -91,14 +101,22 @@ def fit_low_rank(
 ) -> Iterator[Span]:
     """Yield the spans, with factors where those save space; stacks with factors are split by rows.
 
-    ``look`` is called before each range of the base is used, and may raise.
+    Sparse spans are marked, and get no factors. ``look`` is called before each range of the base is used,
+    and may raise.
     """
     begins = accumulate((span.size for span in spans), initial=0)
     for span, begin in zip(spans, begins, strict=False):
-        if span.base_begin is None or span.dtype is None or span.rule is not None:
+        if span.base_begin is None or span.rule is not None:
+            yield span
+            continue
+        mine = data[begin : begin + span.size]
+        reader = _Reader(span, base, look)
+        if _is_sparse(as_elements(mine, span.dtype or DType.U8), reader):
+            yield span._replace(is_sparse=True)
+        elif span.dtype is None:
             yield span
         elif not _is_stack(span):
-            yield _with_factors(data[begin : begin + span.size], span, base, level, look)
+            yield _with_factors(mine, span, reader, level)
         else:
             rows = split_rows(span)
             size = rows[0].size
@@ -106,25 +124,42 @@ def fit_low_rank(
                 (data[at : at + size], row)
                 for at, row in zip(range(begin, begin + span.size, size), rows, strict=True)
             ]
+
+            def improved(mine: memoryview, row: Span) -> Span:
+                return _with_factors(mine, row, _Reader(row, base, look), level)
+
             sample = matrices[:: -(-len(rows) // _SAMPLED_MATRICES)]
-            if any(_with_factors(*item, base, level, look).factors for item in sample):
-                yield from (_with_factors(*item, base, level, look) for item in matrices)
+            if any(improved(*item).factors for item in sample):
+                yield from (improved(*item) for item in matrices)
             else:
                 yield span
 
 
-def _with_factors(
-    data: memoryview,
-    span: Span,
-    base: BaseBlob,
-    level: Level,
-    look: Callable[[], object] = lambda: None,
-) -> Span:
+def _is_sparse(elements: Array, reader: _Reader) -> bool:
+    """Return whether few elements of a sample differ from those of the base."""
+    count, width = 1, len(elements)
+    if width > _SPARSE_SLICES * _SPARSE_SLICE:
+        width = _SPARSE_SLICE
+        is_cheap = reader.is_in_memory  # each slice of a cold base costs a chunk
+        count = min(
+            _SPARSE_SLICES if is_cheap else 1 + reader.size // _COLD_PER_SLICE, _SPARSE_SLICES
+        )
+    step = len(elements) // count
+    middle = (step - width) // 2
+    mine = elements[: count * step].reshape(count, step)[:, middle : middle + width]
+    if reader.is_in_memory:
+        theirs = reader(0, count * step).reshape(count, step)[:, middle : middle + width]
+    else:
+        begins = range(middle, count * step, step)
+        theirs = np.stack([reader(begin, begin + width).copy() for begin in begins])
+    return int(np.count_nonzero(mine != theirs)) <= _SPARSE * mine.size
+
+
+def _with_factors(data: memoryview, span: Span, reader: _Reader, level: Level) -> Span:
     """Return a span with factors if those save space."""
     columns = _columns(span)
     if span.dtype is None or not can_fit(span.size // width_of(span.dtype), span.dtype, columns):
         return span
-    reader = _Reader(span, base, look)
     elements = as_elements(data, span.dtype)
     if level == "fast" and not is_promising(elements, reader, span.dtype, columns):
         return span
@@ -141,27 +176,36 @@ def _with_factors(
 class _Reader:
     """Reads elements of a span's base."""
 
-    def __init__(self, span: Span, base: BaseBlob, look: Callable[[], object]) -> None:
-        if span.base_begin is None or span.dtype is None:
+    def __init__(
+        self, span: Span, base: BaseBlob, look: Callable[[], object] = lambda: None
+    ) -> None:
+        if span.base_begin is None:
             raise ValueError("the span has no base")
         self._base = base
         self._look = look
         self._begin = span.base_begin
-        self._dtype = span.dtype
+        self._dtype = span.dtype or DType.U8
         self._width = width_of(span.dtype)
-        self._size = span.size
+        self.size = span.size
+        """Bytes of the span."""
         self._elements: Array | None = None
         self.keep(MAX_CHUNK)  # reading a few rows of a cold base decodes at least a chunk
 
     def keep(self, most: int) -> None:
         """Read the elements into memory if they have at most so many bytes."""
-        if self._elements is None and self._size <= most:
-            memory = np.empty(self._size, np.uint8)
+        if not self.is_in_memory and self.size <= most:
+            memory = np.empty(self.size, np.uint8)
             self._base.read_into(memory.data, self._begin)
             self._elements = as_elements(memory, self._dtype)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether reading decodes nothing."""
+        return self._elements is not None or self._base.data is not None
+
     def __call__(self, begin: int, end: int) -> Array:
         self._look()
+        end = min(end, self.size // self._width)
         if self._elements is not None:
             return self._elements[begin:end]
         first, size = self._begin + begin * self._width, (end - begin) * self._width
@@ -213,7 +257,9 @@ class _Sample(NamedTuple):
             if columns := _columns(self.span):
                 rows = len(self.data) // width_of(span.dtype) // columns
                 span = span._replace(shape=(rows, columns))
-                span = _with_factors(self.data.data, span, base, level)
+                reader = _Reader(span, base)
+                if not _is_sparse(as_elements(self.data, span.dtype or DType.U8), reader):
+                    span = _with_factors(self.data.data, span, reader, level)
         encoded = encode(
             [self.data.data], [span], lambda _: None, level=level, digest=_ANY_DIGEST, base=base
         )

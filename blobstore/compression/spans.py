@@ -32,7 +32,7 @@ _BLOCKS: Final = {
 }
 """Types of blocks by their names in the metadata of blobs."""
 _MAX_MERGED: Final = 1 << 16
-"""Bytes of spans that are merged: reading one of them decodes all."""
+"""Bytes of spans that are merged if they are not sparse: they share tables of codes."""
 
 
 class Span(NamedTuple):
@@ -53,6 +53,8 @@ class Span(NamedTuple):
     """The type of its blocks, if it is blocks of GGUF; it is not stored."""
     shape: tuple[int, ...] = ()
     """Shape of the tensor; it is not stored."""
+    is_sparse: bool = False
+    """Whether few elements differ from the base, as far as a sample shows; it is not stored."""
 
 
 def spans_of(start: Buffer, size: int) -> list[Span]:
@@ -119,17 +121,12 @@ def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
     return marked
 
 
-def merge_small(spans: Sequence[Span], limit: int = _MAX_MERGED) -> list[Span]:
-    """Return the spans, with small neighbours merged that are neighbours in the base, too.
+def merge_small(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans, with small or sparse neighbours merged that are neighbours in the base, too.
 
     Each span takes an entry of the table and tables of codes, which outweigh the differences of small
-    tensors. Only spans of one type are merged; untyped ones, such as headers, suit any type.
-
-    Args:
-        spans: the spans of a blob.
-        limit: the most bytes of a merged span. Where few elements differ and blobs are decoded completely,
-            one span of whole chunks is a third faster; the default suits dense differences and single
-            tensors.
+    tensors. A chunk of a sparse span takes time that hardly depends on its size, so all sparse neighbours
+    share whole chunks. Only spans of one type are merged; untyped ones, such as headers, suit any type.
     """
     originals = {span.same_as for span in spans}
     merged: list[Span] = []
@@ -137,7 +134,7 @@ def merge_small(spans: Sequence[Span], limit: int = _MAX_MERGED) -> list[Span]:
     """The new number of each span."""
     for number, span in enumerate(spans):
         is_alone = not originals.isdisjoint((number - 1, number))
-        both = None if is_alone or not merged else _merged(merged[-1], span, limit)
+        both = None if is_alone or not merged else _merged(merged[-1], span)
         if both is not None:
             merged[-1] = both
         else:
@@ -149,13 +146,15 @@ def merge_small(spans: Sequence[Span], limit: int = _MAX_MERGED) -> list[Span]:
     ]
 
 
-def _merged(one: Span, two: Span, limit: int) -> Span | None:
+def _merged(one: Span, two: Span) -> Span | None:
     """Return the span of both, or None if they cannot be one span."""
     dtype = two.dtype if one.dtype is None else one.dtype
+    # A header stays apart, so that blobs of one tensor have chunks at the same places, sparse or not.
+    is_sparse = one.is_sparse and two.is_sparse and None not in {one.dtype, two.dtype}
     if (
         one.base_begin is None
         or two.base_begin != one.base_begin + one.size
-        or one.size + two.size > limit
+        or (not is_sparse and one.size + two.size > _MAX_MERGED)
         or two.dtype not in {None, dtype}
         or any(
             item is not None
@@ -165,4 +164,4 @@ def _merged(one: Span, two: Span, limit: int) -> Span | None:
         or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
     ):
         return None
-    return Span(one.size + two.size, dtype, base_begin=one.base_begin)
+    return Span(one.size + two.size, dtype, base_begin=one.base_begin, is_sparse=is_sparse)

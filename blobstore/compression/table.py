@@ -1,7 +1,8 @@
 """The table of a cold blob: encoding, and checked decoding. Planes are not read here.
 
-The format is specified in docs/cold-format.md. Planes lie in the file in the order of the table, without
-gaps. The table has their sizes but no offsets, so planes cannot overlap and must fill the file.
+The format is specified in docs/reference/cold-format.md. Planes lie in the file in the order of the
+table, without gaps. The table has their sizes but no offsets, so planes cannot overlap and must fill the
+file.
 """
 
 from __future__ import annotations

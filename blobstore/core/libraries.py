@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PACKAGES = {
+    "huggingface_hub": "'tensor-blobstore[hub]'",
+    "httpx2": "'tensor-blobstore[registry]'",
     "torch": "'tensor-blobstore[torch]'",
     "mlx": "'tensor-blobstore[mlx]'",
     "transformers": "'tensor-blobstore[torch]' transformers",
@@ -21,10 +23,18 @@ _PACKAGES = {
     "aiohttp": "'tensor-blobstore[serve]'",
     "cryptography": "'tensor-blobstore[sign]'",
     "obstore": "'tensor-blobstore[objects]'",
+    "botocore": "'tensor-blobstore[aws]'",
+    "xxhash": "'tensor-blobstore[follow]'",
+    "blake3": "'tensor-blobstore[follow]'",
     "distributed": "'tensor-blobstore[dask]'",
     "ray": "'tensor-blobstore[ray]'",
 }
 """What to install for a library."""
+
+
+def install_command(library: str) -> str:
+    """Return the command that installs an optional library."""
+    return f"pip install {_PACKAGES[library]}"
 
 
 @contextlib.contextmanager
@@ -48,5 +58,5 @@ def optional_libraries() -> Iterator[None]:
             else f"is installed, but cannot be loaded: {escape(str(error), 200)}"
         )
         raise MissingLibrary(
-            f"{library} {reason}", advice=f"run: pip install {_PACKAGES[library]}"
+            f"{library} {reason}", advice=f"run: {install_command(library)}"
         ) from None

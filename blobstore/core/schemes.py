@@ -20,7 +20,9 @@ REGISTRY: Final = "oci"
 HUB: Final = "hf"
 OLLAMA: Final = "ollama"
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
-_REGISTRIES: Final = (REGISTRY, "docker", "http", "https")
+WEB: Final = ("http", "https")
+"""The schemes of servers that only read, such as ``blobstore serve``."""
+_REGISTRIES: Final = (REGISTRY, "docker", *WEB)
 # A path object has lost one of the slashes.
 _SCHEME = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://|({'|'.join((*OBJECTS, REGISTRY, HUB))}):/")
 _SHORT_HUB = re.compile(rf"{HUB}:(?!/)(.+)", re.DOTALL)
@@ -59,7 +61,9 @@ def advice_for(text: str, role: Role) -> str:
         return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {rest}"
     if scheme in (*OBJECTS, REGISTRY):
         return _PULL
-    return f"'blobstore pull {rest}' fetches a model of a registry; download other files first"
+    if scheme in WEB:
+        return f"'blobstore pull {text}' fetches a model of a server; download other files first"
+    return f"'blobstore pull {rest}' fetches a model of a registry"
 
 
 def check_path(path: str | os.PathLike[str], role: Role) -> None:

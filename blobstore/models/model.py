@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from blobstore.store.protocols import BlobAccess
 
 _INTERNAL = frozenset(("at_end", "data", "file_path", "is_resident", "map_hot", "of", "read_json"))
-"""What other packages use, and :func:`dir` does not list: docs/python.md does not describe it."""
+"""What other packages use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
 
 
 class Model(ModelFiles, Mapping[str, Array]):

@@ -86,6 +86,10 @@ class ModelAddress:
         """Return the name that the model has in its store."""
         return self.reference
 
+    def nearest_name(self) -> Reference:
+        """Return the same name."""
+        return self.reference
+
     def __str__(self) -> str:
         return f"{self.store}/{self.reference}"
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from blobstore.core.escape import quote
+from blobstore.core.libraries import install_command
 from blobstore.errors import BlobstoreError, MissingLibrary, RemoteError, RemoteRefused
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _profile(where: object, name: str) -> _Profile:
             return profile
         raise MissingLibrary(
             f"the profile {quote(name)} has {key}, which needs the package botocore",
-            advice="run: pip install 'tensor-blobstore[aws]'",
+            advice=f"run: {install_command('botocore')}",
         ) from None
     session = Session()
     # AWS's tools read this variable, and botocore does not.

@@ -145,6 +145,11 @@ class ObjectClient:
         meta = self._head(key, request)
         return None if meta is None else int(meta["size"])
 
+    def tag(self, key: str) -> ObjectTag | None:
+        """Return the tag of the version that an object has now, or None if there is no object."""
+        meta = self._head(key, READ)
+        return None if meta is None else _tag(meta)
+
     def modified(self, key: str, request: Request = READ) -> datetime | None:
         """Return when an object was written, by the server's clock, or None if there is none."""
         meta = self._head(key, request)

@@ -141,6 +141,10 @@ class ObjectStore:
             raise ModelNotFound(f"{quote(self.address)} has no model {quote(reference)}")
         return found.data, found.tag
 
+    def tag_of(self, reference: Reference) -> ObjectTag | None:
+        """Return the tag that the manifest of a name has now; None if there is no such name. Raises RemoteError."""
+        return self.client.tag(manifest_key(reference))
+
     def place(self, reference: Reference, manifest: bytes, tag: ObjectTag | None) -> None:
         """Give a manifest a name, whose manifest must still have the tag ``tag`` (None: must not exist).
 

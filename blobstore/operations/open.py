@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import Damaged, InvalidReference, UsageError
 from blobstore.gguf.file import is_gguf
@@ -18,12 +19,12 @@ from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
-from blobstore.remotes.addresses import Cache, ReadPlan, is_in_objects
+from blobstore.remotes.addresses import Cache, ReadPlan, find_model, is_address
 from blobstore.store.gguf_file import GgufFile, is_gguf_path
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from typing import Unpack
 
     import mlx.core
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from blobstore.core.progress import Progress
+    from blobstore.errors import RemoteError
     from blobstore.models.memory import Prefetch, Read
     from blobstore.remotes.remote_store import RemoteStore
 
@@ -106,9 +108,10 @@ def open_model(
     """Open a model, to load its tensors.
 
     Args:
-        reference: the name, ``[host/][namespace/]model[:tag]``, or the address of a model in object
-            storage, such as ``s3://bucket/prefix/model:tag``. The tensors of the latter are read into memory
-            of this process when they are used. Blobs that the store has are read there. Or the path of a GGUF
+        reference: the name, ``[host/][namespace/]model[:tag]``, or the address of a model elsewhere, such as
+            ``s3://bucket/prefix/model:tag``, ``http://host:8080/model:tag`` of ``blobstore serve``, or
+            ``oci://host/repository:tag``. The tensors of the latter are read into memory of this process when
+            they are used. Blobs that the store has are read there. Or the path of a GGUF
             file: a :class:`~pathlib.Path`, or a text that ends in ``.gguf`` and is no name of the store. No
             policy applies to files, and only ``framework``, ``device``, ``dequantize``, ``read``,
             ``prefetch`` and ``verify`` up to ``header`` do.
@@ -136,7 +139,7 @@ def open_model(
             ``willneed`` requests that without waiting. By default, pages are read on first use.
         thaw: decompress cold blobs in the store first, so that programs share their maps. By
             default they are decompressed into memory of this process.
-        cache: whether blobs of a model in object storage that were read completely are kept in the
+        cache: whether blobs of a remote model that were read completely are kept in the
             store: ``keep`` or ``none``.
         cache_limit: bytes of blobs to keep for remote models, at most; those of the models that were not
             used for longest are removed first. The default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
@@ -146,7 +149,7 @@ def open_model(
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.
-        NotTrusted: the policy refuses the model; see docs/signatures.md.
+        NotTrusted: the policy refuses the model; see docs/guides/signatures.md.
         InvalidPolicy: the policy cannot be used.
         UsageError: an unknown framework or level, or a device that the framework does not have.
         MissingLibrary: the framework is not installed.
@@ -163,11 +166,18 @@ def open_model(
     }
     if isinstance(reference, os.PathLike) or is_gguf_path(reference, store.has_model):
         return _open_file(reference, verify, **options)
-    if is_in_objects(reference):
+    if is_address(reference):
         if thaw:
             raise UsageError("thaw is for models of the store; pull the model first")
-        remote = _find_remote(store, reference, cache, cache_limit)
-        return remote.read_plan() if plan else remote.open(verify, **options)
+        with contextlib.ExitStack() as ending:
+            found = _find_remote(store, reference, cache, cache_limit)
+            remote = ending.enter_context(found)
+            if plan:
+                return remote.read_plan()
+            model = remote.open(verify, **options)
+            # After what the model itself ends with: it may be reading until then.
+            model.at_end(ending.pop_all().close)
+            return model
     if plan:
         return ReadPlan.of(store, store.resolve(reference))
     reference = _named(reference)
@@ -219,15 +229,15 @@ def open_files(reference: str | Reference, store: StoreLike = None) -> Iterator[
         RemoteError: the address is that of a remote model, which cannot be reached.
     """
     store = LocalStore.of(store)
-    if not is_in_objects(reference):
+    if not is_address(reference):
         reference = Reference.of(reference)
         files = ModelFiles.of(reference, store)
         require_trust(store, reference, files.data)
         yield files
         return
-    remote = _find_remote(store, reference, "none", None)
-    remote.begin()
-    yield ModelFiles(remote.reference, remote.manifest_data, remote)
+    with _find_remote(store, reference, "none", None) as remote:
+        remote.begin()
+        yield ModelFiles(remote.reference, remote.manifest_data, remote)
 
 
 def _open_local(
@@ -269,15 +279,32 @@ def _thaw(reference: Reference, store: LocalStore, progress: Progress | None) ->
         raise fault.at(str(reference))
 
 
+@contextlib.contextmanager
 def _find_remote(
     store: LocalStore, address: str, cache: Cache, cache_limit: int | None
-) -> RemoteStore:
-    """Find a model in object storage, and check that it is trusted."""
-    from blobstore.objects.source import ObjectSource
+) -> Iterator[RemoteStore]:
+    """Find a remote model, and check that it is trusted; its connections end with the block."""
+    from blobstore.operations.transfer.attached import attached
     from blobstore.remotes.remote_store import RemoteStore
 
     if cache not in get_args(Cache):
         raise UsageError(f"cache must be keep or none, got {quote(cache)}")
-    source = ObjectSource.find(address)
-    require_trust(store, source.address.reference, source.data, source.signatures)
-    return RemoteStore(store, source, cache=cache, cache_limit=cache_limit)
+    with find_model(address) as source:
+        reference = source.address.nearest_name()
+        errors: list[RemoteError] = []
+        signatures, cold_layers = attached(source, Digest.of(source.data), errors.append)
+
+        def signed(on_error: Callable[[RemoteError], object]) -> Iterator[bytes]:
+            yield from signatures
+            for error in errors:
+                on_error(error)
+
+        require_trust(store, reference, source.data, signed)
+        yield RemoteStore(
+            store,
+            source,
+            reference,
+            cold_layers=cold_layers,
+            cache=cache,
+            cache_limit=cache_limit,
+        )

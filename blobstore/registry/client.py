@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.core.limits import Budget
 from blobstore.errors import (
     BlobDamaged,
@@ -40,7 +42,6 @@ from blobstore.registry.reference import (
     is_tag,
 )
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.registry.upload import Upload, UploadSession
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _MAX_TYPE: Final = 255
 """Letters of a media type."""
+_MARGIN: Final = 30  # seconds of a response, beyond those that the server was asked to wait
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
 
@@ -75,6 +77,7 @@ class RegistryClient:
         limiter: RateLimiter | None = None,
         patience: Patience | None = None,
         part_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -86,12 +89,17 @@ class RegistryClient:
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
             part_size: bytes of a blob that one request sends at most; by default 64 MiB.
+            headers: more headers of each request.
 
         Raises:
             InvalidReference: the host is not valid.
             RemoteError: certificates or proxies that were set up cannot be used.
+            MissingLibrary: the extra ``registry`` is not installed.
         """
         check_host(host)
+        # Not above: a push to object storage imports this module, and needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self.host = host
         known = credentials or LoginFiles()
         self._part_size = part_size
@@ -104,7 +112,14 @@ class RegistryClient:
             find_login=lambda repository: known.find(host, repository),
             limiter=limiter,
             patience=patience or Patience(),
+            headers=headers,
         )
+
+    @property
+    def _address(self) -> str:
+        """How a user names the registry so that a command speaks to it as this client does."""
+        is_plain = self._transport.base == f"http://{self.host}"
+        return self._transport.base if is_plain else f"oci://{self.host}"
 
     @property
     def part_size(self) -> int:
@@ -151,7 +166,7 @@ class RegistryClient:
         if reply is None:
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
-                advice=f"'blobstore list oci://{self.host}/{repository}' lists the tags",
+                advice=f"'blobstore list {self._address}/{repository}' lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         try:
@@ -185,6 +200,31 @@ class RegistryClient:
             with contextlib.suppress(RemoteError, Damaged, ModelNotFound):
                 return self.get_manifest(repository, reference).digest
         return None
+
+    def watch_manifest(
+        self, repository: str, tag: str, known: Digest | None, wait: int
+    ) -> tuple[Digest, bool]:
+        """Return the digest of a tag's manifest, and whether the server has waited for a change.
+
+        A server that can waits until it is another one than ``known``, or for ``wait`` seconds.
+
+        Raises:
+            ModelNotFound: the registry has no such tag.
+            RemoteError: the registry cannot be reached, refuses access or misbehaves.
+        """
+        request = self._manifest_request("HEAD", repository, tag, request_rules.MANIFEST_WATCH)
+        if known is not None:
+            condition = {"if-none-match": f'"{known}"', "prefer": f"wait={wait}"}
+            headers = {**request.headers, **condition}
+            request = replace(request, headers=headers, timeout=wait + _MARGIN)
+        reply = self._transport.ask(request)
+        if reply is None:
+            raise ModelNotFound(f"{request.what}: the registry has none")
+        if reply.status == HTTPStatus.NOT_MODIFIED and known is not None:
+            return known, "preference-applied" in reply.headers
+        with contextlib.suppress(InvalidDigest):  # the header is optional
+            return Digest.parse(reply.headers.get("docker-content-digest", "")), False
+        return self.get_manifest(repository, tag).digest, False
 
     def put_manifest(
         self,

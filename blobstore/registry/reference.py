@@ -1,5 +1,8 @@
 """Addresses of models in registries: ``[oci://]host[:port]/repository[:tag|@sha256:…]``.
 
+With ``http://`` or ``https://`` instead, the address says whether TLS is used, and names a server that only
+reads, such as ``blobstore serve``.
+
 Registries allow only lower case in the names of repositories, and any number of parts. Names of models in
 a store have a host, one namespace and a model. So every name has an address, and only some addresses are
 those of a name.
@@ -8,13 +11,13 @@ those of a name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_url
-from blobstore.core.schemes import scheme_of
-from blobstore.errors import InvalidReference
+from blobstore.core.schemes import WEB, scheme_of
+from blobstore.errors import InvalidReference, UsageError
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 
 SCHEME: Final = "oci://"
@@ -42,6 +45,8 @@ class RemoteReference:
     tag: str = DEFAULT_TAG
     digest: Digest | None = None
     """If it is given, the tag is only a note for people."""
+    scheme: str = field(default="", compare=False)
+    """``http`` or ``https``, if the address said so."""
 
     def __post_init__(self) -> None:
         check_host(self.host)
@@ -59,18 +64,14 @@ class RemoteReference:
             InvalidReference: it has no host, or a part of it is not valid.
             InvalidDigest: the text after ``@`` is not a digest.
         """
-        if (scheme := scheme_of(text)) not in {None, "oci"}:
-            raise InvalidReference(
-                f"not the address of a registry: {quote_url(text)} begins with {scheme}://",
-                advice=_without_scheme(text, scheme),
-            )
-        host, slash, rest = text.removeprefix(SCHEME).partition("/")
-        if not slash or not (text.startswith(SCHEME) or is_host(host)):
+        scheme, spelled = split_scheme(text)
+        host, slash, rest = spelled.partition("/")
+        if not slash or not (spelled != text or is_host(host)):
             raise InvalidReference(
                 f"not the address of a registry: {quote_url(text)}; "
                 "expected [oci://]host[:port]/repository[:tag|@sha256:…]"
             )
-        name, at, spelled = rest.partition("@")
+        name, at, digest = rest.partition("@")
         repository, colon, tag = name.partition(":")
         if colon and not tag:
             raise InvalidReference(
@@ -78,8 +79,14 @@ class RemoteReference:
             )
         if host in _LIBRARY_HOSTS and "/" not in repository:
             repository = f"{DEFAULT_NAMESPACE}/{repository}"
+        if scheme:  # a server finds names in any case by their small letters
+            repository = repository.lower()
         return cls(
-            host, repository, tag if colon else DEFAULT_TAG, Digest.parse(spelled) if at else None
+            host,
+            repository,
+            tag if colon else DEFAULT_TAG,
+            Digest.parse(digest) if at else None,
+            scheme,
         )
 
     @classmethod
@@ -115,14 +122,39 @@ class RemoteReference:
             )
         return name
 
+    def nearest_name(self) -> Reference:
+        """Return a name for what has the address: of a repository of many parts its last two, and any tag.
+
+        Raises:
+            InvalidReference: no name has such a host or such parts.
+        """
+        parts = self.repository.split("/")
+        namespace = parts[-2] if len(parts) > 1 else DEFAULT_NAMESPACE
+        return Reference(self.host, namespace, parts[-1], self.tag)
+
     @property
     def reference(self) -> str:
         """What a request for the manifest ends with: the digest if there is one, else the tag."""
         return str(self.digest) if self.digest else self.tag
 
+    def uses_plain_http(self, plain_http: bool | None = None) -> bool | None:
+        """Return whether to do without TLS: what the address says, or else ``plain_http``."""
+        return self.scheme == "http" if self.scheme else plain_http
+
+    def check_writable(self) -> None:
+        """Check that models can be pushed there. Raises UsageError."""
+        if self.scheme:
+            host = f"{self.host}/{self.repository}"
+            option = " --plain-http" if self.scheme == "http" else ""
+            raise UsageError(
+                f"{quote(self)} is the address of a server that only reads",
+                advice=f"for a registry, write {host}{option}",
+            )
+
     def __str__(self) -> str:
         """Return the address without ``oci://``."""
-        return f"{self.host}/{self.repository}" + (
+        start = f"{self.scheme}://" if self.scheme else ""
+        return f"{start}{self.host}/{self.repository}" + (
             f"@{self.digest}" if self.digest else f":{self.tag}"
         )
 
@@ -130,14 +162,25 @@ class RemoteReference:
         return f"RemoteReference({str(self)!r})"
 
 
-def _without_scheme(text: str, scheme: str | None) -> str:
-    """Return what to write instead of an address with the scheme of another tool."""
-    rest = quote_url(text.partition("://")[2])
-    if scheme == "http":
-        return f"write {rest}, with --plain-http unless the registry is on this machine"
-    if scheme in {"https", "docker"}:
-        return f"write {rest}"
-    return "expected [oci://]host[:port]/repository[:tag|@sha256:…], s3://, gs://, az:// or file://"
+def split_scheme(text: str) -> tuple[str, str]:
+    """Return ``http``, ``https`` or nothing, and an address without its scheme.
+
+    Raises:
+        InvalidReference: it has another scheme than registries have.
+    """
+    scheme = scheme_of(text)
+    if scheme not in {None, "oci", *WEB}:
+        rest = quote_url(text.partition("://")[2])
+        raise InvalidReference(
+            f"not the address of a registry: {quote_url(text)} begins with {scheme}://",
+            advice=f"write {rest}"
+            if scheme == "docker"
+            else "expected [oci://]host[:port]/repository[:tag|@sha256:…], http://, https://, s3://, gs://, "
+            "az:// or file://",
+        )
+    if scheme in WEB:
+        return str(scheme), text.partition("://")[2]
+    return "", text.removeprefix(SCHEME)
 
 
 def is_host(text: str) -> bool:
@@ -173,12 +216,12 @@ def check_host(text: str) -> None:
 
 
 def host_in(text: str) -> str:
-    """Return the host of a registry that a user named, with or without ``oci://``.
+    """Return the host of a registry that a user named, with or without a scheme.
 
     Raises:
         InvalidReference: it is not valid, or has more than a host and a port.
     """
-    host = text.removeprefix(SCHEME).removesuffix("/")
+    host = split_scheme(text)[1].removesuffix("/")
     check_host(host)
     return host
 

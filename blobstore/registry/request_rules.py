@@ -70,6 +70,8 @@ MANIFEST: Final = Rule(is_hint=False, success=(200,), absent=(404,))
 """GET of a manifest."""
 MANIFEST_LOOK: Final = Rule(is_hint=True, success=(200,), absent=(404,))
 """HEAD of a manifest, before a push and for the IDs of a list."""
+MANIFEST_WATCH: Final = Rule(is_hint=False, success=(200, 304), absent=(404,))
+"""HEAD of a manifest that the client has, to hear whether the tag has another one."""
 MANIFEST_PUT: Final = Rule(is_hint=False, success=(200, 201, 202, 204))
 """PUT of a manifest. If a refusal names missing blobs, these are sent, and it is put once more."""
 MANIFEST_DELETE: Final = Rule(is_hint=False, success=(202, 200, 204), absent=(404,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
@@ -23,7 +24,7 @@ from blobstore.manifests.model import Manifest
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.files import RemoteFile, folder_of
 from blobstore.registry.layouts.read import Place, RemoteModel, read_model
-from blobstore.registry.reference import SCHEME, RemoteReference, host_in
+from blobstore.registry.reference import RemoteReference, split_scheme
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -179,40 +180,41 @@ def list_tags(
         NotFound: it does not list its repositories.
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
     """
-    host, _, path = address.removeprefix(SCHEME).partition("/")
-    if not path:
-        with RegistryClient(host_in(host), plain_http=plain_http) as client:
-            return list(_tags_below(client, host, ""))
-    place = RemoteReference.parse(address.removesuffix("/"))
-    with RegistryClient(place.host, plain_http=plain_http) as client:
-        if path.endswith("/"):
-            return list(_tags_below(client, place.host, f"{place.repository}/"))
+    path = split_scheme(address)[1].partition("/")[2]
+    # Without a path, any repository will do for the parts of the address.
+    place = RemoteReference.parse(address.rstrip("/") if path else f"{address.rstrip('/')}/x")
+    with RegistryClient(place.host, plain_http=place.uses_plain_http(plain_http)) as client:
+        if not path or path.endswith("/"):
+            start = f"{place.repository}/" if path else ""
+            return list(_tags_below(client, place, start))
         try:
-            return _tags(client, place.host, place.repository)
+            return _tags(client, place)
         except ModelNotFound:
             with contextlib.suppress(NotFound, RemoteError):
-                if found := list(_tags_below(client, place.host, f"{place.repository}/")):
+                if found := list(_tags_below(client, place, f"{place.repository}/")):
                     return found
             raise
 
 
 def _tags(
-    client: RegistryClient, host: str, repository: str
+    client: RegistryClient, place: RemoteReference
 ) -> list[tuple[RemoteReference, Digest | None]]:
-    tags = sorted(client.tags(repository))
+    """Return the tags of the repository of ``place``."""
+    tags = sorted(client.tags(place.repository))
     digests = WorkerPool(_STREAMS, None, 0).run(
-        tags, lambda tag: client.head_manifest(repository, tag), client.abort
+        tags, lambda tag: client.head_manifest(place.repository, tag), client.abort
     )
     return [
-        (RemoteReference(host, repository, tag), digest)
+        (replace(place, tag=tag, digest=None), digest)
         for tag, digest in zip(tags, digests, strict=True)
     ]
 
 
 def _tags_below(
-    client: RegistryClient, host: str, start: str
+    client: RegistryClient, place: RemoteReference, start: str
 ) -> Iterator[tuple[RemoteReference, Digest | None]]:
+    """Yield the tags of all repositories of the registry of ``place`` that begin with ``start``."""
     for repository in sorted(client.repositories()):
         if repository.startswith(start):
             with contextlib.suppress(ModelNotFound):  # all of its tags were removed
-                yield from _tags(client, host, repository)
+                yield from _tags(client, replace(place, repository=repository))

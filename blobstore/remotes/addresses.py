@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Cache = Literal["keep", "none"]
 """Whether blobs of a remote model that were read completely are kept in the local store."""
-_REGISTRY = "oci://"
+_REGISTRIES = ("oci://", "http://", "https://")
 _OBJECTS = ("s3://", "gs://", "az://", "file://")
 
 
@@ -75,8 +75,8 @@ class ReadPlan:
 
 
 def is_address(name: object) -> TypeGuard[str]:
-    """Return whether a name is the address of a remote model: ``oci://…``, ``s3://…`` and so on."""
-    return isinstance(name, str) and name.startswith((_REGISTRY, *_OBJECTS))
+    """Return whether a name is the address of a remote model: ``oci://…``, ``http://…``, ``s3://…`` and so on."""
+    return isinstance(name, str) and name.startswith((*_REGISTRIES, *_OBJECTS))
 
 
 def is_in_objects(name: object) -> TypeGuard[str]:
@@ -90,7 +90,8 @@ def places_of(address: RemoteReference | ModelAddress) -> tuple[str, str]:
 
     if isinstance(address, ModelAddress):
         return str(address), str(address.store)
-    return f"{_REGISTRY}{address}", f"{_REGISTRY}{address.host}/{address.repository}"
+    start = "" if address.scheme else "oci://"
+    return f"{start}{address}", f"{address.scheme or 'oci'}://{address.host}/{address.repository}"
 
 
 def check_address(text: str) -> None:
@@ -152,7 +153,8 @@ def find_model(
 
     Args:
         remote: the address, in a registry or in object storage.
-        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine. What
+            begins with ``http://`` or ``https://`` says so itself.
         limiter: limits what is read.
         with_files: also find models that other tools have pushed as files.
 
@@ -174,5 +176,6 @@ def find_model(
     from blobstore.registry.store import RemoteSource
 
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    plain_http = address.uses_plain_http(plain_http)
     with RegistryClient(address.host, plain_http=plain_http, limiter=limiter) as client:
         yield RemoteSource.resolve(client, address, with_files=with_files)

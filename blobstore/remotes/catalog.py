@@ -136,7 +136,7 @@ def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
     tags = list_tags(address, plain_http=plain_http)
     if not tags:
         return []
-    host = tags[0][0].host
+    place = tags[0][0]
 
     def read(place: RemoteReference) -> RemoteEntry:
         try:
@@ -147,7 +147,7 @@ def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
 
     # Tags of one manifest are read once.
     places = {(tag.repository, digest or tag): replace(tag, digest=digest) for tag, digest in tags}
-    with RegistryClient(host, plain_http=plain_http) as client:
+    with RegistryClient(place.host, plain_http=place.uses_plain_http(plain_http)) as client:
         read_all = WorkerPool(_STREAMS, None, 0).run(list(places.values()), read, client.abort)
     found = dict(zip(places, read_all, strict=True))
     return [replace(found[tag.repository, digest or tag], address=str(tag)) for tag, digest in tags]

@@ -21,20 +21,21 @@ from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
 from blobstore.models.model import Model
 from blobstore.remotes.addresses import ReadPlan
 from blobstore.remotes.blob_cache import BlobCache
-from blobstore.remotes.cold_layers import ColdLayer, parse_cold_layers
 from blobstore.remotes.model_reader import RemoteReader, check_sent
 from blobstore.remotes.range_loader import RangeLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from blobstore.core.mmap import MappedRegion
     from blobstore.errors import Damaged, StoreError
     from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
     from blobstore.models.checks import Verify
     from blobstore.models.memory import Prefetch
-    from blobstore.objects.source import ObjectSource
     from blobstore.remotes.addresses import Cache
+    from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.remotes.model_reader import RemoteModelSource
     from blobstore.safetensors.header import Header
     from blobstore.store.local import LocalStore
 
@@ -45,8 +46,10 @@ class RemoteStore:
     def __init__(
         self,
         local: LocalStore,
-        source: ObjectSource,
+        source: RemoteModelSource,
+        reference: Reference,
         *,
+        cold_layers: Callable[[], Mapping[Digest, ColdLayer]] = dict,
         cache: Cache = "keep",
         cache_limit: int | None = None,
     ) -> None:
@@ -55,6 +58,9 @@ class RemoteStore:
         Args:
             local: the store that has some of the blobs, and keeps others.
             source: the model.
+            reference: its name, for messages and for what asks for the name of a model.
+            cold_layers: returns the compressed forms that the remote has of the blobs. Called only if blobs
+                are missing.
             cache: whether to keep blobs that were read completely in the store.
             cache_limit: bytes of blobs to keep for remote models, at most; others are removed first. The
                 default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
@@ -66,7 +72,7 @@ class RemoteStore:
         self.local = local
         """The store that has some of the blobs."""
         self._source = source
-        self.reference = source.address.reference
+        self.reference = reference
         """The name of the model."""
         self.manifest = source.manifest
         """Its manifest."""
@@ -78,10 +84,8 @@ class RemoteStore:
         self.check_size = self._reader.check_listed
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
         needed = sum(blob.size for blob in missing)
-        layers: dict[Digest, ColdLayer] = {}
         # If nothing is missing, nothing is decoded, and the request is spared.
-        if missing and (index := source.cold_index()) is not None:
-            layers = parse_cold_layers(index)
+        layers = cold_layers() if missing else {}
         self._cache = None
         text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
         if cache_limit is None and text:

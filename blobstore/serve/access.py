@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS: Final = 10_000
 _TOKEN = re.compile(r"[\x21-\x7e]{8,4096}", re.ASCII)
+_HEADER = re.compile(r"[\x21-\x7e]{1,4096}", re.ASCII)
+"""A token that can stand in a header."""
 _SAME_SITE = ("same-origin", "none")
 """What browsers say of addresses that a person types."""
 
@@ -35,7 +37,7 @@ class Access:
 
     def refusal(self, request: Request, target: Target) -> Response | None:
         """Return the response to a request that must not be answered, or None."""
-        if self.tokens and not self._has_token(request.headers.get("authorization", "")):
+        if self.tokens and self._without_own(request) is None:
             is_registry = target.segments[:1] == ("v2",)
             # Registry clients send a password only if they are asked for one.
             scheme = "Basic" if is_registry else "Bearer"
@@ -55,19 +57,24 @@ class Access:
             )
         return None
 
-    def _has_token(self, header: str) -> bool:
-        """Return whether a header has a token: as a bearer, or as a password with any user name."""
-        scheme, _, given = header.partition(" ")
-        token = given.strip().encode()
-        if scheme.lower() == "basic":
-            try:
-                token = base64.b64decode(token, validate=True).partition(b":")[2]
-            except binascii.Error:
-                return False
-        elif scheme.lower() != "bearer":
-            return False
+    def upstream_token(self, request: Request) -> str:
+        """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.
+
+        If this server has tokens of its own, it is what follows one of these and a colon.
+        """
+        token = (self._without_own(request) if self.tokens else _presented(request)) or b""
+        text = token.decode("latin-1")
+        return text if _HEADER.fullmatch(text) else ""
+
+    def _without_own(self, request: Request) -> bytes | None:
+        """Return what follows a token of this server in that of a request; None if it has none."""
+        given = _presented(request)
         # All are compared, so that the time says nothing about which one is near.
-        return sum(hmac.compare_digest(token, known) for known in self.tokens) > 0
+        if sum(hmac.compare_digest(given, known) for known in self.tokens):
+            return b""
+        starts = [known + b":" for known in self.tokens]
+        found = [one for one in starts if hmac.compare_digest(given[: len(one)], one)]
+        return given[len(found[0]) :] if found else None
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
@@ -79,6 +86,18 @@ class Access:
         except ValueError:
             return False
         return True
+
+
+def _presented(request: Request) -> bytes:
+    """Return the token of a request: as a bearer, or as a password with any user name. It may be empty."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    token = given.strip().encode()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(token, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return token if scheme.lower() == "bearer" else b""
 
 
 def parse_tokens(data: bytes) -> tuple[bytes, ...]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import hub_response
 from blobstore.serve.messages import Response, bytes_response, json_response
+from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.registry import error_response, registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from blobstore.serve.access import Access
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
+    from blobstore.serve.pull_through import PullThrough
 
 _READS = ("GET", "HEAD")
 _POSTS = "paths-info"
@@ -26,8 +28,11 @@ def answer(
     library: Library,
     access: Access,
     metrics: Callable[[], str] = lambda: "",
+    pull_through: PullThrough | None = None,
 ) -> Response:
     """Return the response to a request; ``metrics`` returns the text of ``/metrics``.
+
+    With ``pull_through``, models that the library lacks are fetched.
 
     No blob is read for it. A manifest's file is looked at, so the response is about the store as it is now.
 
@@ -44,7 +49,7 @@ def answer(
     if (refused := access.refusal(request, target)) is not None:
         return refused
     if target.segments == ("metrics",):
-        return bytes_response(request, metrics().encode())
+        return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
     is_form = request.method == "POST" and _POSTS in target.segments
     if request.method not in _READS and not is_form:
         if target.segments[0] == "v2":
@@ -53,6 +58,10 @@ def answer(
         return json_response(
             request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"}
         )
+    if pull_through is not None:
+        token = access.upstream_token(request)
+        if (refused := pull_through.refusal(request, target, token)) is not None:
+            return refused
     found = registry_response(request, target, library) or hub_response(request, target, library)
     if found is not None:
         return found

@@ -19,10 +19,12 @@ from blobstore.operations.sign.require_trust import envelopes
 from blobstore.operations.transfer.model_metadata import model_metadata
 from blobstore.operations.transfer.referrers import image_manifest
 from blobstore.operations.transfer.registry_plan import plan_for_registry
+from blobstore.operations.transfer.send_cold import cold_lists
 from blobstore.registry.layouts.image import IMAGE_CONFIG
 from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
+from blobstore.remotes.cold_layers import COLD
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
 from blobstore.signatures import cosign
@@ -30,12 +32,15 @@ from blobstore.signatures.bundle import BUNDLE, PREDICATE
 from blobstore.signatures.cosign import ANNOTATION, SIMPLE_SIGNING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from blobstore.core.files import FileVersion
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.registry.layouts.tar import TarLayer
     from blobstore.registry.manifest import RemoteManifest
+    from blobstore.serve.cold_files import ColdFiles
     from blobstore.serve.messages import Part
     from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
@@ -60,6 +65,23 @@ class Artifact:
     """Descriptors of what refers to a manifest."""
     key: object = None
     """What the library keeps it under."""
+    stored: Sequence[Descriptor] = field(default=(), repr=False)
+    """The blobs of the model, if clients use their compressed forms."""
+    cold_version: FileVersion | None = None
+    """When the cold files were listed; see :class:`~blobstore.serve.cold_files.ColdFiles`."""
+
+    def list_cold(self, files: ColdFiles) -> None:
+        """Let manifests of cold layers refer to the model, instead of those that did so before.
+
+        The former stay by their digests for clients that have read the list.
+        """
+        root = self.roots[0]
+        listed = [one for one in self.referrers.get(root.digest, ()) if one["artifactType"] != COLD]
+        listed += [_add_referrer(self, root, COLD, part) for part in cold_lists(files.layers)]
+        stored = (layer.stored.digest for layer in files.layers)
+        self.blobs |= dict(zip(stored, files.contents, strict=True))
+        self.referrers[root.digest] = listed
+        self.cold_version = files.version
 
 
 def make_artifact(
@@ -78,7 +100,7 @@ def make_artifact(
     manifests = {one.digest: one for one in (*plan.manifests, *roots)}
     blobs = {layer.digest: whole_blob(layer) for layer in manifest.blobs}
     blobs |= {digest: Content((made,)) for digest, made in plan.made.items()}
-    artifact = Artifact(reference, tuple(roots), manifests, blobs)
+    artifact = Artifact(reference, tuple(roots), manifests, blobs, stored=manifest.blobs)
     signed = list(envelopes(store.signatures(Digest.of(data))))
     for root in roots:
         _add_bundles(artifact, root, [one for one in signed if one.kind == "oms"])
@@ -114,20 +136,33 @@ def _tar_content(tar: TarLayer) -> Content:
 def _add_bundles(artifact: Artifact, root: RemoteManifest, signed: list[Envelope]) -> None:
     """Add a manifest for each signature, which refers to ``root``."""
     for one in signed:
-        content = {
-            "artifactType": BUNDLE,
-            "config": _add_blob(artifact, _EMPTY_TYPE, _EMPTY),
-            "layers": [_add_blob(artifact, BUNDLE, one.data)],
-            "subject": _descriptor(root.media_type, root.data),
-            "annotations": {
-                "dev.sigstore.bundle.content": "dsse-envelope",
-                "dev.sigstore.bundle.predicateType": PREDICATE,
-            },
+        layers = [_add_blob(artifact, BUNDLE, one.data)]
+        annotations = {
+            "dev.sigstore.bundle.content": "dsse-envelope",
+            "dev.sigstore.bundle.predicateType": PREDICATE,
         }
-        made = image_manifest(content)
-        artifact.manifests[made.digest] = made
-        listed = _descriptor(made.media_type, made.data) | {"artifactType": BUNDLE}
+        listed = _add_referrer(artifact, root, BUNDLE, layers, annotations=annotations)
         artifact.referrers.setdefault(root.digest, []).append(listed)
+
+
+def _add_referrer(
+    artifact: Artifact,
+    root: RemoteManifest,
+    kind: str,
+    layers: Sequence[Mapping[str, Any]],
+    **others: Any,
+) -> Mapping[str, Any]:
+    """Add a manifest of a kind that refers to ``root``, and return how it is listed."""
+    content = {
+        "artifactType": kind,
+        "config": _add_blob(artifact, _EMPTY_TYPE, _EMPTY),
+        "layers": layers,
+        "subject": _descriptor(root.media_type, root.data),
+        **others,
+    }
+    made = image_manifest(content)
+    artifact.manifests[made.digest] = made
+    return _descriptor(made.media_type, made.data) | {"artifactType": kind}
 
 
 def _add_cosign(artifact: Artifact, root: RemoteManifest, signed: list[Envelope]) -> None:

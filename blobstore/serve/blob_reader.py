@@ -1,8 +1,8 @@
 """Opens the blobs of responses, after checking them once. All of it blocks; nothing here knows of sockets.
 
-A hot blob is hashed before its first byte is sent, and again if its file has changed since, judged as in the
-store's cache of verified blobs, which is read and extended. A cold blob is decoded in pieces of which each has
-a checksum, so it needs no check of its own.
+A blob is hashed before its first byte is sent, and again if its file has changed since. For hot blobs, the store's
+cache of verified blobs is read and extended. A cold blob is decoded for that, once in each process, and again when
+it is sent: each chunk of it has a checksum, too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.store.blobs import ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from blobstore.serve.messages import BlobPart
+    from blobstore.serve.messages import BlobPart, StoredPart
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import VerifiedBlobs
 
@@ -33,10 +33,13 @@ _MAX_KNOWN = 1 << 20
 _CAN_PROBE = hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT")
 
 
-class HotBlob(NamedTuple):
-    """An open file of a blob. The caller closes the descriptor."""
+class OpenBlob(NamedTuple):
+    """A blob that is ready to be sent. The caller closes the descriptor."""
 
-    descriptor: int
+    descriptor: int | None
+    """Of its hot file; None if it is cold."""
+    state: object
+    """Differs if a file that its bytes come from has changed."""
     is_verified: bool
     """Whether its bytes are known to be right."""
 
@@ -48,49 +51,104 @@ class BlobReader:
         """Read from ``store``; ``on_verified`` gets the bytes of each blob that was hashed."""
         self._store = store
         self._on_verified = on_verified
-        self._intact: dict[str, FileVersion] = {}
+        self._intact: dict[str, object] = {}
+        """The states in which blobs were found intact."""
+        self._bases: dict[str, Digest | None] = {}
+        """The bases of the cold blobs among them."""
         self._local = threading.local()
         self._caches: list[VerifiedBlobs] = []
 
-    def open_hot(self, part: BlobPart) -> HotBlob | None:
-        """Open the file of a blob; None if it has none, because it is cold.
+    def open(self, part: BlobPart) -> OpenBlob:
+        """Open the file of a blob.
 
         Raises:
             BlobMissing: it is neither hot nor cold.
             BlobDamaged: it has another size. StoreError: it cannot be read.
         """
+        known = self._intact.get(part.digest.hex)
+        state: object
         try:
             descriptor = self._store.open_hot(part.digest, part.size)
         except BlobMissing:
-            if self._store.has_cold(part.digest):
-                return None
-            raise
-        version = FileVersion.of_status(os.fstat(descriptor))
-        return HotBlob(descriptor, self._intact.get(part.digest.hex) == version)
+            if not self._store.has_cold(part.digest):
+                raise
+            state = self._cold_state(part.digest, self._bases.get(part.digest.hex))
+            return OpenBlob(None, state, state == known)
+        state = FileVersion.of_status(os.fstat(descriptor))
+        return OpenBlob(descriptor, state, state == known)
 
-    def verify(self, digest: Digest, size: int) -> None:
-        """Hash the file of a blob, unless that was done before.
+    def open_stored(self, part: StoredPart) -> int:
+        """Open the file of a cold blob, which was hashed when it was listed, and return its descriptor.
 
         Raises:
-            BlobDamaged: the digest differs. Otherwise as :meth:`open_hot`.
+            BlobMissing: it is another file by now, or cannot be read.
         """
+        try:
+            descriptor, _ = open_regular(self._store.cold_path(part.digest))
+        except OSError as error:
+            raise BlobMissing(f"cold blob {part.digest} cannot be read: {error}") from error
+        if FileVersion.of_status(os.fstat(descriptor)) != part.version:
+            os.close(descriptor)
+            raise BlobMissing(f"cold blob {part.digest} was replaced")
+        return descriptor
+
+    def verify(self, digest: Digest, size: int) -> object:
+        """Hash a blob, unless that was done before. Return the state in which it is intact.
+
+        Raises:
+            BlobDamaged: the digest differs. Otherwise as :meth:`open`.
+        """
+        try:
+            descriptor = self._store.open_hot(digest, size)
+        except BlobMissing:
+            if not self._store.has_cold(digest):
+                raise
+            return self._verify_cold(digest, size)
         cache = self._cache()
-        descriptor = self._store.open_hot(digest, size)
         try:
             before = FileVersion.of_status(os.fstat(descriptor))
             if not cache.has(digest, size):
                 with cache.noting(digest):
                     self._hash(descriptor, digest, size)
-            is_settled = max(before.modified, before.changed) < time.time_ns() - _MARGIN_NS
-            if is_settled and FileVersion.of_status(os.fstat(descriptor)) == before:
-                if len(self._intact) >= _MAX_KNOWN:
-                    self._intact.clear()
-                self._intact[digest.hex] = before
+            if FileVersion.of_status(os.fstat(descriptor)) == before:
+                self._remember(digest, before, [before])
         finally:
             os.close(descriptor)
         if time.monotonic() - self._local.saved > _SAVE_SECONDS:
             cache.save()
             self._local.saved = time.monotonic()
+        return before
+
+    def _verify_cold(self, digest: Digest, size: int) -> object:
+        # The checksums of chunks find accidents. Only the digest says that the bytes are those of the blob.
+        begin = _version_of(self._store.cold_path(digest))
+        blob = self._store.open_cold(digest, size)
+        before = self._cold_state(digest, blob.base)
+        blob.check()
+        self._on_verified(size)
+        if before[0] == begin and self._cold_state(digest, blob.base) == before:
+            self._bases[digest.hex] = blob.base
+            self._remember(digest, before, before)
+        return before
+
+    def _cold_state(self, digest: Digest, base: Digest | None) -> tuple[FileVersion | None, ...]:
+        """Return the states of the files that a cold blob is decoded from."""
+        store = self._store
+        paths = [store.cold_path(digest)]
+        if base is not None:
+            paths += [store.blob_path(base), store.base_path(base), store.cold_path(base)]
+        return tuple(map(_version_of, paths))
+
+    def _remember(
+        self, digest: Digest, state: object, versions: Sequence[FileVersion | None]
+    ) -> None:
+        """Remember that a blob is intact, if its files have not changed just now."""
+        changes = [max(one.modified, one.changed) for one in versions if one is not None]
+        if max(changes, default=0) < time.time_ns() - _MARGIN_NS:
+            if len(self._intact) >= _MAX_KNOWN:
+                self._intact.clear()
+                self._bases.clear()
+            self._intact[digest.hex] = state
 
     def _hash(self, descriptor: int, digest: Digest, size: int) -> None:
         found = Digest.of_pieces(_pieces(descriptor, size))
@@ -128,6 +186,14 @@ class BlobReader:
             self._caches.append(self._local.cache)
         cache: VerifiedBlobs = self._local.cache
         return cache
+
+
+def _version_of(path: str) -> FileVersion | None:
+    """Return the version of a file; None if there is none."""
+    try:
+        return FileVersion.of_status(os.stat(path))  # noqa: PTH116 - for each request
+    except OSError:
+        return None
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

@@ -7,19 +7,22 @@ which the client has to take it, so that a slow reader does not keep a connectio
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import is_in_memory, read_ahead
+from blobstore.serve.messages import BlobPart, FilePart, StoredPart
+from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
     from typing import Protocol
 
-    from blobstore.serve.blob_reader import BlobReader, HotBlob
-    from blobstore.serve.messages import BlobPart, Part
+    from blobstore.serve.blob_reader import BlobReader, OpenBlob
+    from blobstore.serve.messages import Part
 
     class Writer(Protocol):
         """What sends bytes."""
@@ -34,6 +37,8 @@ WINDOW = 4 << 20
 STALL_SECONDS = 120.0
 _SMALL = 64 << 10
 """Ranges of files below this are read: sendfile would cost more than the copy."""
+_LOOK_SECONDS = 1.0
+"""How often a response that waits for an upstream looks whether its client is still there."""
 _DECODED = 32
 """Pieces of cold blobs that are in memory at once, in all responses together."""
 
@@ -45,15 +50,15 @@ class BodySender:
         self._blobs = blobs
         self._executor = executor
         self._decoding = asyncio.Semaphore(_DECODED)
-        self._verifying: dict[object, asyncio.Future[None]] = {}
+        self._verifying: dict[object, asyncio.Future[object]] = {}
 
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
         for part in parts[:2]:  # a header may come before it
-            if not isinstance(part, bytes):
-                hot = await self._open(part)
-                if hot is not None:
-                    os.close(hot.descriptor)
+            if isinstance(part, BlobPart | StoredPart):
+                descriptor = await self._open(part)
+                if descriptor is not None:
+                    os.close(descriptor)
                 return
 
     async def send(
@@ -76,29 +81,39 @@ class BodySender:
                     await writer.write(part)
                 on_sent(len(part))
                 continue
-            hot = await self._open(part)
-            if hot is None:
-                await self._send_cold(part, writer, on_sent)
+            if isinstance(part, FilePart):
+                await self._send_arriving(part, writer, transport, on_sent)
+                continue
+            descriptor = await self._open(part)
+            self._verify_ahead(parts, number + 1)
+            if descriptor is None:
+                await self._send_cold(cast("BlobPart", part), writer, on_sent)
                 continue
             try:
-                self._verify_ahead(parts, number + 1)
-                await self._send_hot(hot.descriptor, part, writer, transport, on_sent)
+                end = part.begin + part.length
+                await self._send_file(descriptor, part.begin, end, writer, transport, on_sent)
             finally:
-                os.close(hot.descriptor)
+                os.close(descriptor)
 
-    async def _open(self, part: BlobPart) -> HotBlob | None:
-        """Open a blob whose bytes are right; None if it is cold."""
-        hot = self._blobs.open_hot(part)
-        if hot is None or hot.is_verified:
-            return hot
-        try:
-            await asyncio.shield(self._verification(part))
-        except BaseException:
-            os.close(hot.descriptor)
-            raise
-        return hot
+    async def _open(self, part: BlobPart | StoredPart) -> int | None:
+        """Open a file whose bytes are right, and return its descriptor; None if they have to be decoded."""
+        if isinstance(part, StoredPart):
+            return self._blobs.open_stored(part)
+        for _ in range(LOOKS):
+            blob = self._blobs.open(part)
+            if blob.is_verified:
+                return blob.descriptor
+            try:
+                state = await asyncio.shield(self._verification(part))
+            except BaseException:
+                _close(blob)
+                raise
+            if state == blob.state:
+                return blob.descriptor
+            _close(blob)  # it was frozen, thawed or replaced in the meantime
+        raise StoreError(f"blob {part.digest} changes again and again")
 
-    def _verification(self, part: BlobPart) -> asyncio.Future[None]:
+    def _verification(self, part: BlobPart) -> asyncio.Future[object]:
         """Return the check of a blob, of which all responses share one."""
         key = (part.digest, part.size)
         running = self._verifying.get(key)
@@ -107,7 +122,7 @@ class BodySender:
             running = loop.run_in_executor(self._executor, self._blobs.verify, *key)
             self._verifying[key] = running
 
-            def forget(done: asyncio.Future[None]) -> None:
+            def forget(done: asyncio.Future[object]) -> None:
                 del self._verifying[key]
                 if not done.cancelled():
                     done.exception()  # read it: maybe nobody waits for this check
@@ -118,29 +133,53 @@ class BodySender:
     def _verify_ahead(self, parts: Sequence[Part], number: int) -> None:
         """Begin to check the next blob, while this one is sent."""
         part = parts[number] if number < len(parts) else b""
-        if isinstance(part, bytes):
+        if not isinstance(part, BlobPart):
             return
         try:
-            hot = self._blobs.open_hot(part)
+            blob = self._blobs.open(part)
         except (BlobstoreError, OSError):  # reported when the blob is sent
             return
-        if hot is not None:
-            os.close(hot.descriptor)
-            if not hot.is_verified:
-                self._verification(part)
+        _close(blob)
+        if not blob.is_verified:
+            self._verification(part)
 
-    async def _send_hot(
+    async def _send_arriving(
+        self,
+        part: FilePart,
+        writer: Writer,
+        transport: asyncio.Transport,
+        on_sent: Callable[[int], object],
+    ) -> None:
+        """Send a range of a file as it arrives. Raises BlobstoreError if it will not arrive."""
+        loop = asyncio.get_running_loop()
+        begin, end = part.begin, part.begin + part.length
+        changed = asyncio.Event()
+        with part.file.calling(lambda: loop.call_soon_threadsafe(changed.set)):
+            while begin < end:
+                changed.clear()
+                ready = min(begin + part.file.readable(begin), end)
+                if ready > begin:
+                    descriptor = part.file.descriptor
+                    await self._send_file(descriptor, begin, ready, writer, transport, on_sent)
+                    begin = ready
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
+                if transport.is_closing():
+                    raise ConnectionResetError("the client has left")
+
+    async def _send_file(
         self,
         descriptor: int,
-        part: BlobPart,
+        first: int,
+        end: int,
         writer: Writer,
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
         loop = asyncio.get_running_loop()
-        end = part.begin + part.length
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
-            for begin in range(part.begin, end, WINDOW):
+            for begin in range(first, end, WINDOW):
                 count = min(WINDOW, end - begin)
                 if not is_in_memory(descriptor, begin, count):
                     await loop.run_in_executor(self._executor, read_ahead, descriptor, begin, count)
@@ -183,3 +222,8 @@ class BodySender:
                 await asyncio.wait([waiting])  # a generator cannot be left while it runs
             for _ in range(held):
                 self._decoding.release()
+
+
+def _close(blob: OpenBlob) -> None:
+    if blob.descriptor is not None:
+        os.close(blob.descriptor)

@@ -1,6 +1,6 @@
 """The part of the Hub's HTTP interface that its clients load models with.
 
-A repository is a model of the store, with or without a namespace. Its tags are revisions, ``main`` is
+A repository is a model of the store, with or without a namespace or a host. Its tags are revisions, ``main`` is
 ``latest``, and 40 hexadecimal digits are a commit. Every file is listed as a large one, with the sha256 of
 its bytes, which is its ETag too: the clients compare both. Nothing here leads a client to another host, and
 nothing says that the Xet protocol is spoken.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -17,12 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
 
 from blobstore.errors import InvalidReference
-from blobstore.manifests.reference import (
-    DEFAULT_NAMESPACE,
-    DEFAULT_TAG,
-    Reference,
-)
-from blobstore.serve.library import repository_of
+from blobstore.manifests.reference import DEFAULT_TAG, Reference
+from blobstore.serve.library import MAIN, name_of, repository_of
 from blobstore.serve.messages import content_response, json_response
 from blobstore.serve.targets import InvalidTarget, parse_form
 
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.targets import Target
 
-MAIN: Final = "main"
 PAGE: Final = 1000
 """Entries of a listing in one response."""
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -76,9 +72,29 @@ def hub_response(request: Request, target: Target, library: Library) -> Response
     return None
 
 
+def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
+    """Return the repository and the revision that a path is about; None for other paths."""
+    is_api = segments[:2] == ("api", "models")
+    try:
+        found = _split(segments[2:] if is_api else segments)
+    except _Absent:
+        return None
+    if found is not None and (is_api or found[1] == "resolve"):
+        repository, action, rest = found
+        return repository, rest[0] if rest and action != "refs" else MAIN
+    whole = repository_of(*segments[2:]) if is_api and segments[2:] not in ((), ("",)) else None
+    return (whole, MAIN) if whole is not None else None
+
+
+def tag_of(revision: str) -> str:
+    """Return the tag that a branch or a tag of the Hub is in a store."""
+    name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
+    return DEFAULT_TAG if name == MAIN else name
+
+
 def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | None:
     """Return the repository, what is asked of it, and the rest of the path."""
-    for count in (2, 1):  # a repository with a namespace, or without
+    for count in (2, 1, 3):  # a repository with a namespace, without, and with a host
         if len(segments) > count and segments[count] in _ACTIONS:
             repository = repository_of(*segments[:count])
             if repository is None:
@@ -118,9 +134,8 @@ def _model(
     if _COMMIT.fullmatch(revision):
         found = library.at_commit(repository, revision, with_digests=with_digests)
     else:
-        name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
         try:
-            tag = Reference(*repository.parts[:3], DEFAULT_TAG if name == MAIN else name)
+            tag = Reference(*repository.parts[:3], tag_of(revision))
         except InvalidReference:
             pass
         else:
@@ -130,13 +145,6 @@ def _model(
     if library.tags(repository):
         raise _Absent("RevisionNotFound", "the model has no such revision")
     raise _Absent("RepoNotFound", "there is no such model")
-
-
-def name_of(repository: Reference) -> str:
-    """Return the name that clients know a repository by."""
-    if repository.namespace == DEFAULT_NAMESPACE:
-        return repository.model
-    return f"{repository.namespace}/{repository.model}"
 
 
 def _info(
@@ -151,16 +159,17 @@ def _info(
         sibling: dict[str, Any] = {"rfilename": path}
         if with_sizes:
             entry = _file_entry(model, path)
-            lfs = entry["lfs"]
             sibling |= {"size": entry["size"], "blobId": entry["oid"]}
-            sibling["lfs"] = {"sha256": lfs["oid"], **{k: lfs[k] for k in ("size", "pointerSize")}}
+            if lfs := entry.get("lfs"):
+                sizes = {name: lfs[name] for name in ("size", "pointerSize")}
+                sibling["lfs"] = {"sha256": lfs["oid"], **sizes}
         siblings.append(sibling)
     name = name_of(repository)
     value = {
         "_id": model.commit[:24],
         "id": name,
         "modelId": name,
-        "author": repository.namespace,
+        "author": name.rpartition("/")[0] or repository.namespace,
         "sha": model.commit,
         "private": False,
         "gated": False,
@@ -188,14 +197,14 @@ def _models(request: Request, target: Target, library: Library) -> Response:
     author, search = target.first("author"), target.first("search").casefold()
     names: dict[str, Reference] = {}
     for reference in library.models():
-        if repository_of(reference.namespace, reference.model) == Reference(
-            *reference.parts[:3], DEFAULT_TAG
-        ):
-            names.setdefault(name_of(reference), reference)
+        name = name_of(reference)
+        if repository_of(*name.split("/")) == Reference(*reference.parts[:3], DEFAULT_TAG):
+            names.setdefault(name, reference)
     value = [
         {"_id": name, "id": name, "modelId": name, "private": False, "tags": []}
         for name, reference in names.items()
-        if author in ("", reference.namespace) and search in name.casefold()
+        if author in ("", name.rpartition("/")[0] or reference.namespace)
+        and search in name.casefold()
     ]
     return json_response(request, list(islice(value, _limit(target))))
 
@@ -220,7 +229,10 @@ def _refs(request: Request, repository: Reference, library: Library) -> Response
 
 
 def _file_entry(model: ServedModel, path: str) -> dict[str, Any]:
-    size, digest = model.files[path].size, (model.digests or {})[path].hex
+    size = model.files[path].size
+    if oid := model.plain.get(path):
+        return {"type": "file", "oid": oid, "size": size, "path": path}
+    digest = (model.digests or {})[path].hex
     pointer = (
         f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n".encode()
     )
@@ -334,11 +346,12 @@ def _resolve(
     content = model.files.get("/".join(rest[1:]))
     if content is None:
         raise _Absent("EntryNotFound", "the model has no such file", model.commit)
-    digest = (model.digests or {})["/".join(rest[1:])].hex
-    headers = {
-        "X-Repo-Commit": model.commit,
-        "X-Linked-Etag": f'"{digest}"',
-        "X-Linked-Size": str(content.size),
-        "X-Content-Type-Options": "nosniff",
-    }
-    return content_response(request, content, digest, headers, partial(library.keep, model))
+    headers = {"X-Repo-Commit": model.commit, "X-Content-Type-Options": "nosniff"}
+    etag = model.plain.get("/".join(rest[1:]))
+    if etag is None:
+        etag = (model.digests or {})["/".join(rest[1:])].hex
+        headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
+    if library.is_distrusted(etag):
+        kept = {name: value for name, value in request.headers.items() if name != "range"}
+        request = replace(request, headers=kept)
+    return content_response(request, content, etag, headers, partial(library.keep, model))

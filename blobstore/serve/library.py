@@ -8,6 +8,7 @@ that has to be fetched from elsewhere can become such work, too.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,7 +26,10 @@ from blobstore.manifests.reference import (
     name_matches,
 )
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
+from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
+from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.serve.pulled import PulledModels
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
@@ -33,12 +37,15 @@ if TYPE_CHECKING:
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
+    from blobstore.serve.pulled import Origin
     from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 IMAGE = ".image"
 """The end of tags of images, which have the name of a model before it."""
+MAIN = "main"
+"""The branch of the Hub that the tag ``latest`` is."""
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
@@ -63,17 +70,23 @@ class ServedModel:
 
     key: Digest
     """The digest of its manifest."""
-    data: bytes = field(repr=False)
-    """The bytes of its manifest."""
-    manifest: Manifest
+    manifest: Manifest | None
+    """None while it is being fetched."""
     files: Mapping[str, Content] = field(repr=False)
     digests: Mapping[str, Digest] | None = field(default=None, repr=False)
     """The sha256 of each file; None until somebody needed them."""
+    origin: Origin | None = None
+    """The commit of the upstream that it was fetched from, whose names it has."""
 
     @property
     def commit(self) -> str:
         """The commit that it is served as."""
-        return commit_of(self.key)
+        return self.origin.commit if self.origin else commit_of(self.key)
+
+    @property
+    def plain(self) -> Mapping[str, str]:
+        """The names in git of the files that are not listed as large ones."""
+        return self.origin.plain if self.origin else {}
 
 
 class Library:
@@ -86,6 +99,10 @@ class Library:
             UsageError: a pattern is too long.
         """
         self.store = store
+        self.pulled = PulledModels(store)
+        self.arriving: dict[Reference, ServedModel] = {}
+        """Models that are being fetched, by the names that they will have."""
+        self._distrusted: set[str] = set()
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
@@ -103,6 +120,8 @@ class Library:
         Raises:
             NotPrepared: it was not asked for since it changed.
         """
+        if (arriving := self.arriving.get(reference)) is not None:
+            return arriving
         version = self.store.manifest_version(reference)
         if version is None or not self.is_allowed(reference):
             return None
@@ -119,7 +138,10 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        repository = _any_tag(repository)
+        repository = any_tag(repository)
+        for reference, arriving in list(self.arriving.items()):
+            if arriving.commit == commit and any_tag(reference) == repository:
+                return arriving
         key = self._commits.get((repository, commit))
         if key is None:
             raise NotPrepared(self._find_commit, repository, commit)
@@ -160,6 +182,13 @@ class Library:
             raise NotPrepared(self._make_image, tag, reference, version)
         return found
 
+    def watch(self, reference: Reference) -> Callable[[], bool] | None:
+        """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
+        known = self._names.get(reference)
+        if known is None:
+            return None
+        return lambda: self.store.manifest_version(reference) != known[0]
+
     def artifacts(self, repository: Reference) -> Iterator[Artifact]:
         """Yield what a registry has of a repository, also of versions that no tag names any more.
 
@@ -175,6 +204,21 @@ class Library:
             current = self.artifact(reference)
             if current is not None and current not in seen:
                 yield current
+
+    def list_cold_files(self, artifact: Artifact) -> None:
+        """Check that an artifact lists the compressed forms that its blobs have now.
+
+        Raises:
+            NotPrepared: blobs of the store were frozen or thawed since it was asked for.
+        """
+        if artifact.stored and artifact.cold_version != cold_version(self.store):
+            raise NotPrepared(self._list_cold, artifact)
+
+    def has_files(self, content: Content) -> bool:
+        """Return whether the cold files of a content, if it has any, are those that were listed."""
+        return all(
+            is_current(self.store, part) for part in content.parts if isinstance(part, StoredPart)
+        )
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only: registries have small letters."""
@@ -196,18 +240,31 @@ class Library:
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository that may be served, sorted."""
         folder = self.store.manifest_path(repository).parent
-        found = []
+        found = [one for one in list(self.arriving) if one.parts[:3] == repository.parts[:3]]
         with contextlib.suppress(BlobstoreError):
             for name in list_names(folder):
                 with contextlib.suppress(InvalidReference):
                     reference = Reference(*repository.parts[:3], name)
-                    if self.is_allowed(reference):
+                    if self.is_allowed(reference) and reference not in found:
                         found.append(reference)
         return sorted(found)
 
     def models(self) -> Iterator[Reference]:
-        """Yield the names of all models that may be served. Raises StoreError."""
-        return filter(self.is_allowed, self.store.references())
+        """Yield the names of all models that may be served to everyone. Raises StoreError."""
+        hidden = {origin.repository for origin in self.pulled.all() if not origin.is_public}
+        for reference in filter(self.is_allowed, self.store.references()):
+            if name_of(reference) not in hidden:
+                yield reference
+
+    def distrust(self, etags: Sequence[str]) -> None:
+        """Note that wrong bytes of files with these validators were sent, before that was known."""
+        if len(self._distrusted) >= _MAX_COMMITS:
+            self._distrusted.clear()
+        self._distrusted.update(etags)
+
+    def is_distrusted(self, etag: str) -> bool:
+        """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
+        return etag in self._distrusted
 
     def keep(self, served: ServedModel | Artifact) -> None:
         """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
@@ -215,6 +272,23 @@ class Library:
             self._models.get(served.key)
         else:
             self._artifacts.get(served.key)
+
+    def forget(self, key: Digest) -> None:
+        """Forget a model by the digest of its manifest: what is known about it has changed."""
+        self._models.forget(key)
+
+    def is_idle(self, reference: Reference, key: Digest, seconds: float) -> bool:
+        """Forget a model, and return True, unless somebody has asked for it, or got bytes of it, that lately."""
+        found = [one.key for one in self._artifacts.values() if one.reference == reference]
+        if not (
+            self._models.is_idle(key, seconds)
+            and all(self._artifacts.is_idle(one, seconds) for one in found)
+        ):
+            return False
+        self.forget(key)
+        for one in found:
+            self._artifacts.forget(one)
+        return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
@@ -241,7 +315,8 @@ class Library:
             return key
         with self._leased(manifest) as lease:
             files = model_files(self.store, manifest)
-            self._models.add(key, ServedModel(key, data, manifest, files), lease)
+            origin = self.pulled.origin(manifest)
+            self._models.add(key, ServedModel(key, manifest, files, origin=origin), lease)
         return key
 
     @contextlib.contextmanager
@@ -265,6 +340,10 @@ class Library:
             self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
 
+    def _list_cold(self, artifact: Artifact) -> None:
+        key = artifact.roots[0].digest
+        artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
+
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
         with self._leased(self.store.resolve(reference)) as lease:
             made = make_image(self.store, reference)
@@ -279,13 +358,16 @@ class Library:
             return 0
 
     def _hash(self, model: ServedModel) -> None:
-        model.digests = file_digests(self.store, model.manifest, model.key)
+        if model.manifest is not None:
+            model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
         for reference in self.tags(repository):
             for data in self._versions(reference):
-                if commit_of(Digest.of(data)) == commit:
-                    key = self._add(data, Manifest.from_bytes(data))
+                manifest = Manifest.from_bytes(data)
+                origin = self.pulled.origin(manifest)
+                if commit == (origin.commit if origin else commit_of(Digest.of(data))):
+                    key = self._add(data, manifest)
                     self._commits[repository, commit] = key
                     return
         if len(self._commits) >= _MAX_COMMITS:
@@ -337,6 +419,15 @@ class _Kept(Generic[_Key, _Value]):
         for old in dropped:
             old.close()
 
+    def is_idle(self, key: _Key, seconds: float) -> bool:
+        return key not in self._values or self._last_use(key) <= time.monotonic() - seconds
+
+    def forget(self, key: _Key) -> None:
+        with self._lock:
+            lease = self._drop(key) if key in self._values else None
+        if lease is not None:
+            lease.close()
+
     def release_idle(self, seconds: float) -> None:
         before = time.monotonic() - seconds
         with self._lock:
@@ -356,18 +447,38 @@ class _Kept(Generic[_Key, _Value]):
 
 _NO_MODEL = Digest("0" * 64)
 _MAX_COMMITS = 10_000
+_PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
 
 
 def repository_of(*parts: str) -> Reference | None:
-    """Return the repository that the parts of a path name, with any tag; None if it names none."""
-    if not 1 <= len(parts) <= 2:  # noqa: PLR2004 - a namespace and a model
+    """Return the repository that the parts of a path name, with any tag; None if it names none.
+
+    Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
+    namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
+    """
+    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a host, a namespace and a model
         return None
-    namespace = parts[0] if len(parts) > 1 else DEFAULT_NAMESPACE
+    *first, model = parts
+    host, separator, namespace = "/".join(first or [DEFAULT_NAMESPACE]).rpartition(
+        "/" if len(first) > 1 else "."
+    )
+    host = _PORT.sub(r":\1", host) if separator else DEFAULT_HOST
     try:
-        return Reference(DEFAULT_HOST, namespace, parts[-1], DEFAULT_TAG)
+        return Reference(host, namespace, model, DEFAULT_TAG)
     except InvalidReference:
         return None
 
 
-def _any_tag(reference: Reference) -> Reference:
+def name_of(repository: Reference) -> str:
+    """Return the name that clients of the Hub know a repository by; see :func:`repository_of`."""
+    if repository.host != DEFAULT_HOST:
+        host = repository.host.replace(":", "_")
+        return f"{host}.{repository.namespace}/{repository.model}"
+    if repository.namespace == DEFAULT_NAMESPACE:
+        return repository.model
+    return f"{repository.namespace}/{repository.model}"
+
+
+def any_tag(reference: Reference) -> Reference:
+    """Return the repository of a name."""
     return Reference(*reference.parts[:3], DEFAULT_TAG)

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from blobstore.core.digest import Digest
+    from blobstore.core.files import FileVersion
+    from blobstore.serve.arriving_file import ArrivingFile
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
+PEER = "x-blobstore-peer"
+"""The header of requests that are answered from the store alone."""
 OCTETS = "application/octet-stream"
 JSON = "application/json"
 
@@ -35,7 +39,28 @@ class BlobPart(NamedTuple):
     length: int
 
 
-Part = bytes | BlobPart
+class FilePart(NamedTuple):
+    """A range of a file that is being fetched."""
+
+    file: ArrivingFile
+    begin: int
+    length: int
+
+
+class StoredPart(NamedTuple):
+    """A range of the file of a cold blob, as it is."""
+
+    digest: Digest
+    """That of the blob."""
+    size: int
+    """Bytes of the file."""
+    begin: int
+    length: int
+    version: FileVersion
+    """What the file must still be."""
+
+
+Part = bytes | BlobPart | FilePart | StoredPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,14 @@ class Request:
     body: bytes = b""
 
 
+class Wait(NamedTuple):
+    """How long a response may be delayed, because the client wants to know of a change."""
+
+    seconds: float
+    is_over: Callable[[], bool]
+    """Returns whether there is another response by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """A response. A response to HEAD has no parts, and the headers of the one to GET."""
@@ -58,6 +91,8 @@ class Response:
     parts: Sequence[Part] = ()
     in_use: Callable[[], object] = _nothing
     """Is called from time to time while the parts are sent, so that their blobs are kept."""
+    wait: Wait | None = None
+    """Set if the client asked to hear of a change, and there is none yet."""
 
     def __post_init__(self) -> None:
         """Refuse headers that a text from elsewhere would split. Raises ValueError."""
@@ -136,7 +171,7 @@ def content_response(
     """
     quoted = f'"{etag}"'
     described = {"ETag": quoted, "Accept-Ranges": "bytes", **headers}
-    if _has_tag(request.headers.get("if-none-match", ""), quoted):
+    if has_tag(request, quoted):
         return Response(304, described)
     described.setdefault("Content-Type", OCTETS)
     begin, end, status = 0, content.size, 200
@@ -182,7 +217,9 @@ def requested_range(text: str, size: int) -> tuple[int, int] | None:
     return (begin, min(end, size)) if begin < size else UNSATISFIABLE
 
 
-def _has_tag(listed: str, quoted: str) -> bool:
+def has_tag(request: Request, quoted: str) -> bool:
+    """Return whether the client has the version with this validator, which has its quotes."""
+    listed = request.headers.get("if-none-match", "")
     if not listed:
         return False
     return listed.strip() == "*" or quoted in (

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The media type of :meth:`Metrics.text`."""
+
 
 @dataclass(slots=True)
 class Metrics:

@@ -40,7 +40,9 @@ _GGUF_NAMES = {
     media_types.ADAPTER: "adapter",
 }
 _LAYOUT = "served files 1"
-"""Changes with the bytes that a model is served as: commits and notes are made of it."""
+"""Changes with the bytes that a model is served as: commits and notes have it."""
+_NOTE = ".files"
+"""The end of names of the notes about models' files, which begin with the digest of the manifest."""
 
 
 def commit_of(manifest: Digest) -> str:
@@ -72,19 +74,20 @@ def file_digests(store: LocalStore, manifest: Manifest, key: Digest) -> dict[str
     """Return the sha256 of each file of :func:`model_files`.
 
     They are in the manifest and the source record if the Hub has listed them. Otherwise all weights are
-    read once, and the digests are noted in the store under the digest of the manifest, ``key``.
+    read once, and the digests are noted in the store under the digest of the manifest, ``key``, until ``gc``
+    removes the model. An import that hashed files as well as blobs would take twice as long.
 
     Raises as :func:`model_files`.
     """
     if manifest.layers_of(*media_types.GGUF):
         return {name: layer.digest for name, layer in _gguf_layers(manifest).items()}
-    note = Digest.of(f"{_LAYOUT} {key}".encode())
-    if (known := _noted(store.read_index(note))) is not None:
+    if (known := _noted(store.read_index(key, _NOTE))) is not None:
         return known
     found = folder_digests(store, manifest, "export")
     if found.hashed:
-        value = {name: str(digest) for name, digest in found.files.items()}
-        store.write_index(note, strict_json.dumps(value).encode())
+        files = {name: str(digest) for name, digest in found.files.items()}
+        value = {"layout": _LAYOUT, "files": files}
+        store.write_index(key, strict_json.dumps(value).encode(), _NOTE)
     return found.files
 
 
@@ -140,9 +143,11 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
 
 
 def _noted(data: bytes | None) -> dict[str, Digest] | None:
-    """Return digests that were noted; None without a note, or if it is damaged."""
+    """Return digests that were noted; None without a note, or if it is damaged or of another layout."""
     try:
         value = strict_json.loads(data or b"")
-        return {name: Digest.parse(spelled) for name, spelled in value.items()}
-    except (ValueError, AttributeError, TypeError):
+        if value["layout"] != _LAYOUT:
+            return None
+        return {name: Digest.parse(spelled) for name, spelled in value["files"].items()}
+    except (ValueError, AttributeError, TypeError, LookupError):
         return None

@@ -1,7 +1,7 @@
 """The part of the OCI distribution protocol that clients pull with: manifests, blobs, tags and referrers.
 
-A repository is a model of the store. Names of repositories have small letters there, so ``org/model-7b`` is
-``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
+A repository is a model of the store, with or without a host. Names of repositories have small letters there, so
+``org/model-7b`` is ``org/Model-7B`` too. A client gets a manifest of a type that it accepts: the artifact that ``push`` sends, or
 the manifest of Ollama's layout if it accepts no other. With the tag ``TAG.image`` it gets an image, which
 runtimes mount. Bytes are exact: digests are made of them.
 """
@@ -9,27 +9,40 @@ runtimes mount. Bytes are exact: digests are made of them.
 from __future__ import annotations
 
 import contextlib
+import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from blobstore.core.digest import Digest
 from blobstore.errors import InvalidDigest, InvalidReference
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 from blobstore.registry.manifest import OCI_INDEX
-from blobstore.serve.library import repository_of
-from blobstore.serve.messages import bytes_response, content_response, json_response
+from blobstore.registry.reference import is_repository
+from blobstore.serve.library import IMAGE, MAIN, repository_of
+from blobstore.serve.messages import (
+    Response,
+    Wait,
+    bytes_response,
+    content_response,
+    has_tag,
+    json_response,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.serve.library import Library
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
 
 API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
 _ACTIONS = ("manifests", "blobs", "tags", "referrers")
 _PAGE: Final = 1000
+_MAX_WAIT: Final = 60
+"""Seconds that a client waits for a change at most."""
+_WAIT: Final = re.compile(r"(?:.*[,;\s])?wait=(\d{1,9})(?:[,;\s].*)?", re.ASCII | re.IGNORECASE)
 
 
 def registry_response(request: Request, target: Target, library: Library) -> Response | None:
@@ -44,18 +57,30 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
         return None
     if segments[1:] in ((), ("",)):
         return json_response(request, {}, headers=API_VERSION)
+    if segments[1:] == ("_catalog",):
+        return _repositories(request, target, library)
     if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
     *name, action, what = segments[1:]
-    repository = repository_of(*name)
-    if repository is not None:
-        repository = library.spelled(repository)
+    repository = _repository(name, target.first("ns"), library)
     if repository is None or not library.tags(repository):
         return error_response(request, 404, "NAME_UNKNOWN", "there is no such model")
-    if action == "manifests":
-        return _manifest(request, repository, what, library)
     if action == "tags":
         return _tags(request, target, repository, what, library)
+    return _part(request, target, repository, (action, what), library)
+
+
+def _part(
+    request: Request,
+    target: Target,
+    repository: Reference,
+    place: tuple[str, str],
+    library: Library,
+) -> Response:
+    """Return the response to a request for a manifest or a blob, or for what refers to one."""
+    action, what = place
+    if action == "manifests":
+        return _manifest(request, repository, what, library)
     try:
         digest = Digest.parse(what)
     except InvalidDigest:
@@ -63,6 +88,34 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     if action == "blobs":
         return _blob(request, repository, digest, library)
     return _referrers(request, target, repository, digest, library)
+
+
+def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str | None] | None:
+    """Return the repository and the revision that a target is about; None for targets of another kind.
+
+    The revision is None if the target is about a manifest or a blob by its digest.
+    """
+    if len(target.segments) < 4 or target.segments[-2] not in _ACTIONS:  # noqa: PLR2004 - as below
+        return None
+    *name, action, what = target.segments[1:]
+    repository = _repository(name, target.first("ns"), library)
+    if repository is None:
+        return None
+    if action not in ("tags", "manifests") or ":" in what or what.startswith("sha256-"):
+        return repository, None
+    tag = DEFAULT_TAG if action == "tags" else what.removesuffix(IMAGE)
+    return repository, MAIN if tag == DEFAULT_TAG else tag
+
+
+def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
+    """Return the repository of a name; None if the name is malformed.
+
+    containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
+    """
+    if host:
+        name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
+    found = repository_of(*name)
+    return None if found is None else library.spelled(found)
 
 
 def error_response(request: Request, status: int, code: str, message: str) -> Response:
@@ -84,6 +137,8 @@ def _manifest(request: Request, repository: Reference, what: str, library: Libra
                 "Docker-Content-Digest": str(manifest.digest),
                 "ETag": f'"{manifest.digest}"',
             }
+            if has_tag(request, headers["ETag"]):
+                return _unchanged(request, repository, what, library, headers)
             return bytes_response(
                 request, manifest.data, headers=headers, media_type=manifest.media_type
             )
@@ -93,6 +148,22 @@ def _manifest(request: Request, repository: Reference, what: str, library: Libra
     else:
         message = "the model has no such tag or manifest"
     return error_response(request, 404, "MANIFEST_UNKNOWN", message)
+
+
+def _unchanged(
+    request: Request, repository: Reference, what: str, library: Library, headers: dict[str, str]
+) -> Response:
+    """Return the response to a client that has the manifest, and may want to wait for another one (RFC 7240)."""
+    wanted = _WAIT.fullmatch(request.headers.get("prefer", ""))
+    is_changed = None
+    if wanted:
+        with contextlib.suppress(InvalidReference):
+            is_changed = library.watch(Reference(*repository.parts[:3], what))
+    if not wanted or is_changed is None:
+        return Response(304, headers)
+    seconds = min(int(wanted[1]), _MAX_WAIT)
+    headers["Preference-Applied"] = f"wait={seconds}"
+    return Response(304, headers, wait=Wait(seconds, is_changed))
 
 
 def _named(repository: Reference, what: str, library: Library) -> Sequence[RemoteManifest]:
@@ -118,7 +189,7 @@ def _named(repository: Reference, what: str, library: Library) -> Sequence[Remot
 def _blob(request: Request, repository: Reference, digest: Digest, library: Library) -> Response:
     for artifact in library.artifacts(repository):
         content = artifact.blobs.get(digest)
-        if content is not None:
+        if content is not None and library.has_files(content):
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
             in_use = partial(library.keep, artifact)
             return content_response(request, content, str(digest), headers, in_use)
@@ -130,16 +201,36 @@ def _tags(
 ) -> Response:
     if what != "list":
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
-    last, text = target.first("last"), target.first("n")
-    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
-    tags = [one.tag for one in library.tags(repository) if one.tag > last]
-    headers = dict(API_VERSION)
-    page = tags[:limit]
-    if page and len(tags) > limit:
-        path = "/".join(target.segments)
-        headers["Link"] = f'</{path}?n={limit}&last={page[-1]}>; rel="next"'
+    page, headers = _page(target, [one.tag for one in library.tags(repository)])
     name = "/".join(target.segments[1:-2])
     return json_response(request, {"name": name, "tags": page}, headers=headers)
+
+
+def _repositories(request: Request, target: Target, library: Library) -> Response:
+    """Return the repositories, which clients read in small letters alone."""
+    names = {_name_of(one).lower() for one in library.models()}
+    page, headers = _page(target, sorted(name for name in names if is_repository(name)))
+    return json_response(request, {"repositories": page}, headers=headers)
+
+
+def _name_of(repository: Reference) -> str:
+    """Return the name that clients of registries know a repository by."""
+    names: Sequence[str] = repository.parts[:3]
+    if repository.host == DEFAULT_HOST:
+        names = names[1:] if repository.namespace != DEFAULT_NAMESPACE else names[2:]
+    return "/".join(names).replace(":", "_")
+
+
+def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Return the page of sorted names that a request is for, and its headers."""
+    last, text = target.first("last"), target.first("n")
+    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
+    rest = [name for name in names if name > last]
+    headers, page = dict(API_VERSION), rest[:limit]
+    if page and len(rest) > limit:
+        path, after = "/".join(target.segments), quote(page[-1], safe="")
+        headers["Link"] = f'</{path}?n={limit}&last={after}>; rel="next"'
+    return page, headers
 
 
 def _referrers(
@@ -147,6 +238,8 @@ def _referrers(
 ) -> Response:
     listed: list[Any] = []
     for artifact in library.artifacts(repository):
+        if digest == artifact.roots[0].digest:
+            library.list_cold_files(artifact)
         listed = listed or list(artifact.referrers.get(digest, ()))
     headers = dict(API_VERSION)
     if kind := target.first("artifactType"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import time
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKEN_FILE = 1 << 20
 _LOOK_SECONDS = 1.0
+FRESH_SECONDS = 300.0
+"""How long an answer of the upstream holds."""
 
 
 def serve(
@@ -34,6 +38,11 @@ def serve(
     allow: Sequence[str] = (),
     token_file: str | os.PathLike[str] | None = None,
     anonymous: bool = False,
+    upstream: str | None = None,
+    upstream_token_file: str | os.PathLike[str] | None = None,
+    peers: Sequence[str] = (),
+    fresh: float = FRESH_SECONDS,
+    max_size: int | None = None,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -47,14 +56,24 @@ def serve(
         token_file: a file of tokens, one on each line, of which a request must have one. It is read again
             when it changes.
         anonymous: serve everyone, under any host name: a proxy that asks for tokens, for example.
+        upstream: the URL of a Hub, or of another server, that has the models that the store lacks. They are
+            fetched when a client first asks for them, and stay in the store.
+        upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
+            none of their own.
+        peers: URLs of other servers, which are asked for blobs before ``upstream`` is; without one, for models
+            that the store lacks.
+        fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
+        max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
+            the longest time are removed. None for no limit.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or the token file has no tokens, or a pattern is too long.
-        MissingLibrary: aiohttp is not installed.
-        BlobstoreError: the port is taken, or the token file cannot be read.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
+        MissingLibrary: aiohttp is not installed, or httpx2, which an upstream or a peer needs.
+        StoreBusy: another process fetches models into this store.
+        BlobstoreError: the port is taken, or a token file cannot be read.
     """
     is_local = _is_loopback(host)
     if not is_local and token_file is None and not anonymous:
@@ -64,6 +83,8 @@ def serve(
         )
     if token_file is not None and anonymous:
         raise UsageError("tokens are for servers that are not anonymous; leave one of both out")
+    if upstream is None and (upstream_token_file is not None or max_size is not None):
+        raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     if token_file is not None:
         access: Callable[[], Access] = _TokenFile(token_file, log)
@@ -72,26 +93,58 @@ def serve(
         access = lambda: fixed  # noqa: E731
     access()
 
-    def respond(request: Request, metrics: Callable[[], str]) -> Response:
-        return answer(request, library, access(), metrics)
+    with contextlib.ExitStack() as stack:
+        through = None
+        if upstream is not None or peers:
+            with optional_libraries():
+                from blobstore.serve.peers import Peer
+                from blobstore.serve.pull_through import PullThrough
+                from blobstore.serve.upstream import Upstream
+            token = _first_token(upstream_token_file)
+            through = PullThrough(
+                library,
+                None if upstream is None else Upstream.parse(upstream),
+                peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
+                fresh=fresh,
+                token=token,
+                max_size=max_size,
+                log=log,
+            )
+            stack.enter_context(contextlib.closing(through))
 
-    run_server(
-        respond,
-        library.store,
-        host=host,
-        port=port,
-        on_ready=on_ready,
-        tidy=partial(library.release_idle),
-        log=log,
-    )
+        def respond(request: Request, metrics: Callable[[], str]) -> Response:
+            def all_metrics() -> str:
+                return metrics() + (through.metrics() if through else "")
+
+            return answer(request, library, access(), all_metrics, through)
+
+        run_server(
+            respond,
+            library.store,
+            host=host,
+            port=port,
+            on_ready=on_ready,
+            tidy=library.release_idle,
+            log=log,
+        )
+
+
+def _first_token(path: str | os.PathLike[str] | None) -> str:
+    """Return the token of a file; empty without a file. Raises BlobstoreError or UsageError."""
+    if path is None:
+        return ""
+    try:
+        return parse_tokens(read_regular(Path(path), _MAX_TOKEN_FILE))[0].decode()
+    except OSError as error:
+        raise BlobstoreError(
+            f"cannot read the token file {quote(path)}: {error.strerror}"
+        ) from error
 
 
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second."""
 
     def __init__(self, path: str | os.PathLike[str], log: Callable[[str], object] | None) -> None:
-        from pathlib import Path
-
         self._path = Path(path)
         self._log = log
         self._looked = 0.0

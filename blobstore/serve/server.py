@@ -24,7 +24,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
 from blobstore.serve.library import NotPrepared
-from blobstore.serve.messages import Request, Response, json_response
+from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     """Writes lines of a log. It is called on a thread of its own."""
 
 MAX_CONNECTIONS = 4096
+_OTHER_FILES = 64
+"""Files that are open besides those of connections: one for each, and one for the blob that it gets."""
 MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
@@ -59,10 +61,12 @@ _PREPARERS = 4
 _CLIENT_LEFT = 499
 """What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
+_WATCH_SECONDS = 0.25
+"""Between two looks at a manifest that a client waits for."""
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
-    *("sec-fetch-site", "x-forwarded-proto", "user-agent"),
+    *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer", PEER),
 )
 """The headers that anything here reads."""
 
@@ -125,8 +129,10 @@ class Server:
         )
         self._connections = lambda: len(manager.connections)
 
+        most = max_connections()
+
         def connected() -> asyncio.Protocol:
-            if len(manager.connections) >= MAX_CONNECTIONS:
+            if len(manager.connections) >= most:
                 return _Refusal()
             return manager()
 
@@ -180,6 +186,8 @@ class Server:
                 return web.Response(status=413)
             exchange.request = replace(exchange.request, body=body)
         response = await self._response(exchange.request, answer)
+        if response.wait is not None:
+            response = await self._awaited(raw, exchange.request, response, answer)
         if any(not isinstance(part, bytes) for part in response.parts):
             response = await self._checked(exchange.request, response)
         exchange.status = response.status
@@ -231,6 +239,21 @@ class Server:
             await self._sender.first(response.parts)
         except BlobstoreError as error:
             return self._failed(request, error)
+        return response
+
+    async def _awaited(
+        self, raw: web.BaseRequest, request: Request, response: Response, answer: Answer
+    ) -> Response:
+        """Return another response as soon as there is one, or this one when the client has waited long enough."""
+        end = None
+        while (wait := response.wait) is not None:
+            end = end or time.monotonic() + wait.seconds
+            while not wait.is_over():
+                has_left = raw.transport is None or raw.transport.is_closing()
+                if time.monotonic() >= end or has_left or interrupts.is_requested():
+                    return response
+                await asyncio.sleep(_WATCH_SECONDS)
+            response = await self._response(request, answer)
         return response
 
     async def _response(self, request: Request, answer: Answer) -> Response:
@@ -347,6 +370,19 @@ class Server:
 
     def _count_verified(self, size: int) -> None:
         self.metrics.bytes_verified += size
+
+
+def max_connections() -> int:
+    """Return how many connections may be open, after asking the system for as many files as they need."""
+    import resource
+
+    needed = 2 * MAX_CONNECTIONS + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return max(1, (soft - _OTHER_FILES) // 2)
+    return MAX_CONNECTIONS
 
 
 async def _until(is_reached: Callable[[], bool]) -> None:

@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote, urlsplit
 
 from blobstore.core.escape import escape, join_some, quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, DamagedSource, SourceError, SourceNotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    DamagedSource,
+    MissingLibrary,
+    SourceError,
+    SourceNotFound,
+    UsageError,
+)
 from blobstore.sources.base import DEFAULT_OPTIONS
 from blobstore.sources.file_tree import CACHED_REPOSITORY, FileTree
 from blobstore.sources.hub_listing import (
@@ -31,6 +39,7 @@ from blobstore.sources.hub_listing import (
     cached_listing,
     cached_snapshot,
     files_in_snapshot,
+    find_commit,
     list_repository,
     listing_of,
     retry_after,
@@ -108,6 +117,11 @@ def is_hub_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def _has_scheme(text: str) -> bool:
+    """Return whether a Hub id cannot be a folder."""
+    return text.startswith(SCHEME) or is_hub_url(text)
+
+
 def parse_hub_id(text: str) -> tuple[str, str | None]:
     """Return the repository and the revision, None for the default branch.
 
@@ -147,14 +161,22 @@ def download(
         SourceNotFound: the repository or the revision does not exist.
         SourceError: access is denied, the Hub cannot be reached, or there is nothing to select.
         DamagedSource: a file does not match the listing.
+        MissingLibrary: the extra ``hub`` is not installed.
     """
     repo, revision = parse_hub_id(text)
-    import httpx2
-    from huggingface_hub import constants
-    from huggingface_hub.errors import OfflineModeIsEnabled
-    from huggingface_hub.file_download import repo_folder_name
+    try:
+        with optional_libraries():
+            from huggingface_hub import constants
+            from huggingface_hub.errors import OfflineModeIsEnabled
+            from huggingface_hub.file_download import repo_folder_name
+    except MissingLibrary as error:
+        if _has_scheme(text):
+            raise
+        raise error.at(f"there is no folder {quote(text)}, and for the Hub") from None
+    import httpx2  # the client has it, and should be named first if neither is there
 
-    storage = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo, repo_type="model"))
+    cache = Path(constants.HF_HUB_CACHE)
+    storage = cache / repo_folder_name(repo_id=repo, repo_type="model")
     with _client_errors(repo, revision):
         try:
             commit, entries = list_repository(repo, revision)
@@ -170,13 +192,28 @@ def download(
             if listed is None:
                 listed = files_in_snapshot(cached)
                 notices.append("the Hub's listing is not in the cache, so files may be missing")
-            return _Repository(repo, cached, listed, options).take(options, progress, notices)
+            repository = _Repository(repo, cached, listed, options, boundary=cache)
+            return repository.take(options, progress, notices)
         folder = storage / "snapshots" / commit
-        repository = _Repository(repo, folder, listing_of(entries), options, is_online=True)
+        listing = listing_of(entries)
+        repository = _Repository(repo, folder, listing, options, boundary=cache, is_online=True)
         taken = repository.take(options, progress)
         with suppress(OSError):  # the model is complete without it
             cache_listing(folder, revision, entries)
         return taken
+
+
+def commit_of(text: str) -> str:
+    """Return the commit that a repository is at now, as the Hub says.
+
+    Raises:
+        UsageError: ``text`` is not a Hub id.
+        SourceNotFound: the repository or the revision does not exist.
+        SourceError: access is denied, or the Hub cannot be reached.
+    """
+    repo, revision = parse_hub_id(text)
+    with _client_errors(repo, revision):
+        return find_commit(repo, revision)
 
 
 def cached_repository(path: Path) -> str | None:
@@ -230,7 +267,7 @@ def open_cached(
 def _unreachable(text: str, cached: Path | None, *, is_offline: bool) -> SourceError:
     repo, revision = parse_hub_id(text)
     name = _name(repo, revision)
-    if not text.startswith(SCHEME) and not is_hub_url(text):
+    if not _has_scheme(text):
         name = f"there is no folder {quote(text)}, and as a Hub id {name}"
     if is_offline:
         return SourceError(f"{name}: it is not in the cache; unset HF_HUB_OFFLINE to download it")
@@ -250,8 +287,8 @@ class _Repository(FileTree):
         listing: Listing,
         options: SourceOptions,
         *,
+        boundary: Path,
         is_online: bool = False,
-        boundary: Path | None = None,
     ) -> None:
         """Store the arguments.
 
@@ -260,11 +297,9 @@ class _Repository(FileTree):
             folder: its snapshot in the cache, which need not exist yet.
             listing: its files.
             options: what to select.
+            boundary: the folder that links must not leave.
             is_online: whether to download files that are not in the cache.
-            boundary: the folder that links must not leave; by default the client's cache.
         """
-        from huggingface_hub import constants
-
         listed = {file.name: file.size for file in listing.values()}
         label = f"{SCHEME}{repo}"
         super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
@@ -272,7 +307,7 @@ class _Repository(FileTree):
         self._repo = repo
         self._listing = listing
         self._is_online = is_online
-        self._boundary = os.path.realpath(boundary or constants.HF_HUB_CACHE)
+        self._boundary = os.path.realpath(boundary)
         self._ready: set[str] = set()
 
     def path(self, name: str) -> Path:
@@ -337,7 +372,7 @@ class _Repository(FileTree):
         try:
             fault = _fault_of(link, file, self._boundary, lambda count: pool.report(count, what))
         except (OSError, ValueError) as error:
-            fault = f"it cannot be read: {_reason(error)}; check {quote(link)}"
+            fault = f"it cannot be read: {_line(error)}; check {quote(link)}"
         if fault is not None:
             raise DamagedSource(
                 f"file {quote(file.name)} of {_name(self._repo, self.root.name)} does not match the "
@@ -446,14 +481,16 @@ def _client_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, or only its type if the line has the token."""
+    """Return the first line of an error of the client, or only its type if the line has the token."""
     from huggingface_hub import get_token
 
-    line = str(error).partition("\n")[0]
     token = get_token()
-    if not line or (token and token in line):
-        return type(error).__name__
-    return escape(line, 200).rstrip(".")
+    return type(error).__name__ if token and token in str(error) else _line(error)
+
+
+def _line(error: BaseException) -> str:
+    line = str(error).partition("\n")[0]
+    return escape(line, 200).rstrip(".") or type(error).__name__
 
 
 def _name(repo: str, revision: str | None) -> str:

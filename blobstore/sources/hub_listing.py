@@ -11,6 +11,7 @@ import json
 import os
 import re
 import time
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -67,23 +68,36 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
         httpx2.HTTPError, OfflineModeIsEnabled: the Hub cannot be reached, or refuses. A busy Hub is
             asked again a few times.
     """
+    pages = _Pages()
+    with _answers(repo):
+        commit = _commit(pages, repo, revision)
+        entries = entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"))
+        listing_of(entries)
+    return commit, entries
+
+
+def find_commit(repo: str, revision: str | None) -> str:
+    """Ask the Hub for the commit that a revision is now. Raises as :func:`list_repository`."""
+    with _answers(repo):
+        return _commit(_Pages(), repo, revision)
+
+
+def _commit(pages: _Pages, repo: str, revision: str | None) -> str:
+    at = f"/revision/{url_quote(revision, safe='')}" if revision else ""
+    (info,) = pages.get(f"{repo}{at}")
+    commit: str = info["sha"]
+    if not COMMIT.fullmatch(commit):
+        raise SourceError(f"the Hub names no commit for {quote(repo)}")
+    return commit
+
+
+@contextmanager
+def _answers(repo: str) -> Iterator[None]:
+    """Raise SourceError in a block that meets an answer of something else than the Hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    pages = _Pages()
-    at = f"/revision/{url_quote(revision, safe='')}" if revision else ""
     try:
-        (info,) = pages.get(f"{repo}{at}")
-        commit = info["sha"]
-        if not COMMIT.fullmatch(commit):
-            raise SourceError(f"the Hub names no commit for {quote(repo)}")
-        entries = {}
-        for file in chain.from_iterable(pages.get(f"{repo}/tree/{commit}?recursive=true")):
-            if file["type"] == "file":
-                entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
-                if large := file.get("lfs"):
-                    known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
-                    entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
-        listing_of(entries)
+        yield
     except HfHubHTTPError:
         raise  # some are ValueErrors, but their own message is better
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -91,7 +105,21 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
             f"{quote(repo)}: the server is not the Hub, or its listing is malformed; "
             "check HF_ENDPOINT, HF_TOKEN and the network"
         ) from error
-    return commit, entries
+
+
+def entries_of(pages: Iterable[Any]) -> Entries:
+    """Return the entries of the files that decoded pages of a tree list.
+
+    Raises AttributeError, KeyError, TypeError or ValueError if a page is malformed.
+    """
+    entries: Entries = {}
+    for file in chain.from_iterable(pages):
+        if file["type"] == "file":
+            entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
+            if large := file.get("lfs"):
+                known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
+                entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
+    return entries
 
 
 class _Pages:

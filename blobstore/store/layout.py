@@ -30,6 +30,8 @@ Folder = Literal[
     "remotes",
     "signatures",
     "cache",
+    "pulled",
+    "arrivals",
 ]
 """The folders of a store, named as the attributes of :class:`Layout`."""
 
@@ -69,6 +71,10 @@ class Layout:
         """Signatures of manifests; see :mod:`blobstore.store.signatures`."""
         self.cache = root / ".blobstore" / "cache"
         """Manifests of remote models whose blobs are kept; see :mod:`blobstore.store.remote_cache`."""
+        self.pulled = root / ".blobstore" / "pulled"
+        """Which models `serve` has fetched from an upstream, and when they were last used."""
+        self.arrivals = root / ".blobstore" / "arrivals"
+        """Files that `serve` is fetching from an upstream."""
         self.claims = root / ".blobstore" / "claims"
         """Locks of blobs that are being read from a remote; see :mod:`blobstore.store.claims`."""
         self.policy = root / ".blobstore" / "trust.toml"

@@ -539,21 +539,24 @@ class LocalStore(BlobReader):
         """Return the cache of the blobs that this user has found intact."""
         return VerifiedBlobs(self)
 
-    def read_index(self, key: Digest) -> bytes | None:
-        """Return the data that :meth:`write_index` stored under ``key``, or None."""
+    def read_index(self, key: Digest, ending: str = "") -> bytes | None:
+        """Return the data that :meth:`write_index` stored under ``key`` and ``ending``, or None."""
         try:
-            return read_regular(self._layout.headers / key.hex, MAX_MANIFEST_SIZE)
+            return read_regular(self._layout.headers / f"{key.hex}{ending}", MAX_MANIFEST_SIZE)
         except (OSError, BlobstoreError):
             return None
 
-    def write_index(self, key: Digest, data: bytes) -> None:
+    def write_index(self, key: Digest, data: bytes, ending: str = "") -> None:
         """Store ``data`` under ``key``, or do nothing if the store cannot be written.
+
+        If the key is the digest of a manifest, ``gc`` removes the data after the manifest. The ``ending``, such as
+        ``.files``, distinguishes what is stored about one manifest.
 
         Readers call this, so it creates no folder: one of root would lock the owner out.
         """
         with contextlib.suppress(OSError):
             # A torn index is a cache that is wrong, which its readers expect, so no sync is needed.
-            write_file(self._layout.headers / key.hex, [data], durable=False)
+            write_file(self._layout.headers / f"{key.hex}{ending}", [data], durable=False)
 
     def remove_index(self, key: Digest) -> None:
         """Remove what :meth:`write_index` stored under ``key``, if the store can be written."""

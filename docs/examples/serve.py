@@ -4,7 +4,7 @@
     python docs/examples/serve.py llama-3.2:1b llama-3.2:1b-tuned --port 8000
 
 The first model is loaded before the port is opened; ``PUT /model`` swaps to another one of the names.
-docs/serving/example.md describes the requests.
+docs/guides/serving/example.md describes the requests.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def get(target: str, *headers: str) -> bytes:
         "/v2/org/model/blobs/sha256:..%2f..%2f..%2fetc%2fpasswd",
         "/v2/org/model/manifests/..%2f..%2f..%2fetc%2fpasswd",
         "/v2/../../etc/passwd/manifests/latest",
+        "/v2/org/model/manifests/latest?ns=..%2f..%2fetc",
+        "/..%2f..%2fetc/org/model/resolve/main/passwd",
+        "/..%2f..%2f.etc/passwd/resolve/main/config.json",
+        "/api/models/org/model/tree/main/..%2f..%2f..%2fetc",
+        "/api/models/org/model/revision/..%2f..%2f..%2fetc%2fpasswd",
         "//etc/passwd",
         "/org/model/resolve/main/config.json%00.safetensors",
     ],
@@ -80,6 +86,13 @@ def test_no_target_leads_out_of_the_models(server: Serving, target: str) -> None
     received = exchange(server, get(target))
     assert received.startswith((b"HTTP/1.1 404", b"HTTP/1.1 400")), received
     assert b"root:" not in received
+
+
+def test_no_path_of_a_form_leads_out_of_the_models(server: Serving) -> None:
+    paths = ("../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "config.json/../..")
+    body = "&".join(f"paths={path}" for path in paths).encode()
+    target = "/api/models/org/model/paths-info/main"
+    assert server.request(target, "POST", body)[::2] == (200, b"[]")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +165,100 @@ def test_a_request_for_another_host_is_refused(server: Serving) -> None:
     assert exchange(server, sent).startswith(b"HTTP/1.1 421")
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost@evil.example",
+        "evil.example:80@localhost:80",
+        "2130706433",
+        "",
+    ],
+)
+def test_a_host_name_that_may_be_rebound_gets_nothing(server: Serving, host: str) -> None:
+    sent = get(FILE).replace(b"Host: localhost", f"Host: {host}".encode())
+    assert exchange(server, sent).startswith(b"HTTP/1.1 421")
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n",
+        f"GET {FILE} HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n",
+        f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\n evil.example\r\n",
+        f"GET {FILE} HTTP/1.1\r\n",
+        f"GET {FILE} HTTP/1.0\r\n",
+        f"GET {FILE}\r\n",
+        f"GET http://localhost{FILE} HTTP/1.1\r\nHost: localhost\r\n",
+        f"GET http://evil.example{FILE} HTTP/1.1\r\nHost: localhost\r\n",
+        "CONNECT evil.example:443 HTTP/1.1\r\nHost: localhost\r\n",
+        "OPTIONS * HTTP/1.1\r\nHost: localhost\r\n",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n",
+    ],
+)
+def test_a_request_in_another_form_is_refused(server: Serving, heads: str) -> None:
+    received = exchange(server, f"{heads}Connection: close\r\n\r\n".encode())
+    assert received.partition(b" ")[2][:3] in (b"400", b"421"), received[:100]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\nConnection: HTTP2-Settings",
+        "Upgrade: websocket\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==",
+        "Expect: something",
+    ],
+)
+def test_a_client_that_asks_for_another_protocol_gets_none(
+    server: Serving, data: bytes, header: str
+) -> None:
+    head, _, body = exchange(server, get(FILE, header)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert body == data
+
+
+def test_an_old_client_gets_the_file_and_the_end_of_the_connection(
+    server: Serving, data: bytes
+) -> None:
+    sent = f"GET {FILE} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode()
+    assert exchange(server, sent).partition(b"\r\n\r\n")[2] == data
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: {}", "Transfer-Encoding: chunked"])
+def test_a_request_in_the_body_of_another_is_not_answered(server: Serving, framing: str) -> None:
+    inner = get("/metrics")
+    sent = b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner) if "chunked" in framing else inner
+    outer = f"GET /healthz HTTP/1.1\r\nHost: localhost\r\n{framing.format(len(inner))}\r\n\r\n"
+    received = exchange(server, outer.encode() + sent + get("/none"))
+    assert received.count(b"HTTP/1.1 200") == 1
+    assert b"blobstore_requests_total" not in received
+
+
+def test_a_head_or_a_form_that_comes_byte_by_byte_is_let_go(
+    data: bytes, store: LocalStore, tmp_path: Path
+) -> None:
+    limits = {"server.IDLE_SECONDS": 0.3, "server.BODY_SECONDS": 0.3}
+    with serving(store, tmp_path, limits=limits) as server:
+        with contextlib.ExitStack() as held:
+            slow = [held.enter_context(connect(server)) for _ in range(50)]
+            for letter in b"GET / HTTP/1.1\r\nX: " + b"a" * 2000:
+                with contextlib.suppress(ConnectionError):
+                    for client in slow:
+                        client.sendall(bytes([letter]))
+                if server.metric("open_connections") == 1:  # that of this question
+                    break
+                time.sleep(0.02)
+            assert server.metric("open_connections") == 1
+        with connect(server) as client:
+            client.sendall(
+                b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Length: 1000\r\n\r\npaths"
+            )
+            assert client.recv(1000).startswith(b"HTTP/1.1 413")
+        assert server.request(FILE)[2] == data
+
+
 def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: Path) -> None:
     limits = {"body.STALL_SECONDS": 0.3}
     with serving(store, tmp_path, limits=limits) as server, connect(server) as slow:
@@ -162,6 +269,7 @@ def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: P
 
 
 def test_who_says_nothing_is_let_go(store: LocalStore, tmp_path: Path) -> None:
+    store.root.mkdir()
     with (
         serving(store, tmp_path, limits={"server.IDLE_SECONDS": 0.3}) as server,
         connect(server) as silent,
@@ -173,6 +281,7 @@ def test_who_says_nothing_is_let_go(store: LocalStore, tmp_path: Path) -> None:
 
 
 def test_connections_beyond_the_limit_are_refused(store: LocalStore, tmp_path: Path) -> None:
+    store.root.mkdir()
     with (
         serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
         contextlib.ExitStack() as held,

@@ -15,7 +15,7 @@ from tests.benchmarks import cold, cold_family, frozen
 from tests.benchmarks.common import arguments, workspace
 from tests.benchmarks.plot import draw
 
-_PLOT = Path("docs/cold-storage.svg")
+_PLOT = Path("docs/internals/cold-storage.svg")
 _PANELS = {
     "medium": "fine-tune, 200 steps",
     "chgnet": "fine-tune, published (chgnet)",

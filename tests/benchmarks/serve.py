@@ -1,13 +1,15 @@
-"""``blobstore serve`` compared with nginx, which sends one plain file by sendfile.
+"""``blobstore serve`` compared with nginx, which sends one plain file by sendfile, and with olah, a mirror of the Hub.
 
-    python -m tests.benchmarks.serve [--folder DIR] [--scale X] [--rounds N]
+    python -m tests.benchmarks.serve [--folder DIR] [--scale X] [--rounds N] [--olah PROGRAM]
 
-The client lets the kernel discard what it receives, so that the server is the limit. Both servers have one
-process, and nginx sends the very file that blobstore puts together from the blobs.
+The client lets the kernel discard what it receives, so that the server is the limit. All servers have one
+process, and nginx sends the very file that blobstore puts together from the blobs. olah gets the model from
+blobstore, and sends what it has kept; install it in an environment of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import socket
@@ -31,7 +33,7 @@ from tests.support.registry import free_port
 from tests.support.serve_process import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _BLOBS = 130
 _BYTES = 1_420_000_000
@@ -68,6 +70,30 @@ def nginx(folder: Path, root: Path) -> Iterator[int]:
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def olah(program: Path, folder: Path, upstream: str) -> Iterator[int]:
+    """Serve what another server has, and keep it."""
+    port = free_port()
+    ours = f"127.0.0.1:{port}"
+    addresses = {"hf": upstream, "hf-lfs": upstream, "mirror": ours, "mirror-lfs": ours}
+    options = [f"--{name}-netloc={address}" for name, address in addresses.items()]
+    options += ["--hf-scheme=http", "--mirror-scheme=http", f"--repos-path={folder}/olah"]
+    command = [str(program), "--host=127.0.0.1", f"--port={port}", f"--log-path={folder}/olah-log"]
+    with (folder / "olah.out").open("wb") as log:
+        process = start([*command, *options], stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            try:
+                connect(port).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.1)
         yield port
     finally:
         process.kill()
@@ -115,14 +141,17 @@ def downloads(port: int, target: str, count: int) -> float:
         return common.timed(lambda: list(pool.map(lambda _: download(port, target), range(count))))
 
 
-def heads(port: int, target: str) -> float:
-    """Return the seconds of many HEAD requests on one connection, 16 of which are under way."""
+def heads(port: int, target: str, count: int) -> float:
+    """Return the seconds of :data:`_HEADS` HEAD requests on one connection, 16 of which are under way.
+
+    Only ``count`` of them are sent.
+    """
     message = f"HEAD {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     group = 16
 
     def ask() -> None:
         with connect(port) as client:
-            for _ in range(_HEADS // group):
+            for _ in range(count // group):
                 client.sendall(message * group)
                 ends = 0
                 tail = b""
@@ -131,7 +160,7 @@ def heads(port: int, target: str) -> float:
                     ends += piece.count(b"\r\n\r\n")
                     tail = piece[-3:] if not piece.endswith(b"\r\n\r\n") else b""
 
-    return common.timed(ask)
+    return common.timed(ask) * _HEADS / count
 
 
 def first_byte(port: int, target: str) -> float:
@@ -168,9 +197,15 @@ def make_model(store: LocalStore, folder: Path, scale: float) -> Path:
     return source
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this benchmark."""
+    found = shutil.which("olah-cli")
+    parser.add_argument("--olah", type=Path, default=found, help="olah's program, olah-cli")
+
+
 def main() -> None:
     """Print the tables."""
-    options = common.arguments(__doc__)
+    options = common.arguments(__doc__, add_options)
     if _NGINX is None:
         raise SystemExit("nginx is not installed (Debian: apt-get install nginx-light)")
     with common.workspace(options.folder) as folder, ExitStack() as stack:
@@ -178,34 +213,24 @@ def main() -> None:
         source = make_model(store, folder, options.scale)
         served = stack.enter_context(serving(store, folder))
         ours = int(served.url.rpartition(":")[2])
-        theirs = stack.enter_context(nginx(folder, source))
         name = "model.safetensors"
         hot, frozen = (f"/org/{model}/resolve/main/{name}" for model in ("hot", "frozen"))
-        size, small = download(ours, hot), download(ours, frozen)
+        ports = {"nginx, sendfile": (stack.enter_context(nginx(folder, source)), f"/{name}")}
+        ports["blobstore serve"] = (ours, hot)
+        ports["nginx, sendfile, again"] = ports["nginx, sendfile"]
+        if options.olah is not None:
+            mirror = stack.enter_context(olah(options.olah, folder, served.host))
+            ports["olah"] = (mirror, hot)
         common.warm(source)
+        size = download(ours, hot)
         for count in (1, 4):
             cases: dict[str, Callable[[], float]] = {
-                "nginx, sendfile": partial(downloads, theirs, f"/{name}", count),
-                "blobstore serve": partial(downloads, ours, hot, count),
-                "nginx, sendfile, again": partial(downloads, theirs, f"/{name}", count),
+                case: partial(downloads, *place, count) for case, place in ports.items()
             }
             print(f"{size / 1e9:.2f} GB in {_BLOBS} blobs, connections: {count}\n")
             common.table(common.rounds(cases, options.rounds), "nginx, sendfile", size * count)
-        print(f"frozen, {small / 1e9:.2f} GB\n")
-        common.table(
-            common.rounds({"blobstore serve": lambda: downloads(ours, frozen, 1)}, options.rounds),
-            "blobstore serve",
-            small,
-        )
-        print(f"{_HEADS} HEAD requests\n")
-        cases = {
-            "nginx": lambda: heads(theirs, f"/{name}"),
-            "blobstore serve": lambda: heads(ours, hot),
-        }
-        found = common.rounds(cases, options.rounds)
-        common.table(found, "nginx")
-        for case, seconds in found.items():
-            print(f"{case}: {_HEADS / statistics.median(seconds):.0f} a second")
+        measure_frozen(ours, frozen, options.rounds)
+        measure_heads({case: ports[case] for case in ports if "again" not in case}, options.rounds)
         first = [first_byte(ours, hot) for _ in range(20)]
         print(
             f"\nfirst byte: median {statistics.median(first) * 1000:.1f} ms, max {max(first) * 1000:.1f} ms"
@@ -215,6 +240,26 @@ def main() -> None:
             request(client, "HEAD", hot)
         private = private_bytes(served.process.pid)
         print(f"private memory with {_IDLE} connections: {private / 2**20:.0f} MiB")
+
+
+def measure_frozen(port: int, target: str, rounds: int) -> None:
+    """Print how fast a frozen model is sent: for the first time, when it is verified too, and later."""
+    sizes: list[int] = []
+    first = common.timed(lambda: sizes.append(download(port, target)))
+    later = common.rounds({"later": partial(downloads, port, target, 1)}, rounds)
+    print(f"frozen, {sizes[0] / 1e9:.2f} GB\n")
+    common.table({"first": [first], **later}, "later", sizes[0])
+
+
+def measure_heads(ports: Mapping[str, tuple[int, str]], rounds: int) -> None:
+    """Print how many requests without a body servers answer."""
+    print(f"{_HEADS} HEAD requests\n")
+    cases = {
+        case: partial(heads, port, target, _HEADS if case != "olah" else _HEADS // 40)
+        for case, (port, target) in ports.items()
+    }
+    for case, seconds in common.rounds(cases, rounds).items():
+        print(f"{case}: {_HEADS / statistics.median(seconds):.0f} a second")
 
 
 if __name__ == "__main__":

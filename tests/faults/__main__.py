@@ -1,7 +1,7 @@
 """``python -m tests.faults``: inject faults of every kind, and print a table of the results.
 
-The table is Markdown on standard output, for docs/durability.md. Progress, and every violation with the data
-that reproduces it, goes to standard error. The exit code is 1 if there was a violation.
+The table is Markdown on standard output, for docs/concepts/durability.md. Progress, and every violation
+with the data that reproduces it, goes to standard error. The exit code is 1 if there was a violation.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ KINDS = {
     "full": Kind("full", 100, 5),
     "power": Kind("power", 100, 6),
     "pull": Kind("pulls", 300, 6),
+    "fetch": Kind("arrivals", 100, 4),
     "edit": Kind("edits", 300, 3),
     "push": Kind("pushes", 300, 6),
     "objects": Kind("objects", 100, 6),

@@ -39,6 +39,8 @@ _OURS = {
     "partial",
     "remotes",
     "signatures",
+    "pulled",
+    "arrivals",
 }
 _COLD = Path(".blobstore", "cold")
 _DEPTH = 4

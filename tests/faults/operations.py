@@ -15,9 +15,17 @@ from safetensors.numpy import load_file
 
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
-from tests.faults.invariants import Expected, Findings, check_store, forget, layers
+from tests.faults.invariants import (
+    Expected,
+    Findings,
+    check_model,
+    check_store,
+    forget,
+    layers,
+)
 from tests.faults.known import Known, command, has_command, write_models
 from tests.faults.processes import Ended
+from tests.readers.weight_versions import Receiver, Trainer
 from tests.support.stub_registry import StubRegistry
 
 
@@ -368,6 +376,66 @@ def _before_pull(scene: Scene) -> list[object]:
     return ["pull", offered(scene), scene.guest.name, "--streams", "1", *options]
 
 
+# follow, and what trainers write
+
+
+def _versions(scene: Scene) -> Path:
+    return scene.folder / "versions"
+
+
+def _before_follow(scene: Scene) -> list[object]:
+    """Let a name be the guest, and a trainer have made the other model of it."""
+    for name in (scene.guest.name, scene.second.name):
+        scene.must("create", scene.guest.folder, name)
+    weights = [load_file(model.folder / "model.safetensors") for model in (scene.guest, scene.gone)]
+    Trainer(_versions(scene), weights[0]).publish(weights[1])
+    return [
+        *("follow", scene.second.name, f"slime:{_versions(scene)}", "--once"),
+        *_store_of(scene),
+    ]
+
+
+def _after_follow(scene: Scene, ended: Ended) -> Findings:
+    """Check that the name is the version that it was or the new one, and that the next follow gets that."""
+    manifests = [
+        scene.store.joinpath("manifests", *model.reference.parts).read_bytes()
+        for model in (scene.second, scene.guest)
+    ]
+    is_new = manifests[0] != manifests[1]
+    model = (scene.gone if is_new else scene.guest).called(scene.second.name)
+    found = check_store(scene.store, Expected([*scene.kept, scene.guest, model]), scene.spare)
+    if ended.code == 0 and not is_new:
+        found.others.append("the name is not the new version")
+    scene.must("follow", scene.second.name, f"slime:{_versions(scene)}", "--once")
+    new = scene.gone.called(scene.second.name)
+    found.others.extend(check_model(LocalStore(scene.store), new))
+    forget(scene.store, scene.guest, scene.second)
+    return found
+
+
+def _before_push_version(scene: Scene) -> list[object]:
+    shutil.rmtree(_versions(scene), ignore_errors=True)
+    scene.must("create", scene.guest.folder, scene.guest.name)
+    base = scene.kept[0].name
+    folder = _versions(scene)
+    return ["push", scene.guest.name, folder, "--as=slime", "--base", base, *_store_of(scene)]
+
+
+def _after_push_version(scene: Scene, ended: Ended) -> Findings:
+    """Check that a receiver gets the model, or that there is no version."""
+    found = _checked(scene, ended, made=scene.guest)
+    if (_versions(scene) / "weight_v000001").exists():
+        receiver = Receiver(scene.target, scene.kept[0].folder)
+        receiver.pull(_versions(scene), 1)
+        weights = {name: array.tobytes() for name, array in receiver.weights().items()}
+        shutil.rmtree(scene.target)
+        if weights != scene.guest.tensors:
+            found.others.append("the receiver has other weights")
+    elif ended.code == 0:
+        found.others.append("the version is not there")
+    return found
+
+
 _at_exit = contextlib.ExitStack()
 atexit.register(_at_exit.close)
 
@@ -388,4 +456,6 @@ _OPERATIONS = (
     Operation("pack", _before_pack, _after_pack),
     Operation("unpack", _before_unpack, _after_create),
     Operation("pull", _before_pull, _after_create),
+    Operation("follow", _before_follow, _after_follow),
+    Operation("push --as slime", _before_push_version, _after_push_version),
 )

@@ -1,4 +1,4 @@
-"""Names change under the locks that docs/durability.md states, and are durable when a command ends."""
+"""Names change under the locks that docs/concepts/durability.md states, and are durable when a command ends."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ _RULES: dict[str, Callable[[Call], bool]] = {
 
 
 def _table() -> dict[str, str]:
-    """Return the locks in docs/durability.md by the change of a name."""
-    text = (ROOT / "docs" / "durability.md").read_text("utf-8")
+    """Return the locks in docs/concepts/durability.md by the change of a name."""
+    text = (ROOT / "docs" / "concepts" / "durability.md").read_text("utf-8")
     (table,) = re.findall(r"\| change of a name \| lock \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text)
     rows = (line.strip("| \n").split(" | ") for line in table.splitlines())
     return dict(rows)

@@ -516,7 +516,7 @@ if __name__ == "__main__":
 """
 
 
-# Speed, for the table in docs/performance.md
+# Speed, for the table in docs/internals/performance.md
 
 
 @register("the benchmark of loading runs", "a GPU")

@@ -1,4 +1,4 @@
-"""A second, simple reader of archives, written from docs/archive-format.md alone.
+"""A second, simple reader of archives, written from docs/reference/archive-format.md alone.
 
 It expects intact archives, and reads cold blobs with the second reader of cold blobs.
 """

@@ -1,4 +1,4 @@
-"""A second, simple reader of the fields of blocks, written from docs/cold-format.md alone."""
+"""A second, simple reader of the fields of blocks, written from docs/reference/cold-format.md alone."""
 
 from __future__ import annotations
 

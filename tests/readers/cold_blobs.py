@@ -1,4 +1,4 @@
-"""A second, simple reader of cold blobs, written from docs/cold-format.md alone.
+"""A second, simple reader of cold blobs, written from docs/reference/cold-format.md alone.
 
 It cannot read parts with factors (section 6.4), and expects intact cold blobs.
 """

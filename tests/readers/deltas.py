@@ -1,4 +1,4 @@
-"""A second, simple reader of delta chunks, written from docs/cold-format.md alone.
+"""A second, simple reader of delta chunks, written from docs/reference/cold-format.md alone.
 
 It expects intact chunks.
 """

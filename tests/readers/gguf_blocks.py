@@ -1,4 +1,6 @@
-"""A second, simple reader of the blocks of GGUF, written from docs/format.md alone, one weight at a time.
+"""A second, simple reader of the blocks of GGUF, one weight at a time.
+
+It was written from docs/reference/format.md alone.
 
 The grids are arguments, because the document has no numbers of theirs. As a program, it prints the golden
 vectors ``tests/vectors/gguf.json``, with the grids of the package gguf::

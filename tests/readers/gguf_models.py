@@ -1,7 +1,7 @@
 """A second, simple reader of GGUF files and of models that were made of them.
 
-It was written from the description of GGUF in ggml (``docs/gguf.md``) and from docs/format.md alone, and expects
-intact models without small tensors that are packed in one blob.
+It was written from the description of GGUF in ggml (``docs/gguf.md``) and from docs/reference/format.md alone, and
+expects intact models without small tensors that are packed in one blob.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A second, simple reader of blocks that are quantized from a base, written from docs/cold-format.md alone.
+"""A second, simple reader of blocks that are quantized from a base, for docs/reference/cold-format.md.
 
-One weight after the other; Python's floats are rounded to float32 after each operation, which is exact.
+It was written from the document alone. One weight after the other; Python's floats are rounded to float32 after each operation, which is exact.
 """
 
 from __future__ import annotations

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
+import socketserver
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
+from tests.support.models import write_folder
 from tests.support.serve_process import Serving, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
@@ -301,6 +308,106 @@ def test_what_clients_ask_about_a_repository(server: Serving, source: Path, tmp_
     assert found["models"] == ["org/frozen", "org/tiny"]
 
 
+def test_a_tree_of_several_pages_is_listed_completely(source: Path, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(source, "org/tiny", store=store)
+    with serving(store, tmp_path, limits={"hub.PAGE": 2}) as server:
+        found = run(
+            server,
+            tmp_path,
+            """
+            from huggingface_hub import HfApi
+            print(json.dumps([item.path for item in HfApi().list_repo_tree("org/tiny")]))
+            """,
+        )
+        server.stop()
+        pages = [entry for entry in server.log() if "/tree/" in entry["path"]]
+    assert found == sorted(contents(source))
+    assert len(pages) == -(-len(found) // 2)
+
+
+def test_a_download_that_was_cut_is_continued(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    weights = {"weight": random.standard_normal((5000, 1000), dtype=np.float32)}  # 20 MB
+    folder = write_folder(tmp_path / "large", weights)
+    store = LocalStore(tmp_path / "store")
+    create(folder, "org/large", store=store)
+    with (
+        serving(store, tmp_path) as large,
+        cutting_proxy(large.host, limit=12 << 20) as host,
+    ):
+        through_proxy = replace(large, url=f"http://{host}")
+        found = run(
+            through_proxy,
+            tmp_path,
+            """
+            from huggingface_hub import hf_hub_download
+            print(json.dumps(hf_hub_download("org/large", "model.safetensors")))
+            """,
+        )
+        large.stop()
+        parts = [entry for entry in large.log() if entry.get("range")]
+    assert Path(found).read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert parts
+
+
+def test_a_client_that_has_a_model_needs_no_server(source: Path, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(source, "org/tiny", store=store)
+    code = """
+        from huggingface_hub import snapshot_download
+        print(json.dumps(snapshot_download("org/tiny")))
+        """
+    with serving(store, tmp_path) as server:
+        first = run(server, tmp_path, code)
+    assert run(server, tmp_path, code) == first
+    assert run(server, tmp_path, code, HF_HUB_OFFLINE="1") == first
+
+
+def test_a_model_of_a_registry_is_downloaded(source: Path, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    create(source, "ghcr.io/team/tiny", store=store)
+    with serving(store, tmp_path) as server:
+        found = run(
+            server,
+            tmp_path,
+            """
+            from huggingface_hub import HfApi, snapshot_download
+            names = [model.id for model in HfApi().list_models()]
+            print(json.dumps([names, snapshot_download("ghcr.io.team/tiny")]))
+            """,
+        )
+    assert found[0] == ["ghcr.io.team/tiny"]
+    assert contents(Path(found[1])) == contents(source)
+
+
+def test_a_file_system_of_the_hub_reads_ranges(
+    server: Serving, source: Path, tmp_path: Path
+) -> None:
+    found = run(
+        server,
+        tmp_path,
+        """
+        from huggingface_hub import HfFileSystem
+        files = HfFileSystem(endpoint=os.environ["HF_ENDPOINT"])
+        with files.open("org/tiny/tokenizer.json", "rb", block_size=64) as file:
+            file.seek(100)
+            part = file.read(50)
+        print(json.dumps({
+            "part": part.decode(), "size": files.size("org/tiny/config.json"),
+            "found": sorted(files.glob("org/tiny/*.safetensors")),
+            "tag": files.exists("org/tiny@int8/config.json"),
+            "none": files.exists("org/tiny/none"),
+        }))
+        """,
+    )
+    assert found["part"] == (source / "tokenizer.json").read_bytes()[100:150].decode()
+    assert found["size"] == (source / "config.json").stat().st_size
+    names = sorted(path.name for path in source.glob("*.safetensors"))
+    assert found["found"] == [f"org/tiny/{name}" for name in names]
+    assert (found["tag"], found["none"]) == (True, False)
+
+
 def test_transformers_loads_the_model_and_its_tokenizer(
     server: Serving, source: Path, tmp_path: Path
 ) -> None:
@@ -340,9 +447,75 @@ def server_store(server: Serving) -> LocalStore:
     return LocalStore(server.log_file.parent / "store")
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_a_script_downloads_with_curl(server: Serving, source: Path) -> None:
-    name = "model.safetensors.index.json"
-    url = f"{server.url}/org/tiny/resolve/main/{name}"
-    result = subprocess.run(["curl", "-fsSL", url], check=True, capture_output=True)
-    assert result.stdout == (source / name).read_bytes()
+DOWNLOADERS = {
+    "curl": ["curl", "-fsSL", "-C", "-", "-o", "file"],
+    "wget": ["wget", "-q", "-c", "-O", "file"],
+    "aria2c": [
+        *["aria2c", "-q", "-c", "-x16", "-s16", "-k1M", "-o", "file", "--auto-file-renaming=false"]
+    ],
+}
+"""Programs that continue a download of ``file``; the last one by 16 connections."""
+
+
+@pytest.mark.parametrize("program", DOWNLOADERS)
+@pytest.mark.parametrize("begun", [0, 70_000])
+def test_a_script_downloads_and_continues(program: str, begun: int, tmp_path: Path) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    random = np.random.default_rng(1)
+    tensors = {
+        f"layers.{number}.weight": random.standard_normal((1000, 1000), dtype=np.float32)
+        for number in range(5)
+    }
+    folder = write_folder(tmp_path / "model", tensors)
+    data = (folder / "model.safetensors").read_bytes()
+    store = LocalStore(tmp_path / "store")
+    create(folder, "org/model", store=store)
+    if begun:
+        (tmp_path / "file").write_bytes(data[:begun])
+    with serving(store, tmp_path) as server:
+        url = f"{server.url}/org/model/resolve/main/model.safetensors"
+        subprocess.run([*DOWNLOADERS[program], url], check=True, cwd=tmp_path)
+        server.stop()
+        ranges = {entry["range"] for entry in server.log() if entry.get("range")}
+    assert (tmp_path / "file").read_bytes() == data
+    if program == "aria2c":
+        assert len(ranges) > 5
+    elif begun:
+        assert f"bytes={begun}-" in ranges
+
+
+@contextlib.contextmanager
+def cutting_proxy(host: str, limit: int) -> Iterator[str]:
+    """Pass bytes on to a server, but end the first connection that gets more than ``limit`` bytes."""
+    address, _, port = host.partition(":")
+    has_cut = threading.Event()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection((address, int(port))) as server:
+                threading.Thread(target=self.pass_on, args=(server,), daemon=True).start()
+                received = 0
+                while piece := server.recv(1 << 16):
+                    received += len(piece)
+                    if received > limit and not has_cut.is_set():
+                        has_cut.set()
+                        break
+                    self.request.sendall(piece)
+
+        def pass_on(self, server: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while piece := self.request.recv(1 << 16):
+                    server.sendall(piece)
+                server.shutdown(socket.SHUT_WR)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as proxy:
+        proxy.daemon_threads = True
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{proxy.server_address[1]}"
+        finally:
+            proxy.shutdown()
+            thread.join()
+    assert has_cut.is_set()

@@ -32,7 +32,7 @@ from tests.support.damage import flip
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "docs" / "examples" / "serve.py"
-PAGE = ROOT / "docs" / "serving" / "example.md"
+PAGE = ROOT / "docs" / "guides" / "serving" / "example.md"
 PROMPT = "w1 w2 w3"
 CONTEXT = 4096
 COMPLETIONS = "/v1/completions"

@@ -24,7 +24,7 @@ from tests.real.test_integrations_mlx_lm import free_port
 from tests.real.tiny import write_tokenizer
 from tests.support.pages import ROOT, commands, in_python, program
 
-PAGES = ROOT / "docs" / "serving"
+PAGES = ROOT / "docs" / "guides" / "serving"
 SERVER = "python -m blobstore.integrations.mlx_lm.server "
 
 

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from tests.support.pages import ROOT, commands, in_python, program
 
-PAGE = ROOT / "docs" / "serving" / "sglang.md"
+PAGE = ROOT / "docs" / "guides" / "serving" / "sglang.md"
 WORDS = 128
 
 

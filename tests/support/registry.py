@@ -46,8 +46,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_registry(folder: Path, auth: dict[str, Any] | None = None) -> Iterator[Server]:
-    """Run a registry with its files in ``folder``; ``auth`` is that part of its configuration."""
+def running_registry(
+    folder: Path, auth: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Iterator[Server]:
+    """Run a registry with its files in ``folder``; ``auth`` and ``sections`` are parts of its configuration."""
     if shutil.which(PROGRAM) is None:
         pytest.skip(f"{PROGRAM} is not installed (Debian: apt-get install {PROGRAM})")
     root = folder / "registry"
@@ -63,6 +65,7 @@ def running_registry(folder: Path, auth: dict[str, Any] | None = None) -> Iterat
         },
         "http": {"addr": host, "secret": "of the tests"},
         **({"auth": auth} if auth else {}),
+        **sections,
     }
     path = folder / "config.yml"  # JSON is YAML
     path.write_text(strict_json.dumps(config), encoding="utf-8")
@@ -85,6 +88,11 @@ def wait_until_ready(host: str, process: subprocess.Popen[bytes], log: Path) -> 
             return
         time.sleep(0.05)
     raise RuntimeError(f"{host} does not answer: {log.read_text(encoding='utf-8')}")
+
+
+def proxied_registry(folder: Path, url: str) -> contextlib.AbstractContextManager[Server]:
+    """Run a registry that fetches what it is asked for from another one, and keeps it."""
+    return running_registry(folder, proxy={"remoteurl": url})
 
 
 @contextlib.contextmanager

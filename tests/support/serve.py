@@ -9,7 +9,7 @@ from typing import Any
 from blobstore.serve.access import Access
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library, NotPrepared
-from blobstore.serve.messages import Part, Request, Response
+from blobstore.serve.messages import BlobPart, Part, Request, Response
 from blobstore.store.local import LocalStore
 
 
@@ -43,6 +43,7 @@ def read_parts(store: LocalStore, parts: Iterable[Part]) -> bytes:
         if isinstance(part, bytes):
             found.append(part)
             continue
+        assert isinstance(part, BlobPart)
         buffer = bytearray(part.length)
         store.read_into(part.digest, part.size, part.begin, memoryview(buffer))
         found.append(bytes(buffer))

@@ -4,10 +4,11 @@ A ``console`` block holds commands after ``$ `` and what they print. All blocks 
 shell, in one folder, whose path is left out. Times and rates may differ, a line ``…`` stands for any
 lines.
 
-    python -m tests.support.transcripts docs/cli.md
+    python -m tests.support.transcripts docs/guides/serve.md
 
-runs a document and writes what the commands print into it. For README.md, give the folder that holds
-the package of its model in PYTHONPATH.
+runs a document and writes what the commands print into it. The pages of a folder, such as
+docs/reference/commands, run as one document, in the order of the navigation in mkdocs.yml. For
+README.md, give the folder that holds the package of its model in PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -45,6 +46,15 @@ class Example:
     command: str
     expected: str
     line: int
+
+
+def pages(document: str) -> list[Path]:
+    """Return the files of a document: its own, or those of its folder in the order of the navigation."""
+    if (ROOT / document).is_file():
+        return [ROOT / document]
+    folder = Path(document).relative_to("docs")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    return [ROOT / "docs" / name for name in re.findall(rf"{folder}/[\w-]+\.md", navigation)]
 
 
 def examples(text: str) -> list[Example]:
@@ -106,9 +116,13 @@ def updated(text: str, found: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    for document in map(Path, sys.argv[1:]):
+    for document in sys.argv[1:]:
+        files = pages(document)
+        texts = [path.read_text(encoding="utf-8") for path in files]
+        commands = [example.command for text in texts for example in examples(text)]
         with tempfile.TemporaryDirectory() as scratch:
-            content = document.read_text(encoding="utf-8")
-            commands = [example.command for example in examples(content)]
             printed = outputs(commands, Path(scratch), PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-            document.write_text(updated(content, printed), encoding="utf-8")
+        for path, text in zip(files, texts, strict=True):
+            count = len(examples(text))
+            path.write_text(updated(text, printed[:count]), encoding="utf-8")
+            del printed[:count]

@@ -16,7 +16,7 @@ from blobstore.cli.main import _COMMANDS, program
 
 ROOT = Path(__file__).parents[2]
 
-# The public interface: change it here and in docs/python.md together.
+# The public interface: change it here and in docs/reference/python.md together.
 FUNCTIONS = """
 check_archive(path, references, *, jobs, progress)
 compare(reference, base, *, store, patterns, names, jobs, progress)
@@ -92,7 +92,7 @@ def test_the_public_interface_is_what_it_was() -> None:
 
 
 def test_the_documents_name_the_whole_public_interface() -> None:
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
 
     assert [name for name in blobstore.__all__ if not re.search(rf"\b{name}\b", text)] == []
 

@@ -24,7 +24,7 @@ pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 from tests.support.pages import ROOT, commands, in_python, program
 from tests.vllm.models import saved
 
-PAGE = ROOT / "docs" / "serving" / "vllm.md"
+PAGE = ROOT / "docs" / "guides" / "serving" / "vllm.md"
 EAGER = "--enforce-eager --max-model-len 64"
 
 

@@ -6,7 +6,7 @@ around, so any bit pattern has one difference from any other. Differences are gr
 of the prediction (`groups`), and each group is stored in the form that suits it (`planes`). If few elements
 differ, these are listed (`listed`). If they are in few blocks, blocks of equal elements are omitted first. The caller supplies the prediction: the elements
 of a base, or what low-rank factors predict from them (`low_rank`). The bytes are specified in
-docs/cold-format.md.
+docs/reference/cold-format.md.
 """
 
 from __future__ import annotations

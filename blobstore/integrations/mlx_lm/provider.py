@@ -18,7 +18,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, InvalidReference, UsageError
 from blobstore.integrations.mlx_lm import load_all
 from blobstore.manifests.reference import Reference
-from blobstore.remotes.addresses import is_in_objects
+from blobstore.remotes.addresses import is_address
 
 with optional_libraries():
     from mlx_lm import server
@@ -37,7 +37,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 def _parsed(name: str) -> str | Reference:
     """Return a name, whose spelling may differ, or an address in object storage as it is."""
-    return name if is_in_objects(name) else Reference.parse(name)
+    return name if is_address(name) else Reference.parse(name)
 
 
 class StoreProvider(server.ModelProvider):

@@ -21,7 +21,7 @@ from blobstore.models.memory import Prefetch, Read
 from blobstore.operations.open import open_model
 from blobstore.quantization.mlx_layout import exported_config
 from blobstore.quantization.source_config import MODELOPT_FILE
-from blobstore.remotes.addresses import is_in_objects
+from blobstore.remotes.addresses import is_address
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def engine_options(
         UsageError: ``dequantize`` is false, and vLLM's kernels cannot be used for the model.
     """
     store = LocalStore.of(store)
-    model_name = name if is_in_objects(name) else str(Reference.of(name))
+    model_name = name if is_address(name) else str(Reference.of(name))
     checked = Settings(name=model_name, store=str(store.root), verify=verify)
     with contextlib.ExitStack() as stack:
         with checked.open() as model:

@@ -1,9 +1,9 @@
 """The archive file format: which members an archive has, and which models they make.
 
 This module turns the table of an archive into bytes and back, and does no I/O; the format is specified
-in docs/archive-format.md. Members lie in the file in the order of the table, without gaps. So the table
-states sizes and no offsets: members cannot overlap, and together they must fill the file. A base comes
-before the members that are encoded against it, so there are no cycles. A base may have a base itself.
+in docs/reference/archive-format.md. Members lie in the file in the order of the table, without gaps. So
+the table states sizes and no offsets: members cannot overlap, and together they must fill the file. A base
+comes before the members that are encoded against it, so there are no cycles. A base may have a base itself.
 """
 
 from __future__ import annotations

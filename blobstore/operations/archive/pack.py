@@ -277,7 +277,7 @@ class _ArchiveWriter:
             if is_hot:
                 in_chain = planned.base is not None and planned.base.digest in self._deltas
                 encoder = BlobEncoder(
-                    self._store, blob, self._level, planned.base, in_chain=in_chain
+                    self._store, blob, self._level, planned.base, chains=True, in_chain=in_chain
                 )
             else:  # it is compressed again, without its base, which is not in the archive
                 file = files.enter_context(tempfile.TemporaryFile(dir=self._writer.folder))

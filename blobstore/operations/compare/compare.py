@@ -199,7 +199,7 @@ def compare_models(
         names: for GGUF models of other architectures than those of
             :data:`blobstore.gguf.names.ARCHITECTURES`: the one that has the same names. Or names in GGUF files
             and the other model's, such as ``"blk.{layer}.attn_q"`` and ``"layers.{layer}.query"``; see
-            docs/cli.md.
+            docs/reference/commands/compare.md.
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 

@@ -132,8 +132,9 @@ def write_verified(
 class BlobEncoder:
     """Compresses a blob, against ``base`` if that is given and has similar tensors.
 
-    The bytes are those of the hot file, unless ``data`` is given. Only ``in_chain`` may the base be a
-    delta, or become one: then no factors improve the prediction, and no rules quantize the base.
+    The bytes are those of the hot file, unless ``data`` is given. Where ``chains`` are made, the chunks of
+    sparse and dense deltas lie at the same places. Only ``in_chain`` may the base be a delta, or become one:
+    then no factors improve the prediction, and no rules quantize the base.
 
     Raises:
         BlobMissing, BlobDamaged: the blob has no readable hot file.
@@ -148,12 +149,14 @@ class BlobEncoder:
         base: BlobId | None = None,
         data: memoryview | None = None,
         *,
+        chains: bool = False,
         in_chain: bool = False,
     ) -> None:
         from blobstore.compression.spans import spans_of  # imports numpy
 
         self._blob = blob
         self._level: Level = level
+        self._chains = chains
         self._in_chain = in_chain
         self._data = store.mmap_hot(*blob) if data is None else data
         self._spans = spans_of(self._data, blob.size)
@@ -197,7 +200,7 @@ class BlobEncoder:
         """Compress the blob into ``write``; ``report`` gets the number of bytes of each chunk read."""
         from blobstore.compression.encoder import encode
         from blobstore.compression.estimate import fit_low_rank
-        from blobstore.compression.spans import mark_duplicates, merge_small
+        from blobstore.compression.spans import mark_duplicates
 
         spans: Sequence[Span] = self._aligned
         if self._base is not None and not self._in_chain:
@@ -211,8 +214,24 @@ class BlobEncoder:
             for span in mark_duplicates(spans, self._data)
         ]
         chunks, digest = chunks_of(self._data, report), self._blob.digest
-        spans = merge_small(spans)
-        return encode(chunks, spans, write, level=self._level, digest=digest, base=self._base)
+        return encode(
+            chunks, self._merged(spans), write, level=self._level, digest=digest, base=self._base
+        )
+
+    def _merged(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """Return the spans with small and sparse ones merged, with chunks where those of the base lie."""
+        from blobstore.compression.encoder import parts_of
+        from blobstore.compression.spans import merge_small
+
+        if not self._chains:
+            return merge_small(spans)
+        merged = merge_small([span._replace(is_sparse=False) for span in spans])
+        if self._base is not None and self._base.table is not None:
+            try:
+                self._base.check_chain(parts_of(merged))
+            except ColdDamaged:  # the base was frozen as a sparse delta
+                return merge_small([span._replace(is_sparse=True) for span in spans])
+        return merged
 
 
 def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memoryview]:

@@ -147,7 +147,14 @@ class ColdBlobBuilder:
         """
         base = self._base_of(blob)
         in_chain = self._chains and base is not None and self._is_delta(base)
-        encoder = BlobEncoder(self._store, blob.id, self._estimator.level, base, in_chain=in_chain)
+        encoder = BlobEncoder(
+            self._store,
+            blob.id,
+            self._estimator.level,
+            base,
+            chains=self._chains,
+            in_chain=in_chain,
+        )
         with files.create() as (path, descriptor):
             output = _FileOutput(descriptor)
 

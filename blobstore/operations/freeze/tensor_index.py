@@ -25,7 +25,9 @@ MIN_PIECE: Final = 4096
 _PROBE: Final = 128
 """Bytes of a probe."""
 _BUFFER: Final = 1 << 20
-"""Bytes that are read at once."""
+"""Bytes that are read at once, at most."""
+_FIRST_BUFFER: Final = 1 << 14
+"""Bytes that are read first: pieces that differ mostly differ there."""
 _MAX_COMPARED: Final = 16
 """Pieces with the probe of another that are compared with it."""
 _MAX_WIDTH: Final = 8
@@ -105,10 +107,12 @@ def are_equal(one: Piece, read: Read, other: Piece, read_other: Read) -> bool:
 
 
 def _parts(piece: Piece, read: Read) -> Iterator[bytearray]:
-    for begin in range(0, piece.size, _BUFFER):
-        part = bytearray(min(piece.size - begin, _BUFFER))
-        read(memoryview(part), piece.begin + begin)
+    done, wanted = 0, _FIRST_BUFFER
+    while done < piece.size:
+        part = bytearray(min(piece.size - done, wanted))
+        read(memoryview(part), piece.begin + done)
         yield part
+        done, wanted = done + len(part), _BUFFER
 
 
 class BlobIndex:

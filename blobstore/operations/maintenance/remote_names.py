@@ -55,6 +55,7 @@ def remove_remote(
             found.append(ObjectSource.locate(address)[1])
             continue
         remote = RemoteReference.parse(address)
+        remote.check_writable()
         with RegistryClient(remote.host, plain_http=plain_http) as client:
             client.get_manifest(remote.repository, remote.reference)
         found.append(remote)
@@ -111,6 +112,7 @@ def _tag_object(address: str, tag: str, force: bool, plain_http: bool | None) ->
 
 def _tag_in_registry(address: str, tag: str, force: bool, plain_http: bool | None) -> RemoteTag:
     source = RemoteReference.parse(address)
+    source.check_writable()
     target = replace(source, tag=tag, digest=None)
     if ":" in tag:
         raise UsageError(f"{quote(tag)} is no tag")

@@ -1,6 +1,7 @@
 """The lock file: which models a machine should have, by the digests of their manifests, and where they come from.
 
-It is TOML, sorted by name, so that a version control system shows what changed. docs/cli.md describes it.
+It is TOML, sorted by name, so that a version control system shows what changed.
+docs/reference/commands/lock-sync.md describes it.
 """
 
 from __future__ import annotations

@@ -25,28 +25,27 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.objects.source import ObjectSource
 from blobstore.operations.sign.require_trust import check_trust, read_policy
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers, usable_layers
+from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.cold_manifests import usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
-from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.signatures import SelectedSignatures, fetch_signatures
+from blobstore.operations.transfer.signatures import SelectedSignatures
 from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects, places_of
-from blobstore.remotes.cold_layers import parse_cold_layers
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.errors import RemoteError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
+    from blobstore.objects.source import ObjectSource
     from blobstore.operations.create.create import Created
     from blobstore.registry.layouts.files import RemoteFile
     from blobstore.registry.store import RemoteSource
@@ -108,7 +107,8 @@ def pull_model(
     """Fetch a model from a registry.
 
     Args:
-        remote: the address, ``[oci://]host[:port]/repository[:tag|@sha256:…]``.
+        remote: the address, ``[oci://]host[:port]/repository[:tag|@sha256:…]``; with ``http://`` or
+            ``https://`` that of ``blobstore serve``. Or one in object storage.
         name: the name that the model gets; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
@@ -160,7 +160,7 @@ def pull_model(
         policy = read_policy(store)
         errors: list[RemoteError] = []
         # The policy is asked before any weight is fetched.
-        found, fetch_layers = _attached(source, digest, errors.append)
+        found, fetch_layers = attached(source, digest, errors.append)
         signatures = SelectedSignatures.of(found, digest, policy)
         verdict = check_trust(store, reference, signed, signatures.data, policy, errors)
         # Compressed forms are those of a store's blobs, and files of other tools are imported
@@ -197,24 +197,6 @@ def pull_model(
             *done.notices,
         ),
     )
-
-
-def _attached(
-    source: RemoteSource | ObjectSource,
-    manifest: Digest,
-    on_error: Callable[[RemoteError], object],
-) -> tuple[Iterator[bytes], Callable[[], Mapping[Digest, ColdLayer]]]:
-    """Return the signatures of a model, none of them verified, and what fetches its compressed forms.
-
-    ``on_error`` is called with why signatures cannot be fetched.
-    """
-    if isinstance(source, ObjectSource):
-        return source.signatures(on_error), lambda: parse_cold_layers(source.cold_index() or b"")
-    client, repository = source.client, source.address.repository
-    referrers = fetch_referrers(client, repository, source.root, on_error)
-    signatures = fetch_signatures(client, repository, source.root, manifest, referrers, on_error)
-    blobs = (blob.id for blob in source.model.blobs)
-    return signatures, lambda: fetch_cold_layers(client, repository, referrers, blobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ def registry_address(reference: Reference, remote: str | RemoteReference | None)
             )
         return RemoteReference.of(reference)
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
+    address.check_writable()
     if address.digest is not None:
         raise UsageError(f"cannot push to the digest {quote(address)}; give a tag")
     return address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.compression.level import check_compression_level
 from blobstore.core.digest import BlobId, Digest
@@ -162,9 +162,11 @@ def send_cold_manifests(
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    ordered = [layer.to_json() for layer in sorted(layers, key=lambda layer: layer.blob.digest.hex)]
-    parts = [
-        {"artifactType": COLD, "layers": ordered[begin : begin + _MAX_LAYERS]}
-        for begin in range(0, len(ordered), _MAX_LAYERS)
-    ]
+    parts = [{"artifactType": COLD, "layers": part} for part in cold_lists(layers)]
     send_referrers(client, repository, root, parts)
+
+
+def cold_lists(layers: Iterable[ColdLayer]) -> list[list[dict[str, Any]]]:
+    """Return the entries of cold layers, in lists of which each fits into a manifest."""
+    ordered = [layer.to_json() for layer in sorted(layers, key=lambda layer: layer.blob.digest.hex)]
+    return [ordered[begin : begin + _MAX_LAYERS] for begin in range(0, len(ordered), _MAX_LAYERS)]

@@ -73,7 +73,7 @@ class PushCache:
         """Return the unfinished upload of a blob, if there is one."""
         if self._lock is None:
             return None
-        match _read(self._upload(digest)):
+        match read_note(self._upload(digest)):
             case {"url": str(url), "offset": int(offset)}:
                 return UploadSession(url, offset)
         return None
@@ -81,7 +81,9 @@ class PushCache:
     def keep_session(self, digest: Digest, session: UploadSession) -> None:
         """Remember an unfinished upload."""
         if self._lock is not None:
-            _write(self._upload(digest), self._root, {"url": session.url, "offset": session.offset})
+            write_note(
+                self._upload(digest), self._root, {"url": session.url, "offset": session.offset}
+            )
 
     def forget_session(self, digest: Digest) -> None:
         """Forget an upload."""
@@ -112,14 +114,14 @@ class PushCache:
         # The repository moves to the end, so that the oldest are forgotten first.
         blobs = dict.fromkeys((*known.pop(self._repository, ()), *(one.hex for one in digests)))
         known[self._repository] = list(blobs)
-        _write(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))
+        write_note(self._registry, self._root, dict(list(known.items())[-_MAX_REPOSITORIES:]))
 
     @property
     def _registry(self) -> Path:
         return self._folder / f"registry-{Digest.of(self._host.encode()).hex}"
 
     def _pushed(self) -> dict[str, list[str]]:
-        value = _read(self._registry)
+        value = read_note(self._registry)
         is_sound = isinstance(value, dict) and all(
             isinstance(blobs, list) and all(isinstance(blob, str) for blob in blobs)
             for blobs in value.values()
@@ -145,7 +147,7 @@ class PullRecord(NamedTuple):
     @classmethod
     def read(cls, store: LocalStore, reference: Reference) -> PullRecord | None:
         """Return the entry about a name; None without one, or if the name has another model by now."""
-        match _read(_pulled(store, reference)):
+        match read_note(_pulled(store, reference)):
             case {"remote": str(remote), "digest": str(digest), "manifest": str(manifest)}:
                 with contextlib.suppress(BlobstoreError):
                     if manifest == str(Digest.of(store.read_manifest(reference))):
@@ -154,21 +156,21 @@ class PullRecord(NamedTuple):
 
     def keep(self, store: LocalStore, reference: Reference) -> None:
         """Remember it for a name."""
-        _write(_pulled(store, reference), store.root, self._asdict())
+        write_note(_pulled(store, reference), store.root, self._asdict())
 
 
 def _pulled(store: LocalStore, reference: Reference) -> Path:
     return store.folder("remotes") / f"pulled-{Digest.of(str(reference).encode()).hex}"
 
 
-def _write(path: Path, root: Path, value: Mapping[str, Any]) -> None:
+def write_note(path: Path, root: Path, value: Mapping[str, Any]) -> None:
     """Write an entry, unless the store cannot be written."""
     with contextlib.suppress(OSError):
         make_folders(path.parent, root, durable=False)
         write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
 
 
-def _read(path: Path) -> Any:
+def read_note(path: Path) -> Any:
     """Return an entry that this user has written; None if it is missing or malformed."""
     try:
         if path.lstat().st_uid != os.geteuid():  # it could name any upload, or any repository

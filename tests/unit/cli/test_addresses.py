@@ -57,7 +57,14 @@ def test_the_variable_of_the_store_is_no_address_either(
     [
         ("s3://bucket/x", PULL),
         ("hf:org/x", "for the Hub's repository, say hf://org/x"),
-        ("https://host.example/x", "'blobstore pull host.example/x' fetches a model of a registry"),
+        (
+            "https://host.example/x",
+            "'blobstore pull https://host.example/x' fetches a model of a server; download other files",
+        ),
+        (
+            "docker://host.example/x",
+            "'blobstore pull host.example/x' fetches a model of a registry",
+        ),
     ],
 )
 def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_it(
@@ -69,8 +76,14 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
 @pytest.mark.parametrize(
     ("remote", "advice"),
     [
-        ("http://host.example/r", "write 'host.example/r', with --plain-http"),
-        ("https://host.example/r", "write 'host.example/r'"),
+        (
+            "http://host.example/r",
+            "a server that only reads; for a registry, write host.example/r --plain",
+        ),
+        (
+            "https://host.example/r",
+            "a server that only reads; for a registry, write host.example/r",
+        ),
         ("docker://host.example/r", "write 'host.example/r'"),
         ("ftp://host.example/r", "expected [oci://]host"),
     ],

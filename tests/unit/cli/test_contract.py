@@ -59,6 +59,7 @@ ARGUMENTS = {
     "unpack": ("@models.bsar",),
     "push": ("dense", "%remote", "--layout=ollama"),
     "pull": ("%remote", "new"),
+    "follow": ("new", "%remote", "--once"),
     "lock": ("dense", "-o", "@new.lock"),
     "sync": ("@models.lock",),
     "login": ("%host", "--username=alice", "--password-stdin"),
@@ -88,6 +89,7 @@ VARIANTS = {
     "list oci://": ("list", "%address"),
     "du oci://": ("du", "%address"),
     "push GLOB": ("push", "tun*", "dense", "%place"),
+    "push --as": ("push", "dense", "@versions", "--as=slime"),
     "pull --all": ("pull", "--all", "%place"),
     "verify --remote": ("verify", "--remote", "%remote"),
     "show FILE.bsar": ("show", "@models.bsar"),
@@ -99,7 +101,9 @@ VARIANTS = {
 # Keys that are names, and what the document says instead.
 NAMES = {"dense:latest": "NAME", "model.safetensors": "FILE"}
 # The keys of the JSON of each command, as the document lists them; "[]" stands for the items of a list.
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "json.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference" / "json.md").read_text(
+    encoding="utf-8"
+)
 JSON = {
     match[1]: match[2].split()
     for match in re.finditer(r"^### (.+)\n\n```text\n((?:.*\n)*?)```$", DOCUMENT, re.MULTILINE)

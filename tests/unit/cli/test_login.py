@@ -83,7 +83,9 @@ def test_wrong_usage_is_refused_before_the_registry_is_asked(
     assert registry.requests == []
 
 
-@pytest.mark.parametrize("host", ["", "https://ghcr.io", "ghcr.io/team", "a b", "user@ghcr.io"])
+@pytest.mark.parametrize(
+    "host", ["", "https://ghcr.io/team", "ghcr.io/team", "a b", "user@ghcr.io"]
+)
 @pytest.mark.parametrize("command", ["login", "logout"])
 def test_other_text_than_a_host_is_refused(host: str, command: str) -> None:
     options = OPTIONS if command == "login" else ()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.cli.progress import progress_bar
+from blobstore.cli.progress import _facts, _Phase, progress_bar
 from blobstore.store.local import LocalStore
 from tests.unit.cli.running import LAUNCHER, on_terminal, on_terminal_with_pipe
 
@@ -74,5 +74,37 @@ def test_progress_is_escaped_and_fits_the_line() -> None:
     assert b"\x1b]0" not in shown
     assert b"\x07" not in shown
     assert "\u202e" not in shown.decode()
-    # One line of text: the cursor never moves up by more than the line that is redrawn.
-    assert shown.count(b"\x1b[1A") == 1
+    # One line, which the terminal does not wrap.
+    assert b"\n" not in shown
+    assert shown.count(b"\x1b[?7l") == shown.count(b"\x1b[?7h") == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (60, "\u2501\u2501         25.0 MB of 100 MB  "),
+        (80, "\u2501\u2501         25.0 MB of 100 MB  12.5 MB/s 0:00:06 "),
+        (
+            120,
+            "\u2501\u2501\u2501\u2501\u2501\u2501                   25.0 MB of 100 MB  12.5 MB/s ETA 0:00:06 ",
+        ),
+    ],
+)
+def test_the_bar_says_as_much_as_the_terminal_has_columns(columns: int, expected: str) -> None:
+    assert _facts(25 * 10**6, 100 * 10**6, 12_500_000, columns) == expected
+
+
+def test_the_bar_knows_no_time_before_it_knows_a_speed_or_a_total() -> None:
+    assert "-:--:--" in _facts(0, 100, 0, 80)
+    assert "-:--:--" in _facts(100, 0, 50, 80)
+
+
+def test_every_phase_has_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("blobstore.cli.progress.time.monotonic", lambda: now)
+    phase = _Phase()
+    now = 110.0
+    assert phase.rate(500, 1000) == 0
+    now = 112.0
+    assert phase.rate(700, 1000) == 100
+    assert phase.rate(0, 2000) == 0

@@ -105,9 +105,39 @@ def test_spans_without_factors_are_unchanged(span: Span) -> None:
     assert coded(MERGED, span, BASE, "small")[2] == [span]
 
 
-def test_a_tensor_equal_to_its_base_is_unchanged() -> None:
+@pytest.mark.parametrize("level", get_args(Level))
+@pytest.mark.parametrize("share", [0, 0.05])
+def test_no_factors_are_searched_where_few_elements_differ(
+    level: Level, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "is_promising", None)
+    monkeypatch.setattr(estimate, "fit", None)
+    data = np.frombuffer(BASE, np.uint16).copy()
+    data += np.random.default_rng(0).random(len(data)) < share
     span = span_of(BASE, SHAPE)
-    assert coded(BASE, span, BASE, "small")[2] == [span]
+    assert coded(data.tobytes(), span, BASE, level)[2] == [span._replace(is_sparse=True)]
+
+
+@pytest.mark.parametrize("share", [0.2, 1])
+def test_many_differing_elements_are_not_sparse(share: float) -> None:
+    data = np.frombuffer(BASE, np.uint16).copy()
+    data += np.random.default_rng(0).random(len(data)) < share
+    span = span_of(BASE, SHAPE)
+    assert coded(data.tobytes(), span, BASE, "fast")[2] == [span]
+
+
+def test_a_sample_of_a_large_cold_base_reads_a_small_part_of_it() -> None:
+    before = np.zeros(1 << 24, np.uint8)
+    sizes: list[int] = []
+
+    def read_into(out: memoryview, begin: int) -> None:
+        sizes.append(out.nbytes)
+        out[:] = before[begin : begin + len(out)].data
+
+    base = BaseBlob(BaseBlob.hot(before.data).identity, read_into)  # type: ignore[arg-type]
+    span = Span(len(before), DType.U8, base_begin=0)
+    assert [one.is_sparse for one in fit_low_rank(before.data, [span], base, "fast")] == [True]
+    assert 0 < len(sizes) <= 4
 
 
 def test_reads_few_rows_of_a_base_without_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:

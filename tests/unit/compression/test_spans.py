@@ -73,10 +73,19 @@ def test_small_neighbours_are_merged() -> None:
     assert merge_small(small(100, 1 << 16, 300)) == small(100, 1 << 16, 300)
     many = merge_small(small(*[1000] * 100))
     assert [span.size for span in many] == [65_000, 35_000]
-    assert [span.size for span in merge_small(small(*[1000] * 100), 40_000)] == [
-        40_000,
-        40_000,
-        20_000,
+
+
+def test_sparse_neighbours_of_any_size_are_merged() -> None:
+    sparse = [span._replace(is_sparse=True) for span in small(72, 1 << 22, 300, 1 << 17)]
+    header = sparse[1]._replace(dtype=None)
+    assert merge_small([header, sparse[2]]) == [header, sparse[2]]
+    whole = Span(sum(span.size for span in sparse), DType.BF16, base_begin=0, is_sparse=True)
+    assert merge_small(sparse) == [whole]
+    dense = sparse[1]._replace(is_sparse=False)
+    assert merge_small([sparse[0], dense, *sparse[2:]]) == [
+        sparse[0],
+        dense,
+        Span((1 << 17) + 300, DType.BF16, base_begin=sparse[2].base_begin, is_sparse=True),
     ]
 
 

@@ -1,4 +1,4 @@
-"""The golden vectors of docs/cold-format.md.
+"""The golden vectors of docs/reference/cold-format.md.
 
 They were written by the code of their version and read by tests/readers/cold_blobs.py, which shares no code
 with it. What is written today may differ, for zstd may find other codes; what was written must be read.

@@ -1,4 +1,4 @@
-"""The golden vectors of docs/format.md for blocks of GGUF. ``tests.readers.gguf_blocks`` computed them."""
+"""The golden vectors of docs/reference/format.md for blocks of GGUF, computed by ``tests.readers.gguf_blocks``."""
 
 from __future__ import annotations
 

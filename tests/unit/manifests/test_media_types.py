@@ -6,7 +6,7 @@ import pytest
 
 from blobstore.manifests import media_types
 
-FORMAT = Path(__file__).parents[3] / "docs" / "format.md"
+FORMAT = Path(__file__).parents[3] / "docs" / "reference" / "format.md"
 OLLAMA = "application/vnd.ollama.image."
 TYPES = {
     name: value

@@ -274,7 +274,7 @@ def test_a_command_needs_these_rights_and_no_others(
 
 
 def test_the_documented_rights_are_those() -> None:
-    text = (ROOT / "docs/object-storage.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides/object-storage.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[^|]*) \| (`s3:[^|]*) \|", text, re.MULTILINE)
     documented = {
         command: set(re.findall(r"`(s3:\w+)`", rights))

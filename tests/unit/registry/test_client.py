@@ -282,3 +282,18 @@ def test_referrers_are_found_by_tag_if_the_registry_lists_none(
     )
 
     assert client.referrers(repository, manifest.digest) == (descriptor_of(signature),)
+
+
+def test_a_registry_that_cannot_wait_says_at_once_whether_a_tag_has_changed(
+    client: RegistryClient,
+) -> None:
+    first = push_model(client, "tests/watched")
+    assert client.watch_manifest("tests/watched", "latest", None, 30) == (first.digest, False)
+    assert client.watch_manifest("tests/watched", "latest", first.digest, 30) == (
+        first.digest,
+        False,
+    )
+    other = Digest.of(b"other")
+    assert client.watch_manifest("tests/watched", "latest", other, 30) == (first.digest, False)
+    with pytest.raises(ModelNotFound):
+        client.watch_manifest("tests/watched", "none", None, 30)

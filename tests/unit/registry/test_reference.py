@@ -37,7 +37,7 @@ def test_address_is_parsed(text: str, expected: RemoteReference) -> None:
         "org/model",
         "oci://",
         "oci://host",
-        "https://ghcr.io/org/model",
+        "docker://ghcr.io/org/model",
         "ghcr.io/",
         "ghcr.io/Org/model",
         "ghcr.io/org//model",
@@ -68,6 +68,42 @@ def test_address_is_parsed(text: str, expected: RemoteReference) -> None:
 def test_other_text_than_an_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidReference):
         RemoteReference.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled", "plain_http"),
+    [
+        ("http://cache:8080/Org/Model-7B", "http://cache:8080/org/model-7b:latest", True),
+        ("https://cache/m:V1", "https://cache/m:V1", False),
+        (f"http://cache/m@{DIGEST}", f"http://cache/m@{DIGEST}", True),
+        ("http://[::1]:8080/m", "http://[::1]:8080/m:latest", True),
+        ("oci://cache:80/m", "cache:80/m:latest", None),
+    ],
+)
+def test_the_scheme_of_an_address_says_whether_tls_is_used(
+    text: str, spelled: str, plain_http: bool | None
+) -> None:
+    address = RemoteReference.parse(text)
+    assert str(address) == spelled
+    assert RemoteReference.parse(spelled) == address
+    assert address.uses_plain_http() is plain_http
+    assert address.uses_plain_http(plain_http=True) is (plain_http is not False)
+
+
+def test_a_server_that_only_reads_has_the_names_of_a_registry() -> None:
+    address = RemoteReference.parse("http://cache:8080/org/model")
+    assert address == RemoteReference("cache:8080", "org/model")
+    assert address.name() == Reference.parse("cache:8080/org/model")
+    with pytest.raises(
+        UsageError, match="only reads; for a registry, write cache:8080/org/model --"
+    ):
+        address.check_writable()
+    RemoteReference.parse("cache:8080/org/model").check_writable()
+
+
+def test_every_address_has_a_name_that_is_near() -> None:
+    near = RemoteReference.parse(f"ghcr.io/a/b/model:v1@{DIGEST}").nearest_name()
+    assert near == Reference.parse("ghcr.io/b/model:v1")
 
 
 @pytest.mark.parametrize("digest", ["", "sha256:", "sha256:xyz", f"sha512:{'0' * 128}"])

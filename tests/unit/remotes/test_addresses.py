@@ -29,6 +29,8 @@ def local(tmp_path: Path) -> LocalStore:
         ("s3://bucket/m", True, True),
         ("file:///folder/m", True, True),
         ("oci://host/m", True, False),
+        ("http://host:8080/m", True, False),
+        ("https://host/m", True, False),
         ("team/m:v1", False, False),
         ("s3:/bucket/m", False, False),
     ],
@@ -38,7 +40,9 @@ def test_addresses_begin_with_a_scheme(name: str, is_one: bool, in_objects: bool
     assert is_in_objects(name) is in_objects
 
 
-@pytest.mark.parametrize("address", ["s3://", "s3://bucket", "s3://bucket/m:", "oci://"])
+@pytest.mark.parametrize(
+    "address", ["s3://", "s3://bucket", "s3://bucket/m:", "oci://", "http://", "https://host"]
+)
 def test_addresses_of_no_model_are_refused(address: str) -> None:
     with pytest.raises(InvalidReference):
         check_address(address)

@@ -424,7 +424,9 @@ class TestOpenModelsElsewhere(BlobAccessSuite):
         if request.param == "all blobs, compressed":
             freeze_models(["model"], store=here)
             assert len(here.frozen()) == 2
-        return RemoteStore(here, ObjectSource.find(f"{address}/model"), cache="none")
+        return RemoteStore(
+            here, ObjectSource.find(f"{address}/model"), Reference.parse("model"), cache="none"
+        )
 
 
 # The cache
@@ -630,7 +632,7 @@ def test_a_blob_that_the_manifest_does_not_list_with_that_size_is_refused(
     local: LocalStore, objects: ObjectStore, other: LocalStore
 ) -> None:
     push_model("one", objects.address, store=local)
-    store = RemoteStore(other, ObjectSource.find(f"{objects.address}/one"))
+    store = RemoteStore(other, ObjectSource.find(f"{objects.address}/one"), Reference.parse("one"))
     listed = local.resolve("one").blobs[0]
     store.check_size(*listed.id)
     with pytest.raises(BlobDamaged, match=f"{listed.size} bytes, expected {listed.size + 1}"):

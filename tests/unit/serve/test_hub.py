@@ -10,6 +10,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
@@ -202,6 +203,29 @@ def test_models_without_a_namespace_are_found(store: LocalStore, tmp_path: Path)
     assert [item["id"] for item in listed] == ["alone"]
 
 
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("ghcr.io/team/llama", "ghcr.io.team/llama"),
+        ("localhost:5000/team/llama", "localhost_5000.team/llama"),
+        ("ghcr.io/library/llama", "ghcr.io.library/llama"),
+    ],
+)
+def test_a_model_of_another_host_has_a_name_of_two_parts(
+    store: LocalStore, tmp_path: Path, name: str, served: str
+) -> None:
+    create(write_folder(tmp_path / "model", dense_tensors()), name, store=store)
+    library = Library(store)
+    (listed,) = json_of(ask(library, f"/api/models?author={served.partition('/')[0]}"))
+    assert listed["id"] == served
+    info = json_of(ask(library, f"/api/models/{served}"))
+    assert (info["id"], info["author"]) == (served, served.partition("/")[0])
+    assert ask(library, f"/{served}/resolve/main/config.json").status == 200
+    assert ask(library, f"/{name.replace(':', '_')}/resolve/main/config.json").status == 200
+    for other in ("team/llama", "llama", f".{served}", "other.io.team/llama"):
+        assert ask(library, f"/{other}/resolve/main/config.json").status == 404
+
+
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
 def test_a_quantized_model_has_the_files_of_an_export(
     store: LocalStore, tmp_path: Path, quantize: str
@@ -236,6 +260,18 @@ def test_digests_that_were_computed_are_noted(library: Library) -> None:
     for path in notes.iterdir():
         path.write_bytes(b"[1]")
     assert ask(Library(library.store), "/org/model/resolve/main/config.json").headers == first
+
+
+def test_noted_digests_stay_as_long_as_the_model(library: Library) -> None:
+    ask(library, "/org/model/resolve/main/config.json")
+    notes = library.store.folder("headers")
+    (note,) = notes.glob("*.files")
+    library.release_idle(0)
+    collect_garbage(store=library.store, older_than=0)
+    assert note.exists()
+    remove_models(["org/model"], store=library.store)
+    collect_garbage(store=library.store, older_than=0, force=True)
+    assert not note.exists()
 
 
 def test_models_of_ollama_are_gguf_files(store: LocalStore) -> None:

@@ -9,11 +9,15 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.registry.manifest import ACCEPTED, DOCKER_MANIFEST, OCI_INDEX, OCI_MANIFEST
+from blobstore.remotes.cold_layers import BLOB_DIGEST, COLD
 from blobstore.serve.library import Library
+from blobstore.serve.messages import Response, StoredPart
 from blobstore.store.local import LocalStore
-from tests.support.models import moe_tensors, write_folder
+from tests.support import frozen
+from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.serve import ask, body_of, json_of
 
 ALL = {"accept": ", ".join(ACCEPTED)}
@@ -80,6 +84,43 @@ def test_names_may_have_small_letters_alone(store: LocalStore, tmp_path: Path) -
     assert json_of(ask(library, "/v2/org/model-7b/tags/list"))["tags"] == ["latest"]
 
 
+def test_a_model_of_another_host_has_it_in_its_name(store: LocalStore, tmp_path: Path) -> None:
+    create(write_folder(tmp_path / "m", dense_tensors()), "ghcr.io/team/llama", store=store)
+    library = Library(store)
+    for name in ("ghcr.io/team/llama", "ghcr.io.team/llama"):
+        assert ask(library, f"/v2/{name}/manifests/latest").status == 200
+    for name in ("team/llama", "other.io/team/llama", "a/ghcr.io/team/llama"):
+        assert ask(library, f"/v2/{name}/manifests/latest").status == 404
+
+
+def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
+    library: Library, tmp_path: Path
+) -> None:
+    source = write_folder(tmp_path / "m", dense_tensors())
+    create(source, "ghcr.io/team/llama", store=library.store)
+    create(source, "ghcr.io/library/llama", store=library.store)
+    for name, status in (("team/llama", 200), ("llama", 200), ("org/model", 404)):
+        assert ask(library, f"/v2/{name}/manifests/latest?ns=ghcr.io").status == status
+    assert ask(library, "/v2/team/llama/manifests/latest?ns=docker.io").status == 404
+    assert ask(library, "/v2/org/model/manifests/latest").status == 200
+
+
+def test_repositories_are_listed_in_pages(library: Library, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "m", dense_tensors())
+    for name in ("ghcr.io/team/llama", "localhost:5000/a/b", "Alone", "Alone:other"):
+        create(source, name, store=library.store)
+    listed, target = [], "/v2/_catalog?n=2"
+    while target:
+        response = ask(library, target)
+        listed += json_of(response)["repositories"]
+        target = response.headers.get("Link", "").partition("<")[2].partition(">")[0]
+    assert listed == ["alone", "ghcr.io/team/llama", "localhost_5000/a/b", "org/model"]
+    for name in listed:
+        assert json_of(ask(library, f"/v2/{name}/tags/list"))["tags"]
+    allowed = Library(library.store, ["org/*"])
+    assert json_of(ask(allowed, "/v2/_catalog"))["repositories"] == ["org/model"]
+
+
 def test_tags_are_listed_in_pages(library: Library) -> None:
     for tag in ("a", "b", "v1"):
         copy_model("org/model", f"org/model:{tag}", store=library.store)
@@ -90,6 +131,69 @@ def test_tags_are_listed_in_pages(library: Library) -> None:
     assert first.headers["Link"] == '</v2/org/model/tags/list?n=3&last=latest>; rel="next"'
     assert json_of(ask(library, "/v2/org/model/tags/list?n=3&last=latest"))["tags"] == ["v1"]
     assert json_of(ask(library, "/v2/org/model/tags/list?n=0"))["tags"] == []
+
+
+def test_repositories_are_listed_in_small_letters_and_pages(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "m", moe_tensors())
+    for name in ("Org/Model-7B", "llama", "Org/b", "ghcr.io/org/foreign"):
+        create(folder, name, store=store)
+    library = Library(store)
+    assert json_of(ask(library, "/v2/_catalog")) == {
+        "repositories": ["ghcr.io/org/foreign", "llama", "org/b", "org/model-7b"]
+    }
+    first = ask(library, "/v2/_catalog?n=3")
+    assert json_of(first)["repositories"] == ["ghcr.io/org/foreign", "llama", "org/b"]
+    assert first.headers["Link"] == '</v2/_catalog?n=3&last=org%2Fb>; rel="next"'
+    last = ask(library, "/v2/_catalog?n=3&last=org%2Fb")
+    assert json_of(last)["repositories"] == ["org/model-7b"]
+    assert "Link" not in last.headers
+
+
+def test_repositories_that_are_not_allowed_are_not_listed(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "m", moe_tensors())
+    for name in ("org/public", "org/secret"):
+        create(folder, name, store=store)
+    library = Library(store, ["*/public"])
+    assert json_of(ask(library, "/v2/_catalog"))["repositories"] == ["org/public"]
+
+
+def test_compressed_forms_refer_to_their_model_as_long_as_they_are_there(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    frozen.put(store, "org/one", {"a": 1, "b": 2})
+    library = Library(store)
+    digest = ask(library, "/v2/org/one/manifests/latest", headers=ALL).headers[
+        "Docker-Content-Digest"
+    ]
+    target = f"/v2/org/one/referrers/{digest}"
+    assert json_of(ask(library, target))["manifests"] == []
+    freeze_models(["org/one"], store=store, keep_hot=True)
+    (listed,) = json_of(ask(library, target))["manifests"]
+    assert listed["artifactType"] == COLD
+    layers = json_of(ask(library, f"/v2/org/one/manifests/{listed['digest']}"))["layers"]
+    assert len(layers) == 2
+    for one in layers:
+        found = ask(library, f"/v2/org/one/blobs/{one['digest']}")
+        data = stored_bytes(store, found)
+        assert (Digest.of(data), len(data)) == (Digest.parse(one["digest"]), one["size"])
+        part = ask(library, f"/v2/org/one/blobs/{one['digest']}", headers={"range": "bytes=9-20"})
+        assert stored_bytes(store, part) == data[9:21]
+    for one in layers:
+        digest = one["annotations"][BLOB_DIGEST]
+        Path(store.cold_path(Digest.parse(digest))).unlink()
+    assert json_of(ask(library, target))["manifests"] == []
+    assert code_of(library, f"/v2/org/one/blobs/{layers[0]['digest']}") == (404, "BLOB_UNKNOWN")
+
+
+def stored_bytes(store: LocalStore, response: Response) -> bytes:
+    (part,) = response.parts
+    assert isinstance(part, StoredPart)
+    data = Path(store.cold_path(part.digest)).read_bytes()
+    return data[part.begin : part.begin + part.length]
 
 
 def test_nothing_refers_to_a_model_without_signatures(library: Library) -> None:
@@ -126,7 +230,7 @@ def test_errors_are_those_of_registries(library: Library) -> None:
         "/v2/org/none/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/a/b/c/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/..%2F../x/manifests/latest": (404, "NAME_UNKNOWN"),
-        "/v2/_catalog": (404, "NAME_UNKNOWN"),
+        "/v2/org/_catalog": (404, "NAME_UNKNOWN"),
         "/v2/org/model/manifests/none": (404, "MANIFEST_UNKNOWN"),
         "/v2/org/model/manifests/..%2F..": (404, "MANIFEST_UNKNOWN"),
         f"/v2/org/model/manifests/{zeros}": (404, "MANIFEST_UNKNOWN"),
@@ -159,3 +263,31 @@ def test_a_manifest_stays_while_it_is_pulled(library: Library, tmp_path: Path) -
     assert ask(library, f"/v2/org/model/manifests/{digest}").status == 200
     remove_models(["org/model"], store=library.store)
     assert ask(library, "/v2/org/model/manifests/latest").status == 404
+
+
+def test_a_client_that_has_the_manifest_may_wait_for_another_one(library: Library) -> None:
+    target = "/v2/org/model/manifests/latest"
+    tag = ask(library, target, headers=ALL).headers["ETag"]
+    known = {**ALL, "if-none-match": f'"x", {tag}'}
+    unchanged = ask(library, target, "HEAD", headers=known)
+    assert (unchanged.status, unchanged.parts, unchanged.wait) == (304, (), None)
+    for text, seconds in (("respond-async, wait=7", 7), ("wait=999999999", 60)):
+        waiting = ask(library, target, "HEAD", headers={**known, "prefer": text})
+        assert waiting.headers["Preference-Applied"] == f"wait={seconds}"
+        assert waiting.wait is not None
+        assert waiting.wait.seconds == seconds
+        assert not waiting.wait.is_over()
+    for text in ("wait=x", "awaits", "wait=-1", "wait=" + "1" * 30):
+        assert ask(library, target, headers={**known, "prefer": text}).wait is None
+    copy_model("org/model", "org/other", store=library.store)
+    remove_models(["org/model"], store=library.store)
+    assert waiting.wait is not None
+    assert waiting.wait.is_over()
+
+
+def test_nobody_waits_for_a_digest_which_never_changes(library: Library) -> None:
+    first = ask(library, "/v2/org/model/manifests/latest", headers=ALL)
+    target = f"/v2/org/model/manifests/{first.headers['Docker-Content-Digest']}"
+    headers = {"if-none-match": first.headers["ETag"], "prefer": "wait=9"}
+    response = ask(library, target, headers=headers)
+    assert (response.status, response.wait) == (304, None)

@@ -10,22 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.errors import ModelNotFound
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
+from blobstore.registry.client import RegistryClient
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
+from tests.support.cold import cold
 from tests.support.models import dense_tensors, moe_tensors, write_folder
-from tests.support.serve_process import Serving, connect, serving
+from tests.support.serve_process import SECONDS, Serving, connect, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
 
@@ -36,6 +41,13 @@ TOKEN = "hf_a-secret-token"
 def server(library: Library, tmp_path: Path) -> Iterator[Serving]:
     with serving(library.store, tmp_path) as running:
         yield running
+
+
+def wait_until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def large_model(store: LocalStore, folder: Path) -> bytes:
@@ -111,6 +123,7 @@ def test_a_frozen_model_is_served(store: LocalStore, tmp_path: Path) -> None:
 
 
 def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
+    store.root.mkdir()
     command = [sys.executable, "-m", "blobstore.cli", "serve", "--host", "0.0.0.0", "--port=0"]
     result = subprocess.run(
         [*command, "--store", str(store.root)], capture_output=True, text=True, check=False
@@ -119,7 +132,13 @@ def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
     assert "--token-file" in result.stderr
 
 
+def test_a_server_with_an_upstream_needs_no_store(store: LocalStore, tmp_path: Path) -> None:
+    with serving(store, tmp_path, "--upstream=http://127.0.0.1:9") as server:
+        assert server.request("/healthz")[0] == 200
+
+
 def test_a_port_that_is_taken_is_an_error(store: LocalStore) -> None:
+    store.root.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "blobstore.cli", "serve", f"--port={port}"]
@@ -271,6 +290,40 @@ def test_a_damaged_blob_ends_the_connection_before_its_first_byte(
     assert library.store.root == store.root
 
 
+@pytest.mark.parametrize("has_right_checksums", [True, False])
+def test_a_damaged_cold_blob_ends_the_connection_before_its_first_wrong_byte(
+    store: LocalStore, tmp_path: Path, has_right_checksums: bool
+) -> None:
+    data = large_model(store, tmp_path)
+    layer = next(
+        one for one in store.resolve("org/large").layers if one.name == "model.layers.3.weight"
+    )
+    blob = bytearray(Path(store.blob_path(layer.digest)).read_bytes())
+    begin = data.index(bytes(blob[200:300])) - 200
+    freeze_models(["org/large"], store=store)
+    path = Path(store.cold_path(layer.digest))
+    if has_right_checksums:
+        blob[-1] ^= 1
+        changed = bytearray(cold(bytes(blob), digest=layer.digest))
+    else:
+        changed = bytearray(path.read_bytes())
+        changed[len(changed) // 2] ^= 1
+    target = "/org/large/resolve/main/model.safetensors"
+    with serving(store, tmp_path) as server:
+        assert server.request(target, range="bytes=0-9")[2] == data[:10]  # its digest is known
+        path.chmod(0o644)
+        path.write_bytes(changed)
+        connection = http.client.HTTPConnection(server.host, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", target)
+            with pytest.raises(http.client.IncompleteRead) as caught:
+                connection.getresponse().read()
+        received = caught.value.partial
+        assert begin - 200 <= len(received) <= begin + 200
+        assert received == data[: len(received)]
+        assert layer.digest.hex in server.wait_for_log("error", "cold blob")["error"]
+
+
 def test_blobs_that_were_verified_are_not_hashed_again(store: LocalStore, tmp_path: Path) -> None:
     data = large_model(store, tmp_path)
     for path in store.folder("blobs").iterdir():
@@ -302,9 +355,50 @@ def test_a_form_that_is_too_large_is_refused(server: Serving) -> None:
     assert server.request(target, "POST", b"x" * (2 << 20))[0] == 413
 
 
+def test_files_are_left_for_blobs_if_few_may_be_open() -> None:
+    program = """
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[1])))
+        from blobstore.serve.server import max_connections
+        print(max_connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        """
+    for most, expected in ((200, "68 200"), (20_000, "4096 8256")):
+        command = [sys.executable, "-c", textwrap.dedent(program), str(most)]
+        result = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert result.stdout.strip() == expected
+
+
 def test_dense_models_of_odd_names_are_served(store: LocalStore, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "dense", dense_tensors())
     create(source, "dense", store=store)
     with serving(store, tmp_path) as server:
         body = server.request("/dense/resolve/main/model.safetensors")[2]
     assert body == (source / "model.safetensors").read_bytes()
+
+
+def test_a_client_hears_of_another_manifest_while_it_waits(
+    server: Serving, library: Library, tmp_path: Path
+) -> None:
+    host = server.host
+    with RegistryClient(host) as client:
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
+        waited = client.watch_manifest("org/model", "latest", first, 1)
+        assert waited == (first, True)
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
+            wait_until(lambda: server.metric("open_requests") == 2)
+            source = write_folder(tmp_path / "new", moe_tensors())
+            made = create(source, "org/model", store=library.store)
+            assert later.result(60)[0] not in (first, made.digest)
+        with pytest.raises(ModelNotFound):
+            client.watch_manifest("org/model", "none", first, 1)
+
+
+def test_a_client_that_waits_does_not_keep_the_server_from_ending(server: Serving) -> None:
+    with RegistryClient(server.host) as client:
+        first, _ = client.watch_manifest("org/model", "latest", None, 30)
+        with ThreadPoolExecutor(1) as thread:
+            later = thread.submit(client.watch_manifest, "org/model", "latest", first, 60)
+            wait_until(lambda: server.metric("open_requests") == 2)
+            assert server.stop() == 143
+            assert later.result(60) == (first, True)

@@ -1,4 +1,4 @@
-"""The golden vectors of docs/format.md. None was written by the code under test.
+"""The golden vectors of docs/reference/format.md. None was written by the code under test.
 
 MLX 0.32.4 computed those of quantized weights on a CPU. Those of fp8 and of symmetric integers were
 computed in exact arithmetic, those with tiled scales by comfy-kitchen 0.2.40; the others were written by hand.

@@ -116,6 +116,59 @@ def test_small_tensors_of_a_step_take_few_bytes(store: LocalStore) -> None:
     assert decoded(store, cold) == mine
 
 
+def group(data: bytes) -> bytes:
+    """Return a blob of four tensors."""
+    size = len(data) // 4
+    return blob(
+        *((f"{n}", "BF16", (size // 2,), data[size * n : size * (n + 1)]) for n in range(4))
+    )
+
+
+def test_sparse_tensors_share_chunks(store: LocalStore) -> None:
+    run = [group(data) for data in steps(5, 1, 2, 1 << 20)]
+    base, mine = (add(store, data) for data in run)
+    cold = encode(BlobEncoder(store, mine, "fast", base))
+    assert [part.size for part in cold.table.parts][1:] == [2 << 20]
+    assert decoded(store, cold) == run[1]
+
+
+def test_dense_tensors_have_chunks_of_their_own(store: LocalStore) -> None:
+    base = add(store, group(weights(1, 1 << 18)))
+    mine = group(tuned(10, 1, 1 << 18))
+    cold = encode(BlobEncoder(store, add(store, mine), "fast", base))
+    assert [part.size for part in cold.table.parts][1:] == [1 << 17] * 4
+    assert decoded(store, cold) == mine
+
+
+def test_chunks_lie_at_the_same_places_where_chains_are_made(store: LocalStore) -> None:
+    dense, sparse = weights(1, 1 << 20), steps(5, 1, 2, 1 << 20)
+    base, tune, one, two = (
+        add(store, group(data)) for data in (dense, tuned(10, 1, 1 << 20), *sparse)
+    )
+    tables = [
+        encode(BlobEncoder(store, mine, "fast", theirs, chains=True)).table.parts
+        for mine, theirs in [(tune, base), (two, one)]
+    ]
+    assert [(part.size, part.chunk_size) for part in tables[0]] == [
+        (part.size, part.chunk_size) for part in tables[1]
+    ]
+
+
+def test_a_delta_against_a_frozen_sparse_delta_has_chunks_where_that_has_them(
+    store: LocalStore,
+) -> None:
+    run = [group(data) for data in steps(5, 1, 3, 1 << 20)]
+    base, one, two = (add(store, data) for data in run)
+    add_blobs(store, "base", {"x": run[0]})
+    add_blobs(store, "one", {"x": run[1]})
+    freeze_models(["one"], store=store, base="base")
+    assert store.open_cold(*one).base == base.digest
+    encoder = BlobEncoder(store, two, "fast", one, chains=True, in_chain=True)
+    cold = encode(encoder)
+    cold.give_base(store.base(*one, in_chain=True))
+    assert b"".join(map(bytes, cold.pieces())) == run[2]
+
+
 @pytest.mark.parametrize(
     "base",
     [

@@ -1,0 +1,66 @@
+"""What mkdocs cannot do alone for the site of the documentation: links to the repository, and generated pages.
+
+In the repository, a page may link to a test or a module. On the site such a link leads to the file in
+the repository if ``repo_url`` is set in mkdocs.yml; otherwise only its text is left.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from blobstore.cli.main import program
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.pages import Page
+
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)")
+_HELP = "<!-- help of all commands -->"
+_NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Return a page whose links lead to other pages or to the repository, with the help where it belongs."""
+
+    def replaced(link: re.Match[str]) -> str:
+        folder = posixpath.dirname(f"docs/{page.file.src_uri}")
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        if target.startswith("docs/") and not target.endswith(".py"):
+            return link[0]
+        if config.repo_url:
+            return f"[{link[1]}]({config.repo_url.rstrip('/')}/blob/main/{target})"
+        return link[1]
+
+    text = _LINK.sub(replaced, markdown).replace(_HELP, help_of_commands())
+    return _NAMES.sub(lambda found: public_names(found[1]), text)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page without the roles of Sphinx, which docstrings have for editors."""
+    return re.sub(r":(?:func|class|meth|data|mod|attr):(?=<code>)", "", html)
+
+
+def public_names(module: str) -> str:
+    """Return what mkdocstrings expands to the functions and classes of a module."""
+    names = import_module(module).__all__
+    sections = []
+    for title, is_function in (("Functions", True), ("Classes", False)):
+        chosen = [name for name in names if name[0].islower() == is_function]
+        sections += [f"## {title}", *(f"::: {module}.{name}" for name in chosen)]
+    return "\n\n".join(sections)
+
+
+def help_of_commands() -> str:
+    """Return a section with the help text of each command."""
+    parent = click.Context(program, info_name="blobstore", terminal_width=90, max_content_width=90)
+    sections = []
+    for name in program.list_commands(parent):
+        if (command := program.get_command(parent, name)) is not None:
+            context = click.Context(command, info_name=name, parent=parent)
+            sections.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(sections)

@@ -1,0 +1,147 @@
+"""A stored model with changes of a trainer, as a source that is imported like any other.
+
+Only the headers are read when it is opened. The bytes of a tensor are those of the store, changed while the
+import reads them. What comes out wrong fails the import, so nothing of it gets a name.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blobstore.core.escape import join_some, quote
+from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
+from blobstore.manifests.source_record import SourceRecord
+from blobstore.models.contents import ModelContents
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.export.original import plan_original
+from blobstore.safetensors.header import PREFIX_SIZE, parse_header
+from blobstore.sources.base import SourceFile
+from blobstore.sources.versions import SourceVersions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from blobstore.core.tensor import TensorSpec
+    from blobstore.manifests.model import Manifest
+    from blobstore.sources.weight_deltas import Patch
+    from blobstore.sources.weight_versions import OpenChanges
+    from blobstore.store.local import LocalStore
+
+
+class TrainedModel:
+    """The tensors of a stored model by the names that its trainer knows."""
+
+    def __init__(self, store: LocalStore, manifest: Manifest) -> None:
+        """Read the headers.
+
+        Raises:
+            BlobMissing, BlobDamaged: the model is damaged.
+            UnsupportedSource: it was converted when it was imported, so that no trainer has its bytes.
+        """
+        self.store = store
+        self.manifest = manifest
+        contents = ModelContents(store, manifest)
+        plan, record = plan_original(contents), contents.record
+        if plan is None or record is None or record.left_out or record.stored_names:
+            raise UnsupportedSource(
+                "the model does not have the tensors of its source as they were: it was converted or "
+                "quantized",
+                advice="import the folder that the trainer started from, without --quantize",
+            )
+        if any(file.format not in ("safetensors", "index") for file in record.files):
+            raise UnsupportedSource("the model was not imported from safetensors files")
+        self.record = record
+        self.contents = contents
+        self.tensors = {tensor.spec.name: tensor for tensor in plan.tensors}
+
+    def check(self, changes: OpenChanges) -> None:
+        """Check that the model has all tensors that change. Raises DamagedSource."""
+        if unknown := sorted(changes.checksums.keys() - self.tensors.keys()):
+            raise DamagedSource(
+                f"{quote(changes.version.folder)} changes tensor {join_some([*map(quote, unknown)], 1)}, "
+                "which the model does not have"
+            )
+
+    def read(self, name: str, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a tensor. Raises BlobMissing, BlobDamaged."""
+        tensor = self.tensors[name]
+        self.store.read_into(tensor.layer.digest, tensor.layer.size, tensor.begin, memory)
+
+    def pieces(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor, each piece in ``buffer``. Raises BlobMissing, BlobDamaged."""
+        tensor = self.tensors[name]
+        layer, nbytes = tensor.layer, tensor.spec.nbytes
+        for begin in range(0, nbytes, len(buffer)):
+            piece = buffer[: nbytes - begin]
+            self.store.read_into(layer.digest, layer.size, tensor.begin + begin, piece)
+            yield piece
+
+
+class PatchedModel:
+    """A :class:`TensorSource`: a stored model with the changes of some versions, oldest first."""
+
+    def __init__(self, model: TrainedModel, versions: Sequence[OpenChanges]) -> None:
+        """Read the small files. Raises DamagedSource as :meth:`TrainedModel.check`."""
+        self._model = model
+        self._versions = versions
+        for version in versions:
+            model.check(version)
+        self.specs: Mapping[str, TensorSpec] = {
+            name: tensor.spec for name, tensor in model.tensors.items()
+        }
+        contents = model.contents
+        self.files: Sequence[SourceFile] = [
+            SourceFile(name, Path(name), b"".join(map(bytes, model.store.read_pieces(*layer.id))))
+            for name, layer in sorted(contents.files.items())
+        ]
+        config = contents.decoded("config.json")
+        self.config: Mapping[str, Any] = config if isinstance(config, dict) else {}
+        self.notices: Sequence[str] = ()
+        self.metadata: Mapping[Path, Mapping[str, str]] = {
+            Path(file.name): parse_header(file.start[PREFIX_SIZE:], file.size).metadata
+            for file in model.record.files
+            if file.format == "safetensors"
+        }
+        self.block_types: Mapping[str, str] = {}
+        self.versions = SourceVersions()
+
+    @property
+    def options(self) -> ImportOptions:
+        """The options of the import of the model. Raises BlobDamaged."""
+        return ImportOptions.from_json(self._model.record.options)
+
+    @property
+    def reopen(self) -> Callable[[], PatchedModel]:
+        """Other processes would read the changes again."""
+        raise UsageError("a trainer's changes are imported only by threads of this process")
+
+    def check_unchanged(self) -> None:
+        """Return: the store's blobs do not change, and changes have checksums."""
+
+    def record(self) -> SourceRecord:
+        """See :class:`TensorSource`. The files are those of a folder that the trainer would have exported."""
+        record = self._model.record
+        return SourceRecord(
+            kind="folder" if record.kind == "hub" else record.kind,
+            files=tuple(file._replace(sha256=None) for file in record.files),
+        )
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`TensorSource`."""
+        nbytes = self.specs[name].nbytes
+        patches: list[Patch] = [
+            version.patch(name, nbytes) for version in self._versions if name in version.checksums
+        ]
+        if not nbytes:
+            for patch in patches:
+                patch.finish()
+        for piece in self._model.pieces(name, buffer):
+            for patch in patches:
+                patch.apply(piece)
+            yield piece
+
+    def close(self) -> None:
+        """Close the files of the changes."""
+        for version in self._versions:
+            version.close()

@@ -1,0 +1,300 @@
+"""Follows the folder that a trainer writes: a model becomes each of its versions.
+
+The changes apply to what the name has. Which version that is, a note says; without it, the checksums of the
+versions show it. If the folder begins again, as it does when its trainer is started again, the changes apply
+to the model that the name had before the first version, as long as the store has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core import interrupts
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.files import open_regular, read_exactly
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobDamaged, DamagedSource, ModelNotFound
+from blobstore.manifests.model import Manifest
+from blobstore.operations.create.create import import_source
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.follow.patched_model import PatchedModel, TrainedModel
+from blobstore.operations.follow.places import ClosedPlace, Installed, Look
+from blobstore.operations.transfer.transfer_cache import read_note, write_note
+from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.small_files import MAX_SMALL_FILE
+from blobstore.sources.weight_deltas import new_checksum
+from blobstore.sources.weight_versions import OpenChanges, WeightVersions, version_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.follow.places import Target
+    from blobstore.sources.base import SourceFile
+    from blobstore.sources.weight_versions import WeightVersion
+    from blobstore.store.local import LocalStore
+
+SCHEMES: Final = ("slime:", "sglang:", "modelexpress:")
+"""What the text begins with. All three have the same form."""
+_BUFFER: Final = 2**20
+
+
+class TrainerFolder(ClosedPlace):
+    """The folder in which a trainer writes versions."""
+
+    def __init__(self, target: Target, text: str) -> None:
+        """Ask nothing yet."""
+        self._target = target
+        self._source = text
+        self._versions = WeightVersions(Path(text.partition(":")[2]).expanduser())
+        self._newest: WeightVersion | None = None
+
+    def known(self) -> str | None:
+        """See :class:`~blobstore.operations.follow.places.Place`."""
+        note = _Note.read(self._target)
+        return note.version if note and note.source == self._source else None
+
+    def look(self, known: str | None, wait: int) -> Look:
+        """See :class:`~blobstore.operations.follow.places.Place`."""
+        del wait
+        newest = self._newest = self._versions.newest()
+        if newest is None:
+            if known is not None:
+                return Look(known)  # the trainer has begun again, and written nothing yet
+            raise ModelNotFound(f"{quote(self._versions.folder)} has no complete version yet")
+        return Look(_text(newest.number))
+
+    def install(self) -> Installed:
+        """See :class:`~blobstore.operations.follow.places.Place`."""
+        target, newest = self._target, self._newest
+        assert newest is not None  # noqa: S101 - look was called
+        note = _Note.read(target)
+        if note is not None and note.source != self._source:
+            note = None
+        known = int(note.version) if note is not None else None
+        begins_again = known is not None and newest.number < known
+        chain = self._versions.chain(newest, None if begins_again else known)
+        fetched = 0
+        if chain[0].base is None:
+            full, chain = chain[0], chain[1:]
+            base, first = self._import_full(full), None
+            fetched = folder_size(full.folder)
+            # Another process can go on there.
+            _Note(self._source, _text(full.number), base, None).write(target)
+        else:
+            base, first = self._base(note, chain, begins_again=begins_again)
+            if known is None:
+                chain = chain[current_version(target.store, _manifest(target, base), chain) :]
+        if chain:
+            fetched += sum(folder_size(version.folder) for version in chain)
+            self._apply(base, chain)
+        number = _text(newest.number)
+        with interrupts.deferred():  # all is done
+            now = Digest.of(target.store.read_manifest(target.reference))
+            _Note(self._source, number, now, first).write(target)
+        return Installed(number, f"v{number}", fetched)
+
+    def _base(
+        self, note: _Note | None, chain: Sequence[WeightVersion], *, begins_again: bool
+    ) -> tuple[Digest, Digest | None]:
+        """Return the model that the first change applies to, and the one that the trainer started from."""
+        target = self._target
+        current = target.manifest()
+        if current is None:
+            raise ModelNotFound(
+                f"no model {quote(target.reference)}, which the changes of {quote(chain[0].folder)} apply to",
+                advice="import the folder that the trainer started from under this name",
+            )
+        if note is None or not begins_again:
+            return current, current if note is None else note.first
+        if note.first is None or find_manifest(target.store, target.reference, note.first) is None:
+            raise ModelNotFound(
+                f"{quote(self._versions.folder)} begins again with version {chain[-1].number}, and the model "
+                "that its trainer started from is not in the store any more",
+                advice=f"import it under the name {target.reference}",
+            )
+        return note.first, note.first
+
+    def _apply(self, base: Digest, chain: Sequence[WeightVersion]) -> None:
+        """Import the model with the changes of all versions."""
+        target = self._target
+        store = target.store
+        manifest = _manifest(target, base)
+        with store.lease_if_writable(blob.digest for blob in manifest.blobs):
+            check_blobs(store, manifest, target.jobs)
+            with contextlib.ExitStack() as stack:
+                opened = [
+                    stack.enter_context(contextlib.closing(OpenChanges(version)))
+                    for version in chain
+                ]
+                source = PatchedModel(TrainedModel(store, manifest), opened)
+                import_source(
+                    source,
+                    target.reference,
+                    store,
+                    source.options,
+                    started=time.monotonic(),
+                    jobs=target.jobs,
+                    progress=target.progress,
+                )
+
+    def _import_full(self, version: WeightVersion) -> Digest:
+        """Import a full version, and return its manifest. Its small files are read without following links."""
+        target = self._target
+        with contextlib.closing(HuggingFaceFolder(version.folder)) as source:
+            source.files = [_read_file(file) for file in source.files]
+            created = import_source(
+                source,
+                target.reference,
+                target.store,
+                ImportOptions(),
+                started=time.monotonic(),
+                jobs=target.jobs,
+                progress=target.progress,
+            )
+        return created.digest
+
+
+class _Note:
+    """Which version a name is. It may be missing, and then the checksums of the versions show it."""
+
+    def __init__(self, source: str, version: str, manifest: Digest, first: Digest | None) -> None:
+        self.source = source
+        self.version = version
+        self.manifest = manifest
+        self.first = first
+        """The manifest that the trainer started from; None if that is not known."""
+
+    @classmethod
+    def read(cls, target: Target) -> _Note | None:
+        """Return the note; None without one, or if the name has another model by now."""
+        match read_note(_path(target)):
+            case {
+                "source": str(source),
+                "version": str(version),
+                "manifest": str(manifest),
+                "first": str(first),
+            } if version.isascii() and version.isdigit():
+                with contextlib.suppress(ValueError):  # of a digest
+                    note = cls(
+                        source,
+                        version,
+                        Digest.parse(manifest),
+                        Digest.parse(first) if first else None,
+                    )
+                    return note if note.manifest == target.manifest() else None
+        return None
+
+    def write(self, target: Target) -> None:
+        value = {
+            "source": self.source,
+            "version": self.version,
+            "manifest": str(self.manifest),
+            "first": "" if self.first is None else str(self.first),
+        }
+        write_note(_path(target), target.store.root, value)
+
+
+def _path(target: Target) -> Path:
+    key = Digest.of(str(target.reference).encode()).hex
+    return target.store.folder("remotes") / f"followed-{key}"
+
+
+def find_manifest(store: LocalStore, reference: Reference, digest: Digest) -> bytes | None:
+    """Return a manifest that a name has or had, or that another name has, if its blobs are there.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+
+    def candidates() -> Iterator[bytes]:
+        with contextlib.suppress(ModelNotFound):
+            yield store.read_manifest(reference)
+        for former in store.former(reference):
+            yield former.data
+        for other in store.references():
+            with contextlib.suppress(ModelNotFound):
+                yield store.read_manifest(other)
+
+    for data in candidates():
+        if Digest.of(data) == digest and store.has_blobs(Manifest.from_bytes(data).blobs):
+            return data
+    return None
+
+
+def current_version(store: LocalStore, manifest: Manifest, chain: Sequence[WeightVersion]) -> int:
+    """Return how many versions of a chain of changes a model has already, by their checksums.
+
+    Raises:
+        DamagedSource: a version is malformed, or changes tensors that the model does not have.
+    """
+    model = TrainedModel(store, manifest)
+    found: dict[tuple[str, str], str] = {}
+    buffer = memoryview(bytearray(_BUFFER))
+
+    def checksum_of(name: str, kind: str) -> str:
+        if (name, kind) not in found:
+            checksum = new_checksum(kind)
+            for piece in model.pieces(name, buffer):
+                checksum.update(piece)
+            found[name, kind] = checksum.hexdigest()
+        return found[name, kind]
+
+    different: set[str] = set()
+    count = 0
+    for number, version in enumerate(chain, 1):
+        with contextlib.closing(OpenChanges(version)) as opened:
+            model.check(opened)
+            for name, checksum in opened.checksums.items():
+                is_same = checksum_of(name, version.checksums) == checksum
+                (different.discard if is_same else different.add)(name)
+            if opened.checksums and not different:
+                count = number
+    return count
+
+
+def _manifest(target: Target, digest: Digest) -> Manifest:
+    data = find_manifest(target.store, target.reference, digest)
+    if data is None:
+        raise ModelNotFound(f"the store has no model {digest.short} any more")
+    return Manifest.from_bytes(data)
+
+
+def check_blobs(store: LocalStore, manifest: Manifest, jobs: int | None) -> None:
+    """Check the digests of all blobs that were not checked since they changed. Raises BlobDamaged."""
+    with store.ingest() as ingest:
+        intact = WorkerPool(jobs, None, 0).run(
+            manifest.blobs, lambda blob: ingest.find(*blob.id) is not None
+        )
+    for blob, is_intact in zip(manifest.blobs, intact, strict=True):
+        if not is_intact:
+            raise BlobDamaged(f"layer {quote(blob.name)}: blob {blob.digest} is missing or damaged")
+
+
+def _read_file(file: SourceFile) -> SourceFile:
+    """Return a small file with its content, which is read even if a link takes its place now."""
+    try:
+        descriptor, size = open_regular(file.path, follow=False)
+        try:
+            if size > MAX_SMALL_FILE:
+                raise DamagedSource(f"{quote(file.path)} has {size} bytes, over {MAX_SMALL_FILE}")
+            return replace(file, content=read_exactly(descriptor, size, 0))
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DamagedSource(f"cannot read {quote(file.path)}: {error.strerror}") from error
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _text(number: int) -> str:
+    return version_name(number).removeprefix("weight_v")

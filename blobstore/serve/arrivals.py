@@ -1,0 +1,318 @@
+"""Fetches a model from an upstream, and imports it; its files can be served as soon as they are listed.
+
+Files are fetched into a folder of the store and verified there, those that somebody waits for first. If the
+upstream goes away or the server is stopped, they stay there, and the next attempt goes on where this one ended.
+When the model is imported, the folder is removed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+from blobstore.core.digest import Digest
+from blobstore.core.files import make_folders
+from blobstore.core.workers import Cancelled, WorkerPool
+from blobstore.errors import (
+    BlobstoreError,
+    Damaged,
+    DamagedSource,
+    RemoteError,
+    SourceError,
+    StoreError,
+)
+from blobstore.operations.create.create import import_source
+from blobstore.operations.create.import_options import ImportOptions
+from blobstore.serve.arriving_file import ArrivingFile
+from blobstore.serve.library import ServedModel
+from blobstore.serve.messages import Content, FilePart
+from blobstore.serve.peers import read_content
+from blobstore.serve.pulled import Origin
+from blobstore.serve.upstream import Refusal
+from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
+from blobstore.sources.file_tree import FileTree
+from blobstore.sources.huggingface import HuggingFaceFolder
+from blobstore.sources.selection import select_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from pathlib import Path
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.operations.create.create import Created
+    from blobstore.serve.peers import Peers
+    from blobstore.serve.upstreams import FoundAt
+    from blobstore.sources.base import SourceOptions
+    from blobstore.sources.hub_listing import Listing
+    from blobstore.store.local import LocalStore
+
+_DOWNLOADS: Final = 8
+"""Files that are fetched at once: as many as a client of the Hub asks for at once."""
+_MAX_FILES: Final = 2000
+"""Files of a model, each of which is open until the model is imported."""
+_RESTORED: Final = (".safetensors", ".gguf", ".json")
+"""Weight files, and indexes, that the store takes apart and puts together again. Others are stored as they are."""
+
+
+class ArrivalHost(Protocol):
+    """What an arrival reports to, on its own thread."""
+
+    @property
+    def peers(self) -> Peers:
+        """Other servers that may have blobs."""
+        ...
+
+    def is_public(self, arrival: Arrival) -> bool:
+        """Return whether the upstream gives the files to everyone."""
+        ...
+
+    def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> object:
+        """Note durably what is being fetched, and make space for ``size`` bytes. Raises BlobstoreError or Refusal."""
+        ...
+
+    def files_listed(self, arrival: Arrival) -> object:
+        """Serve the files of ``arrival.model``."""
+        ...
+
+    def importing(self, arrival: Arrival) -> object:
+        """Check that the name may be given to the model. Raises BlobstoreError."""
+        ...
+
+    def ended(self, arrival: Arrival) -> object:
+        """Serve the model that has its name in the store, or ``arrival.error``."""
+        ...
+
+
+class Arrival:
+    """A model that is being fetched, on a thread of its own."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        reference: Reference,
+        repository: str,
+        found: FoundAt,
+        host: ArrivalHost,
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            store: gets the model.
+            reference: its name there.
+            repository: its name at the upstream.
+            found: the version, and the server that has it.
+            host: is told what happens.
+        """
+        self.reference, self.repository, self.commit = reference, repository, found.commit
+        self.model: ServedModel | None = None
+        """The files, once they are listed."""
+        self.error: BlobstoreError | Refusal | None = None
+        self.created: Created | None = None
+        self.listed = threading.Event()
+        """Set when the files can be served, or will not be."""
+        self.ended = threading.Event()
+        self._store, self._client, self._host = store, found.client(), host
+        self._peer = found.peer
+        name = Digest.of(f"{repository}@{self.commit}".encode()).hex
+        self._folder = store.folder("arrivals") / name
+        self._listing: Listing = {}
+        self._files: dict[str, ArrivingFile] = {}
+        self._waiting: dict[str, ArrivingFile] = {}
+        """Those that nobody fetches yet."""
+        self._wanted: list[str] = []
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="arrival")
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of files that the upstream has sent."""
+        return sum(file.received for file in list(self._files.values()))
+
+    @property
+    def wrong_etags(self) -> list[str]:
+        """The validators of the files of which readers may have got wrong bytes."""
+        return [file.etag for file in list(self._files.values()) if file.is_wrong]
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End now, from any other thread, and wait for that."""
+        self._is_stopped = True
+        self._client.abort()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._client:
+                self._fetch_and_import()
+        except (BlobstoreError, Refusal) as error:
+            self.error = error
+        except OSError as error:
+            self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
+        except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
+            self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
+        if not isinstance(self.error, RemoteError | Cancelled):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._host.ended(self)
+        failed = DamagedSource(f"{self.repository} cannot be fetched")
+        for file in self._files.values():
+            file.fail(failed)
+        self.listed.set()
+        self.ended.set()
+
+    def _fetch_and_import(self) -> None:
+        self._listing = self._client.listing(self.repository, self.commit)
+        with self._store.writing():
+            make_folders(self._folder, self._store.root)
+        tree = _Tree(self._folder, self._listing, self._get)
+        selection = select_files(tree, DEFAULT_OPTIONS)
+        weights = selection.weight_names()
+        names = [*selection.files, *sorted(weights)]
+        if len(names) > _MAX_FILES:
+            raise SourceError(f"{self.repository} has {len(names)} files, over {_MAX_FILES}")
+        files = [self._file(name) for name in names]
+        listed = [self._listing[name] for name in names]
+        plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
+        large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
+        origin = Origin(self.repository, self.commit, plain, self._host.is_public(self))
+        self._host.files_selected(self, origin, sum(file.size for file in files))
+        contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
+        self.model = ServedModel(
+            Digest.of(f"{self.repository}@{self.commit}".encode()),
+            None,
+            dict(sorted(contents.items())),
+            {name: Digest(digest) for name, digest in large.items()},
+            origin,
+        )
+        self._host.files_listed(self)
+        self.listed.set()
+        with self._host.peers.files(
+            self, sum(file.size for file in files), first=self._peer
+        ) as answers:
+            self._take(answers)
+            self._fetch_all()
+            self._import(tree, names, weights, large)
+
+    def _import(
+        self,
+        tree: _Tree,
+        names: Collection[str],
+        weights: Collection[str],
+        large: Mapping[str, str],
+    ) -> None:
+        self._host.importing(self)
+        tree.kept = () if all(name.endswith(_RESTORED) for name in weights) else names
+        source = _Folder(self._folder, DEFAULT_OPTIONS, tree)
+        try:
+            source.repository, source.commit = self.repository, self.commit
+            source.digests = large
+            self.created = import_source(
+                source,
+                self.reference,
+                self._store,
+                ImportOptions(),
+                started=time.monotonic(),
+                progress=self._check_stopped,
+            )
+        finally:
+            source.close()
+
+    def _take(self, answers: Iterable[Mapping[str, Content]]) -> None:
+        """Put the files together that peers have the blobs of. Those that differ are left to the upstream."""
+        for contents in answers if self._waiting else ():
+            for name, file in list(self._waiting.items()):
+                content = contents.get(name)
+                if content is None or content.size != file.size:
+                    continue
+                self._check_stopped()
+                try:
+                    with self._store.writing():
+                        is_right = file.take(read_content(self._store, content))
+                except Damaged:
+                    is_right = False
+                if is_right:
+                    del self._waiting[name]
+                    self._fetch(file)
+                else:
+                    self._host.peers.file_differs(self, name)
+            if not self._waiting:
+                return
+
+    def _file(self, name: str) -> ArrivingFile:
+        file = self._files.get(name)
+        if file is None:
+            file = ArrivingFile(self._listing[name], self._folder / name, self._want)
+            self._files[name] = self._waiting[name] = file
+        return file
+
+    def _get(self, name: str) -> None:
+        """Fetch a file that is needed to know which others are, or to import the model."""
+        file = self._file(name)
+        if not file.is_complete:
+            del self._waiting[name]
+            self._fetch(file)
+
+    def _fetch_all(self) -> None:
+        pool = WorkerPool(_DOWNLOADS, None, 0)
+        pool.run(range(len(self._waiting)), lambda _: self._fetch(self._next()), self._client.abort)
+
+    def _want(self, name: str) -> None:
+        with self._lock:
+            if name in self._waiting:
+                self._wanted.append(name)
+
+    def _next(self) -> ArrivingFile:
+        with self._lock:
+            wanted = (name for name in self._wanted if name in self._waiting)
+            return self._waiting.pop(next(wanted, next(iter(self._waiting))))
+
+    def _fetch(self, file: ArrivingFile) -> None:
+        with self._store.writing():
+            file.open()
+            for attempt in self._client.retry():
+                with attempt:
+                    if file.written < file.size:
+                        for piece in self._client.pieces(
+                            self.repository, self.commit, file.name, file.written, file.size
+                        ):
+                            file.append(piece)
+                            attempt.progress()
+                    file.finish()
+                    return
+
+    def _check_stopped(self, *_: object) -> None:
+        if self._is_stopped:
+            raise Cancelled("stopped")
+
+
+class _Tree(FileTree):
+    """The files that an upstream lists. One is fetched before it is read."""
+
+    def __init__(self, root: Path, listing: Listing, fetch: Callable[[str], object]) -> None:
+        super().__init__(
+            root, listed={file.name: file.size for file in listing.values()}, label="the model"
+        )
+        self.kept: Collection[str] = ()
+        """The files to store as they are, weights too; none to choose as usual."""
+        self._fetch = fetch
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file, which is fetched and verified first."""
+        self._fetch(name)
+        return super().path(name)
+
+
+class _Folder(HuggingFaceFolder):
+    """The fetched files as a source."""
+
+    def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
+        if isinstance(tree, _Tree) and tree.kept:
+            tree.versions = self.versions
+            self.files = [SourceFile(name, tree.path(name)) for name in tree.kept]
+        else:
+            super()._open_folder(tree, options)

@@ -1,0 +1,177 @@
+"""A file that is being fetched, and read at the same time by responses that send it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from blobstore.core.escape import quote
+from blobstore.core.files import write_all
+from blobstore.errors import BlobstoreError, DamagedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from blobstore.sources.hub_listing import ListedFile
+
+_PIECE = 1 << 20
+
+
+class ArrivingFile:
+    """A file that one thread writes and any number of threads read.
+
+    Its last byte is there for readers only when its digest is known to be right, so none of them gets a complete
+    file with wrong bytes. The file stays open, and readable, until nobody has this object any more.
+    """
+
+    def __init__(
+        self, listed: ListedFile, path: Path, on_wanted: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Open nothing yet. ``on_wanted`` is called with the name of a file that somebody waits for."""
+        self.name, self.size = listed.name, listed.size
+        self.path = path
+        self.written = 0
+        """Bytes of the file."""
+        self.received = 0
+        """Those of them that did not lie there before."""
+        self.is_wrong = False
+        """Whether readers may have got bytes that are not those of the file."""
+        self._listed = listed
+        self._on_wanted = on_wanted
+        self._digester = hashlib.new(listed.algorithm, usedforsecurity=False)
+        if listed.algorithm == "sha1":
+            self._digester.update(b"blob %d\0" % listed.size)  # git hashes this header too
+        self._lock = threading.Lock()
+        self._callbacks: set[Callable[[], object]] = set()
+        self._error: BlobstoreError | None = None
+        self._is_verified = False
+        self.descriptor = -1
+        """Of the file, once it is open."""
+
+    # What the thread that fetches it calls
+
+    def open(self) -> None:
+        """Open the file, and read what an earlier attempt has left of it. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.descriptor = os.open(self.path, flags, 0o600)
+        weakref.finalize(self, os.close, self.descriptor)
+        if os.fstat(self.descriptor).st_size > self.size:
+            os.ftruncate(self.descriptor, 0)
+        while piece := os.pread(self.descriptor, _PIECE, self.written):
+            self._digester.update(piece)
+            self._advance(len(piece))
+
+    def take(self, pieces: Iterable[bytes]) -> bool:
+        """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
+
+        Nobody can read any of them before. Raises OSError, and what ``pieces`` raises.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        digester = self._digester.copy()
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".taken-")
+        try:
+            for piece in pieces:
+                digester.update(piece)
+                write_all(descriptor, piece)
+            is_right = digester.hexdigest() == self._listed.digest
+            if is_right:
+                os.replace(name, self.path)  # noqa: PTH105 - a string
+            return is_right
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)  # noqa: PTH108 - a string
+
+    def append(self, piece: bytes) -> None:
+        """Write the next bytes.
+
+        Raises:
+            DamagedSource: the file has more bytes than were listed.
+            OSError: they cannot be written.
+        """
+        if self.written + len(piece) > self.size:
+            raise DamagedSource(
+                f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
+            )
+        done = 0
+        # At its place: sending a file moves the position of its descriptor.
+        while done < len(piece):
+            done += os.pwrite(self.descriptor, piece[done:], self.written + done)
+        self._digester.update(piece)
+        self.received += len(piece)
+        self._advance(len(piece))
+
+    def finish(self) -> None:
+        """Check the digest of the complete file.
+
+        Raises:
+            DamagedSource: it differs. The file is removed, so that the next attempt begins from its start.
+        """
+        found, expected = self._digester.hexdigest(), self._listed.digest
+        if found != expected:
+            self.is_wrong = True
+            self.path.unlink(missing_ok=True)
+            raise DamagedSource(
+                f"file {quote(self.name)}: its {self._listed.algorithm} is {found}, the upstream lists {expected}"
+            )
+        self._is_verified = True
+        self._wake()
+
+    def fail(self, error: BlobstoreError) -> None:
+        """End the wait of all readers, unless the file is complete."""
+        if not self._is_verified:
+            self._error = error
+            self._wake()
+
+    @property
+    def etag(self) -> str:
+        """The validator that responses name the file's bytes by."""
+        return self._listed.digest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all bytes are there and right."""
+        return self._is_verified
+
+    def _advance(self, count: int) -> None:
+        self.written += count
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            callbacks = list(self._callbacks)
+        for call in callbacks:
+            call()
+
+    # What readers call
+
+    def readable(self, begin: int) -> int:
+        """Return how many bytes from ``begin`` on can be read.
+
+        Raises:
+            BlobstoreError: the file will not be complete.
+        """
+        if self._is_verified:
+            return self.size - begin
+        if self._error is not None:
+            raise self._error
+        return max(min(self.written, self.size - 1) - begin, 0)
+
+    @contextlib.contextmanager
+    def calling(self, on_change: Callable[[], object]) -> Iterator[None]:
+        """Call a function on another thread each time when bytes have arrived, or will not, in a block."""
+        with self._lock:
+            self._callbacks.add(on_change)
+        self._on_wanted(self.name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.discard(on_change)

@@ -1,0 +1,110 @@
+"""The compressed forms of a model's blobs, which clients fetch that have the bases of the deltas.
+
+They are the files of cold blobs, byte for byte, listed as ``push --cold`` lists them. A file is hashed once, and
+its digest noted with the version of the file: one that was frozen again since is not there any more.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.core import strict_json
+from blobstore.core.digest import BlobId, Digest
+from blobstore.core.files import FileVersion, open_regular
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobstoreError
+from blobstore.operations.transfer.send_cold import ColdFile
+from blobstore.remotes.cold_layers import ColdLayer, base_of
+from blobstore.serve.messages import Content, StoredPart
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.local import LocalStore
+
+_NOTE = "served cold files 1"
+_Notes = dict[str, tuple[FileVersion, Digest]]
+"""Versions and digests of cold files, by the hex digests of their blobs."""
+
+
+class ColdFiles(NamedTuple):
+    """The cold files of a model."""
+
+    version: FileVersion | None
+    """Of the folder of cold blobs before they were listed; see :func:`cold_version`."""
+    layers: tuple[ColdLayer, ...] = ()
+    contents: tuple[Content, ...] = ()
+    """The file of each layer."""
+
+
+def cold_version(store: LocalStore) -> FileVersion | None:
+    """Return what changes when blobs are frozen or thawed; None if the store never had a cold blob."""
+    try:
+        return FileVersion.of_status(store.folder("cold").stat())
+    except OSError:
+        return None
+
+
+def is_current(store: LocalStore, part: StoredPart) -> bool:
+    """Return whether a cold file is the one that was hashed."""
+    try:
+        status = os.stat(store.cold_path(part.digest))  # noqa: PTH116 - a string
+    except OSError:
+        return False
+    return FileVersion.of_status(status) == part.version
+
+
+def find_cold_files(store: LocalStore, blobs: Iterable[Descriptor], key: Digest) -> ColdFiles:
+    """Return the cold files of a model's blobs; damaged ones are left out. ``key`` stands for the model."""
+    version = cold_version(store)
+    cold = [blob.id for blob in blobs if store.has_cold(blob.digest)]
+    note = Digest.of(f"{_NOTE} {key}".encode())
+    known = _read_notes(store.read_index(note))
+    found: _Notes = {}
+    layers, contents = [], []
+    pool = WorkerPool(None, None, 0)
+    for listed in pool.run(cold, lambda blob: _listed(store, blob, known)):
+        if listed is not None:
+            layer, part = listed
+            layers.append(layer)
+            contents.append(Content((part,)))
+            found[layer.blob.digest.hex] = part.version, layer.stored.digest
+    if found != known:
+        value = {name: [list(one), str(digest)] for name, (one, digest) in found.items()}
+        store.write_index(note, strict_json.dumps(value).encode())
+    return ColdFiles(version, tuple(layers), tuple(contents))
+
+
+def _listed(store: LocalStore, blob: BlobId, known: _Notes) -> tuple[ColdLayer, StoredPart] | None:
+    """Return the entry of a cold blob and its file; None if it cannot be read."""
+    try:
+        base = base_of(store.open_cold(*blob))
+        descriptor, size = open_regular(store.cold_path(blob.digest))
+    except (BlobstoreError, OSError):
+        return None
+    try:
+        version = FileVersion.of_status(os.fstat(descriptor))
+        noted, digest = known.get(blob.digest.hex, (None, blob.digest))
+        layer = ColdLayer(blob, BlobId(digest, size), base)
+        if noted != version:
+            digest = Digest.of_pieces(ColdFile(layer, descriptor).pieces())
+            layer = layer._replace(stored=BlobId(digest, size))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return layer, StoredPart(blob.digest, size, 0, size, version)
+
+
+def _read_notes(data: bytes | None) -> _Notes:
+    """Return what was noted; nothing without a note, or if it is damaged."""
+    try:
+        value = strict_json.loads(data or b"")
+        return {
+            name: (FileVersion(*map(int, version)), Digest.parse(digest))
+            for name, (version, digest) in value.items()
+        }
+    except (ValueError, AttributeError, TypeError):
+        return {}

@@ -1,0 +1,467 @@
+"""Fetches models that the store lacks from an upstream, once for all clients, and decides who may read them.
+
+:meth:`PullThrough.refusal` looks at each request before it is answered. A model that the store has of its own is
+none of its business. Of any other model, three things have to be known, and each is known for a while:
+
+- what the upstream calls this revision now;
+- whether the upstream lets this client read it, judged by a request for a file with the client's own token;
+- whether the store has it, or it is arriving.
+
+What is not known is work for a thread, as in :mod:`blobstore.serve.library`. The token of a client goes to the
+upstream alone, and is kept as a digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from blobstore.core.escape import escape, quote
+from blobstore.core.files import make_folders
+from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreBusy, StoreError
+from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.serve.arrivals import Arrival
+from blobstore.serve.cache_limit import CacheLimit
+from blobstore.serve.hub import asked_for, tag_of
+from blobstore.serve.library import NotPrepared, any_tag, name_of
+from blobstore.serve.messages import PEER, json_response
+from blobstore.serve.peers import Peers
+from blobstore.serve.registry import asked_of_registry, error_response
+from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal
+from blobstore.serve.upstreams import Upstreams
+from blobstore.sources.hub_listing import COMMIT
+from blobstore.store.locks import try_lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.peers import Peer
+    from blobstore.serve.pulled import Origin
+    from blobstore.serve.targets import Target
+    from blobstore.serve.upstream import Upstream
+    from blobstore.serve.upstreams import FoundAt
+    from blobstore.store.local import LocalStore
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_RETRY_SECONDS: Final = 15.0
+"""How long the store answers for an upstream that is gone, before that is asked again."""
+_REFUSED_SECONDS: Final = 5.0
+"""How long a refusal, or a failure, is repeated to others who ask for the same."""
+_WAIT_SECONDS: Final = 8.0
+"""How long a thread waits for an arrival; whoever still waits then is told to ask again."""
+_MAX_KNOWN: Final = 100_000
+"""Answers of the upstream that are kept."""
+_REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "NAME_UNKNOWN"}
+
+
+class _Known(NamedTuple):
+    """What a tag is at the upstream."""
+
+    commit: str
+    until: float
+
+
+class _Asked(NamedTuple):
+    """A model that a client asks for."""
+
+    reference: Reference
+    repository: str
+    revision: str
+
+    @property
+    def is_commit(self) -> bool:
+        return COMMIT.fullmatch(self.revision) is not None
+
+
+class PullThrough:
+    """A library that an upstream adds to. Threads may share it; close it."""
+
+    def __init__(
+        self,
+        library: Library,
+        upstream: Upstream | None,
+        *,
+        peers: Sequence[Peer] = (),
+        fresh: float,
+        token: str = "",
+        max_size: int | None = None,
+        log: Callable[[str], object] | None = None,
+    ) -> None:
+        """Lock the folder of what arrives, and fetch nothing yet.
+
+        Args:
+            library: the models of the store.
+            upstream: has the other models; None for peers alone.
+            peers: are asked for the blobs of these before the upstream is.
+            fresh: seconds for which an answer of the upstream holds.
+            token: asks the upstream for clients that have no token of their own.
+            max_size: bytes that fetched models may have in all; None for no limit.
+            log: called with a line of JSON for each model that was fetched or removed.
+
+        Raises:
+            StoreBusy: another process fetches models into the store.
+            StoreError: the store cannot be written.
+        """
+        self._library, self._store = library, library.store
+        self._fresh, self._log = fresh, log
+        self.peers = Peers(self._store, peers, self._note)
+        """See :class:`ArrivalHost`."""
+        self._upstreams = Upstreams(upstream, token, self.peers)
+        self._lock = threading.Lock()
+        self._tags: dict[Reference, _Known] = {}
+        self._access: dict[tuple[str, str], float] = {}
+        """Until when a client may read a repository, by the digest of its token."""
+        self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
+        self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
+        """Those of arrivals."""
+        self._arrivals: dict[tuple[str, str], Arrival] = {}
+        """By repository and commit."""
+        self._names: dict[tuple[str, str], set[Reference]] = {}
+        """All names that an arriving model will have."""
+        self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
+        """When an arrival has begun, and from where."""
+        self._fetched_bytes = self._fetched_models = 0
+        self._is_closed = False
+        self._limit = CacheLimit(library, max_size, self._removed)
+        self._folder = _locked(self._store)
+
+    def close(self) -> None:
+        """End all arrivals. What they have fetched is kept for the next server."""
+        with self._lock:
+            self._is_closed = True
+            arrivals = list(self._arrivals.values())
+        self.peers.close()
+        for arrival in arrivals:
+            arrival.stop()
+        os.close(self._folder)
+
+    def metrics(self) -> str:
+        """Return the numbers in Prometheus' text format."""
+        with self._lock:
+            arriving = sum(arrival.fetched for arrival in self._arrivals.values())
+            values = {
+                ("upstream_bytes_total", "counter"): self._fetched_bytes + arriving,
+                ("upstream_models_total", "counter"): self._fetched_models,
+                ("peer_bytes_total", "counter"): self.peers.fetched,
+                ("arriving_models", "gauge"): len(self._arrivals),
+            }
+        return "".join(
+            f"# TYPE blobstore_{name} {kind}\nblobstore_{name} {value}\n"
+            for (name, kind), value in values.items()
+        )
+
+    # What is asked of each request
+
+    def refusal(self, request: Request, target: Target, token: str) -> Response | None:
+        """Return the response to a request that the library must not answer; None if it can and may.
+
+        Raises:
+            NotPrepared: the upstream has to be asked first, or the model has to arrive.
+            BlobstoreError: the model in the store is damaged.
+        """
+        is_registry = target.segments[:1] == ("v2",)
+        found = (
+            asked_of_registry(target, self._library) if is_registry else asked_for(target.segments)
+        )
+        if found is None or found[0].host != DEFAULT_HOST:
+            return None
+        repository, revision = found
+        try:
+            if PEER in request.headers:
+                self._check_peer(repository)
+            elif revision is None:
+                self._check_repository(repository, token)
+            elif (asked := _asked(repository, revision)) and self._library.is_allowed(
+                asked.reference
+            ):
+                self._check(asked, token, needs_all=is_registry)
+        except Refusal as refusal:
+            return _response(request, refusal, is_registry=is_registry)
+        return None
+
+    def _check_peer(self, repository: Reference) -> None:
+        """Check that everyone may read what was fetched of a repository. Peers get nothing else. Raises Refusal."""
+        origins = self._library.pulled.of_repository(name_of(repository))
+        if not all(origin.is_public for origin in origins):
+            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
+
+    def _check(self, asked: _Asked, token: str, *, needs_all: bool) -> None:
+        """Check that a model is there and may be read. Raises as :meth:`refusal`, and Refusal."""
+        held = self._held(asked)
+        if held is not None and self._is_settled(held):
+            return
+        now, client = time.monotonic(), _digest(token)
+        refusal, until = self._refusals.get((asked.reference, client), (None, 0.0))
+        if refusal is not None and now < until:
+            raise refusal
+        known = _Known(asked.revision, now + 1) if asked.is_commit else None
+        known = known or self._tags.get(asked.reference)
+        if known is None or now >= known.until or not self._may_read(asked.repository, client):
+            raise NotPrepared(self._look_up, asked, token)
+        arrival = self._arrivals.get((asked.repository, known.commit))
+        if arrival is not None:
+            if needs_all:
+                raise NotPrepared(_wait, arrival.ended)
+            if not arrival.listed.is_set():
+                raise NotPrepared(_wait, arrival.listed)
+            if held is None or held.commit != known.commit:  # it lacks this name, or has just ended
+                raise NotPrepared(self._begin, asked, known.commit)
+        elif held is not None and held.origin and held.origin.commit == known.commit:
+            self._library.pulled.touch(held.origin)
+        else:
+            failure, until = self._failures.get((asked.repository, known.commit), (None, 0.0))
+            if failure is not None and now < until:
+                raise failure
+            raise NotPrepared(self._look_up, asked, token)
+
+    def _is_settled(self, held: ServedModel) -> bool:
+        """Return whether nobody else says what a name is that the store has a model of."""
+        is_own = held.origin is None
+        # Peers do not: each would give its version to the others.
+        return is_own or (held.manifest is not None and not self._upstreams.has_upstream)
+
+    def _check_repository(self, repository: Reference, token: str) -> None:
+        """Check that a client may read what was fetched of a repository, whatever its version."""
+        name = name_of(repository)
+        if not self._upstreams.has_upstream:
+            return
+        for origin in self._library.pulled.of_repository(name):
+            if not self._may_read(name, _digest(token)):
+                asked = _Asked(repository, name, origin.commit)
+                refusal, until = self._refusals.get((repository, _digest(token)), (None, 0.0))
+                if refusal is not None and time.monotonic() < until:
+                    raise refusal
+                raise NotPrepared(self._look_up, asked, token)
+            return
+
+    def _held(self, asked: _Asked) -> ServedModel | None:
+        """Return the model that a name or a commit is now. Raises NotPrepared."""
+        if asked.is_commit:
+            return self._library.at_commit(any_tag(asked.reference), asked.revision)
+        return self._library.model(asked.reference)
+
+    def _may_read(self, repository: str, client: str) -> bool:
+        now = time.monotonic()
+        return any(now < self._access.get((repository, one), 0.0) for one in (_digest(""), client))
+
+    # What takes its time
+
+    def _look_up(self, asked: _Asked, token: str) -> None:
+        """Ask the upstream what a revision is and whether this client may read it, and fetch it."""
+        origin = self._stored(asked)
+        patience = PATIENT if origin is None else IMPATIENT
+        client, key = _digest(token), (asked.reference, _digest(token))
+        try:
+            found = self._upstreams.find(asked.repository, asked.revision, token, patience)
+        except Refusal as refusal:
+            self._refuse(key, refusal)
+        except RemoteError as error:
+            self._note(model=asked.repository, error=str(error))
+            if origin is None:
+                message = "the upstream cannot be reached, or does not answer as a Hub"
+                self._refuse(key, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
+            elif origin.is_public or self._may_read(asked.repository, client):
+                seconds = min(self._fresh, _RETRY_SECONDS)
+                self._remember(asked, origin.commit, client, seconds)
+            else:
+                message = "the upstream cannot be asked whether you may read this model"
+                self._refuse(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
+        else:
+            readers = _digest("") if found.is_peer else client
+            self._remember(asked, found.commit, readers, self._fresh)
+            self._begin(asked, found.commit, found)
+
+    def _refuse(self, key: tuple[Reference, str], refusal: Refusal) -> None:
+        _bound(self._refusals)[key] = refusal, time.monotonic() + _REFUSED_SECONDS
+
+    def _remember(self, asked: _Asked, commit: str, client: str, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        # At least as long as it takes to ask for what was just found out.
+        _bound(self._access)[asked.repository, client] = max(until, time.monotonic() + 1)
+        _bound(self._tags)[asked.reference] = _Known(commit, max(until, time.monotonic() + 1))
+
+    def _stored(self, asked: _Asked) -> Origin | None:
+        """Return what the store has of a revision, which was fetched earlier."""
+        if asked.is_commit:
+            found = self._library.pulled.of_repository(asked.repository)
+            return next((origin for origin in found if origin.commit == asked.revision), None)
+        with contextlib.suppress(BlobstoreError):
+            return self._library.pulled.origin(self._store.resolve(asked.reference))
+        return None
+
+    def _begin(self, asked: _Asked, commit: str, found: FoundAt | None = None) -> None:
+        """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
+
+        Without ``found``, it is not fetched.
+        """
+        key = (asked.repository, commit)
+        with self._lock:
+            if self._is_closed:
+                return
+            arrival = self._arrivals.get(key)
+            if arrival is not None:
+                self._names[key].add(asked.reference)
+                if arrival.model is not None:
+                    self._library.arriving[asked.reference] = arrival.model
+                return
+            if self._has_named(asked, commit) or found is None:
+                return
+            arrival = Arrival(self._store, asked.reference, asked.repository, found, self)
+            self._arrivals[key], self._names[key] = arrival, {asked.reference}
+            self._begun[key] = time.monotonic(), found
+            arrival.start()
+
+    def _has_named(self, asked: _Asked, commit: str) -> bool:
+        """Return whether the store has a commit, and give it the name that is asked for."""
+        for reference in self._library.tags(any_tag(asked.reference)):
+            with contextlib.suppress(BlobstoreError):
+                manifest = self._store.resolve(reference)
+                origin = self._library.pulled.origin(manifest)
+                if origin is not None and origin.commit == commit:
+                    if reference != asked.reference and not asked.is_commit:
+                        self._store.publish(asked.reference, manifest)
+                    return True
+        return False
+
+    # What arrivals report
+
+    def is_public(self, arrival: Arrival) -> bool:
+        """See :class:`ArrivalHost`."""
+        found = self._begun[arrival.repository, arrival.commit][1]
+        return not found.token or self._upstreams.is_public(found, arrival.repository)
+
+    def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
+        """See :class:`ArrivalHost`."""
+        self.importing(arrival)
+        self._store.check_name(arrival.reference)
+        self._limit.reserve(arrival, size)
+        self._library.pulled.keep(origin)
+
+    def files_listed(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        with self._lock:
+            if arrival.model is not None:
+                for reference in self._names[arrival.repository, arrival.commit]:
+                    self._library.arriving[reference] = arrival.model
+
+    def importing(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        with contextlib.suppress(BlobstoreError):
+            manifest = self._store.resolve(arrival.reference)
+            if self._library.pulled.origin(manifest) is None:
+                raise StoreError(f"{arrival.reference} is a model of the store's own by now")
+
+    def ended(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        key = (arrival.repository, arrival.commit)
+        self._limit.release(arrival)
+        self._library.distrust(arrival.wrong_etags)
+        if arrival.created is not None:
+            self._library.forget(arrival.created.digest)
+            with contextlib.suppress(BlobstoreError):
+                manifest = self._store.resolve(arrival.reference)
+                for reference in self._names[key] - {arrival.reference}:
+                    self._store.publish(reference, manifest)
+        with self._lock:
+            for reference in self._names.pop(key):
+                self._library.arriving.pop(reference, None)
+            begun, _ = self._begun.pop(key)
+            del self._arrivals[key]
+            self._fetched_bytes += arrival.fetched
+            self._fetched_models += arrival.created is not None
+            if arrival.error is not None:
+                failure = _as_refusal(arrival.error)
+                _bound(self._failures)[key] = failure, time.monotonic() + _REFUSED_SECONDS
+        self._note(
+            model=str(arrival.reference),
+            commit=arrival.commit,
+            fetched=arrival.fetched,
+            written=arrival.created.bytes_written if arrival.created else 0,
+            seconds=round(time.monotonic() - begun, 3),
+            error=str(arrival.error or ""),
+        )
+
+    def _removed(self, origin: Origin, freed: int) -> None:
+        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
+
+    def _note(self, **fields: object) -> None:
+        if self._log is not None:
+            shown = {
+                name: escape(value, 500) if isinstance(value, str) else value
+                for name, value in fields.items()
+                if value != ""
+            }
+            self._log(json.dumps({"time": round(time.time(), 3), **shown}))
+
+
+def _locked(store: LocalStore) -> int:
+    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
+    folder = store.folder("arrivals")
+    with store.writing():
+        make_folders(folder, store.root)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            return descriptor
+        os.close(descriptor)
+    raise StoreBusy(
+        f"another server fetches models into the store {quote(store.root)}",
+        advice="stop it, or let this one ask it: --upstream with the address of that server",
+    )
+
+
+def _asked(repository: Reference, revision: str) -> _Asked | None:
+    """Return what is asked for; None if no model of a store can have that name."""
+    tag = revision if COMMIT.fullmatch(revision) else tag_of(revision)
+    try:
+        reference = Reference(*repository.parts[:3], tag)
+    except InvalidReference:
+        return None
+    return _Asked(reference, name_of(repository), revision)
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(_WAIT_SECONDS)
+
+
+def _bound(known: dict[_Key, _Value]) -> dict[_Key, _Value]:
+    """Return a dictionary that has space for one more."""
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    return known
+
+
+def _as_refusal(error: BlobstoreError | Refusal) -> Refusal:
+    """Return the answer to those who have waited for a model that does not arrive."""
+    if isinstance(error, Refusal):
+        return error
+    status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
+    message = "the model cannot be fetched from the upstream; the log of the server says why"
+    return Refusal(status, message=message)
+
+
+def _response(request: Request, refusal: Refusal, *, is_registry: bool) -> Response:
+    if is_registry:
+        code = _REGISTRY_CODES.get(refusal.status, "UNKNOWN")
+        response = error_response(request, refusal.status, code, refusal.message)
+        if refusal.status == HTTPStatus.UNAUTHORIZED:
+            headers = {**response.headers, "WWW-Authenticate": 'Basic realm="blobstore"'}
+            return type(response)(response.status, headers, response.parts)
+        return response
+    headers = {"X-Error-Message": refusal.message}
+    if refusal.code:
+        headers["X-Error-Code"] = refusal.code
+    return json_response(request, {"error": refusal.message}, refusal.status, headers)

@@ -1,0 +1,161 @@
+"""The record of what was fetched from an upstream: a small file for each commit of a repository.
+
+It is written before the model gets its name, so no crash leaves a fetched model that looks like one of the
+store's own. Its time is that of the last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Self
+
+from blobstore.core import strict_json
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.files import make_folders, read_regular, write_file
+from blobstore.errors import BlobstoreError, StoreError
+from blobstore.models.source_layers import read_source_record
+from blobstore.sources.hub_listing import COMMIT
+from blobstore.store.scan import list_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from blobstore.manifests.model import Manifest
+    from blobstore.store.local import LocalStore
+
+_MAX_RECORD: Final = 64 << 20
+_TOUCH_SECONDS: Final = 30.0
+"""How exactly the time of the last use is noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A commit of a repository at an upstream."""
+
+    repository: str
+    commit: str
+    plain: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The files that the upstream does not list as large ones, and their names in git: 40 hexadecimal digits."""
+    is_public: bool = False
+    """Whether the upstream gives the files to everyone."""
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Return what :meth:`to_bytes` has written. Raises ValueError if it is malformed."""
+        value = strict_json.loads(data)
+        try:
+            made = cls(
+                value["repository"], value["commit"], dict(value["plain"]), value["public"] is True
+            )
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError("malformed record") from error
+        names = (made.commit, *made.plain.values())
+        if not isinstance(made.repository, str) or not all(
+            isinstance(name, str) and COMMIT.fullmatch(name) for name in names
+        ):
+            raise ValueError("malformed record")
+        return made
+
+    def to_bytes(self) -> bytes:
+        """Return the record as JSON."""
+        value = {
+            "repository": self.repository,
+            "commit": self.commit,
+            "plain": dict(self.plain),
+            "public": self.is_public,
+        }
+        return strict_json.dumps(value).encode()
+
+
+class PulledModels:
+    """The records of a store. Threads may share it; no other process may write them."""
+
+    def __init__(self, store: LocalStore) -> None:
+        """Read the records.
+
+        Raises:
+            StoreError: one is damaged. Without it, a model would be served to everyone.
+        """
+        self._store = store
+        self._folder = store.folder("pulled")
+        self._lock = threading.Lock()
+        self._records: dict[tuple[str, str], Origin] = {}
+        self._used: dict[tuple[str, str], float] = {}
+        """When models were last used by this process, and when that was noted."""
+        self._noted: dict[tuple[str, str], float] = {}
+        for name in list_names(self._folder):
+            path = self._folder / name
+            if name.startswith("."):  # of a process that was killed while it wrote
+                continue
+            try:
+                origin = Origin.from_bytes(read_regular(path, _MAX_RECORD))
+            except (OSError, ValueError, BlobstoreError) as error:
+                raise StoreError(
+                    f"{quote(path)}, the record of a fetched model, cannot be read: {error}",
+                    advice="remove the model, and then the file",
+                ) from error
+            self._records[origin.repository, origin.commit] = origin
+
+    def keep(self, origin: Origin) -> None:
+        """Note durably that a commit is being fetched, or what is known about it now.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        path = self._path(origin)
+        with self._store.writing():
+            make_folders(self._folder, self._store.root)
+            write_file(path, [origin.to_bytes()])
+        with self._lock:
+            self._records[origin.repository, origin.commit] = origin
+
+    def forget(self, origin: Origin) -> None:
+        """Remove the record of a commit that the store has no model of any more. Raises OSError."""
+        self._path(origin).unlink(missing_ok=True)
+        with self._lock:
+            self._records.pop((origin.repository, origin.commit), None)
+
+    def all(self) -> list[Origin]:
+        """Return what was fetched, or is being fetched."""
+        with self._lock:
+            return list(self._records.values())
+
+    def of_repository(self, repository: str) -> Iterable[Origin]:
+        """Return the commits of a repository."""
+        return [origin for origin in self.all() if origin.repository == repository]
+
+    def origin(self, manifest: Manifest) -> Origin | None:
+        """Return the commit that a model was fetched from; None if it is one of the store's own.
+
+        Raises:
+            BlobMissing, BlobDamaged: its source layer cannot be read.
+        """
+        if not self._records:
+            return None
+        record = read_source_record(self._store, manifest)
+        return self._records.get((record.repository, record.commit)) if record else None
+
+    def touch(self, origin: Origin) -> None:
+        """Note that a model is used. The note survives the process, to half a minute."""
+        key, now = (origin.repository, origin.commit), time.time()
+        self._used[key] = now
+        if now - self._noted.get(key, 0.0) >= _TOUCH_SECONDS:
+            self._noted[key] = now
+            with contextlib.suppress(OSError):
+                os.utime(self._path(origin))
+
+    def last_use(self, origin: Origin) -> float:
+        """Return when a model was last used, in seconds since the epoch; 0 if nobody knows."""
+        noted = 0.0
+        with contextlib.suppress(OSError):
+            noted = self._path(origin).stat().st_mtime
+        return max(noted, self._used.get((origin.repository, origin.commit), 0.0))
+
+    def _path(self, origin: Origin) -> Path:
+        return self._folder / Digest.of(f"{origin.repository}@{origin.commit}".encode()).hex

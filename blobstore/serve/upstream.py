@@ -1,0 +1,262 @@
+"""Asks an upstream that speaks the Hub's protocol: the Hub, a mirror of it, or another ``blobstore serve``.
+
+A token goes to the upstream alone, and not to where it redirects. Nothing that it says is believed: sizes are
+limits, and digests are compared. Redirects lead to http and https only, and never from https to http.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from urllib.parse import quote as percent_encoded
+from urllib.parse import urlsplit
+
+from blobstore.core import limits, strict_json
+from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
+from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
+from blobstore.registry import protocol
+from blobstore.registry.protocol import Request, TransientError
+from blobstore.registry.request_rules import Rule
+from blobstore.registry.retry import Patience
+from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from blobstore.registry.retry import Retry
+
+PATIENT: Final = Patience(attempts=8, longest=120)
+"""How long a fetch waits for an upstream that is busy or gone."""
+IMPATIENT: Final = Patience(attempts=1, stall=10)
+"""The same for a question that the store has an older answer to."""
+_REFUSALS: Final = (401, 403, 404, 410, 451)
+_ANSWER: Final = Rule(is_hint=False, success=(200,), absent=_REFUSALS)
+_FILE: Final = Rule(is_hint=False, success=(200, 206), absent=_REFUSALS)
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+_LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=_REFUSALS)
+_MAX_REDIRECTS: Final = 5
+_MAX_PAGES: Final = 2000
+"""Pages of a list; each page of the Hub has a thousand files."""
+_WEIGHTS: Final = re.compile(r".*\.(safetensors|bin|gguf|pt|pth|ckpt)")
+_MESSAGES: Final = {
+    "RepoNotFound": "there is no such model",
+    "RevisionNotFound": "the model has no such revision",
+    "EntryNotFound": "the model has no such file",
+    "GatedRepo": "access to this model is restricted; its owner has to accept yours",
+    "DisabledRepo": "access to this model is disabled",
+}
+"""What the Hub's error codes mean."""
+
+
+class Refusal(Exception):
+    """The upstream has no such thing, or not for this client. It is answered as the upstream does."""
+
+    def __init__(self, status: int, code: str = "", message: str = "") -> None:
+        self.status = status
+        self.code = code if code in _MESSAGES else ""
+        self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
+        super().__init__(self.message)
+
+
+class Revision(NamedTuple):
+    """What a revision of a repository is now."""
+
+    commit: str
+    names: Sequence[str]
+    """Those of its files."""
+
+    @property
+    def probe(self) -> str:
+        """The name of a file that shows whether a client may read the model."""
+        return next((name for name in self.names if _WEIGHTS.fullmatch(name)), self.names[0])
+
+
+class Upstream(NamedTuple):
+    """The address of an upstream."""
+
+    url: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the upstream at a URL.
+
+        Raises:
+            UsageError: it is not an http or https URL, or has a login, a query or a fragment.
+        """
+        try:
+            parts = urlsplit(text)
+            is_sound = (
+                parts.scheme in ("http", "https")
+                and bool(parts.hostname)
+                and parts.port != 0
+                and parts.username is None
+                and not (parts.query or parts.fragment)
+                and text.isascii()
+                and text.isprintable()
+                and " " not in text
+            )
+        except ValueError:
+            is_sound = False
+        if not is_sound:
+            raise UsageError(
+                f"not the URL of an upstream: {quote(text)}",
+                advice="give https://HOST or http://HOST",
+            )
+        return cls(text.rstrip("/"))
+
+
+class UpstreamClient:
+    """Asks an upstream for one client. Threads may share it; close it."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        token: str,
+        patience: Patience = PATIENT,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Connect to nothing yet. ``token`` is empty for an anonymous client; each request has ``headers``."""
+        self.is_blobstore = False
+        """Whether the last answer came from a server of our kind."""
+        parts = urlsplit(upstream.url)
+        self._url = upstream.url
+        # Not above: a server without an upstream needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
+        self._transport = Transport(
+            parts.netloc,
+            plain_http=parts.scheme == "http",
+            find_login=lambda _: None,
+            limiter=None,
+            patience=patience,
+            authorization=f"Bearer {token}" if token else "",
+            headers=headers,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End all requests now, from any thread: they raise Cancelled."""
+        self._transport.abort()
+
+    def retry(self) -> Retry:
+        """Return an iterator over attempts; see :class:`Retry`."""
+        return self._transport.retry()
+
+    def revision(self, repository: str, revision: str) -> Revision:
+        """Ask what a revision is.
+
+        Raises:
+            Refusal: there is none for this client.
+            RemoteError: the upstream cannot be reached, or is not a Hub.
+        """
+        info = next(self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}"))
+        try:
+            commit, names = info["sha"], [one["rfilename"] for one in info["siblings"]]
+            is_sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
+        except (LookupError, TypeError):
+            is_sound = False
+        if not is_sound:
+            raise self._malformed(repository)
+        if not names:
+            raise Refusal(404, "EntryNotFound", "the model has no files")
+        return Revision(commit, names)
+
+    def check_access(self, repository: str, revision: Revision) -> None:
+        """Check that this client may read the files of a model. Raises as :meth:`revision`."""
+        url = self._file_url(repository, revision.commit, revision.probe)
+        for _ in range(_MAX_REDIRECTS):
+            request = Request(what=repository, method="HEAD", url=url, rule=_LOOK)
+            reply = self._transport.fetch(request)
+            if reply.status not in _REDIRECTS:
+                self._check(reply.status, reply.headers)
+                return
+            url = protocol.resolve(reply.headers.get("location"), url)
+            if not protocol.has_same_origin(url, self._url):
+                return  # the upstream has sent the client to the file
+        raise RemoteError(f"{quote(repository)}: {quote(self._url)} redirects too often")
+
+    def listing(self, repository: str, commit: str) -> Listing:
+        """Return the files of a commit. Raises as :meth:`revision`."""
+        try:
+            pages = self._pages(f"{repository}/tree/{commit}?recursive=true")
+            return listing_of(entries_of(pages))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            raise self._malformed(repository) from None
+
+    def pieces(
+        self, repository: str, commit: str, name: str, begin: int, size: int
+    ) -> Iterator[bytes]:
+        """Yield the bytes of a file from ``begin`` on, which is before its end at ``size``.
+
+        Raises:
+            TransientError: the connection was lost, or the upstream is busy.
+            DamagedSource: the file has another size. Otherwise as :meth:`revision`.
+        """
+        headers = {"range": protocol.range_of(begin, size)} if begin else {}
+        url = self._file_url(repository, commit, name)
+        what = f"file {quote(name)}"
+        request = Request(what=what, method="GET", url=url, rule=_FILE, headers=headers)
+        with self._transport.send(request) as response:
+            self._check(response.status_code, response.headers)
+            try:
+                span = protocol.span_of(response.status_code, response.headers, begin, size, size)
+            except BlobDamaged as error:
+                raise DamagedSource(f"{what}: {error.message}") from None
+            yield from _expected(self._transport.pieces(response), span, what)
+
+    def _pages(self, path: str) -> Iterator[Any]:
+        """Yield the decoded pages of an answer."""
+        budget = limits.Budget(limits.HUB_LISTING, "the upstream's list of files")
+        url = f"{self._url}/api/models/{path}"
+        for _ in range(_MAX_PAGES):
+            request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
+            reply = self._transport.fetch(request, limits.HUB_LISTING.one)
+            self._check(reply.status, reply.headers)
+            self.is_blobstore = reply.headers.get("server") == "blobstore"
+            try:
+                page = strict_json.loads_any(reply.body)
+            except ValueError:
+                raise self._malformed(path) from None
+            budget.spend(len(reply.body), len(page) if isinstance(page, list) else 1)
+            yield page
+            following = protocol.next_page(reply.headers.get("link"), reply.url)
+            if following is None:
+                return
+            url = following
+        raise self._malformed(path)
+
+    @staticmethod
+    def _check(status: int, headers: Any) -> None:
+        if status in _REFUSALS:
+            raise Refusal(status, headers.get("x-error-code", ""))
+
+    def _malformed(self, what: str) -> RemoteError:
+        return RemoteError(
+            f"{quote(what)}: {quote(self._url)} is not a Hub, or its answer is malformed",
+            status=HTTPStatus.BAD_GATEWAY,
+        )
+
+    def _file_url(self, repository: str, commit: str, name: str) -> str:
+        return f"{self._url}/{repository}/resolve/{commit}/{percent_encoded(name)}"
+
+
+def _expected(received: Iterator[bytes], span: protocol.Span, what: str) -> Iterator[bytes]:
+    """Yield the bytes of a span of a body, and no more than one piece beyond it: who counts them refuses that."""
+    skip, left = span
+    for whole in received:
+        piece = whole[skip:]
+        skip -= len(whole) - len(piece)
+        left -= len(piece)
+        if piece:
+            yield piece
+        if left < 0:
+            return
+    if left > 0:
+        raise TransientError(f"{what}: the response ended early")

@@ -1,0 +1,107 @@
+"""Blobs are checked once before they are sent, hot or cold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from blobstore.errors import BlobDamaged
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.serve import blob_reader
+from blobstore.serve.blob_reader import BlobReader
+from blobstore.serve.messages import BlobPart
+from blobstore.store.local import LocalStore
+from tests.support.cold import cold
+from tests.support.frozen import layer, layers, put, tuned, weights
+from tests.support.models import add_blobs
+
+
+@pytest.fixture
+def hashed() -> list[int]:
+    """The bytes of each blob that was hashed."""
+    return []
+
+
+@pytest.fixture
+def reader(store: LocalStore, hashed: list[int], monkeypatch: pytest.MonkeyPatch) -> BlobReader:
+    monkeypatch.setattr(blob_reader, "_MARGIN_NS", 0)  # files of this test do not change by chance
+    return BlobReader(store, hashed.append)
+
+
+def part_of(store: LocalStore, model: str, name: str) -> BlobPart:
+    found = layers(store, model)[name]
+    return BlobPart(found.digest, found.size, 0, found.size)
+
+
+def is_verified(reader: BlobReader, part: BlobPart) -> bool:
+    blob = reader.open(part)
+    if blob.descriptor is not None:
+        os.close(blob.descriptor)
+    return blob.is_verified
+
+
+def rewrite(path: str, data: bytes) -> None:
+    Path(path).chmod(0o644)
+    Path(path).write_bytes(data)
+
+
+def test_a_cold_blob_is_hashed_once(
+    store: LocalStore, reader: BlobReader, hashed: list[int]
+) -> None:
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    assert not is_verified(reader, part)
+    assert reader.verify(part.digest, part.size) == reader.open(part).state
+    assert is_verified(reader, part)
+    assert hashed == [part.size]
+    assert b"".join(reader.cold_pieces(part)) == layer("a", weights(1))
+
+
+def test_a_cold_blob_that_decodes_to_other_bytes_is_damaged(
+    store: LocalStore, reader: BlobReader
+) -> None:
+    """All its checksums are right: only the digest says that the bytes are wrong."""
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    assert reader.verify(part.digest, part.size)
+    data = bytearray(layer("a", weights(1)))
+    data[-1] ^= 1
+    rewrite(store.cold_path(part.digest), cold(bytes(data), digest=part.digest))
+    assert not is_verified(reader, part)
+    assert b"".join(reader.cold_pieces(part)) == data
+    with pytest.raises(BlobDamaged, match=part.digest.hex):
+        reader.verify(part.digest, part.size)
+
+
+def test_a_delta_is_hashed_again_if_its_base_has_changed(
+    store: LocalStore, reader: BlobReader, hashed: list[int]
+) -> None:
+    put(store, "base", {"a": 1})
+    add_blobs(store, "tuned", {"a": layer("a", tuned(2, of=1))})
+    freeze_models(["tuned"], store=store, base="base")
+    part = part_of(store, "tuned", "a")
+    base = store.open_cold(part.digest).base
+    assert base is not None
+    reader.verify(part.digest, part.size)
+    assert is_verified(reader, part)
+    changed = bytearray(Path(store.blob_path(base)).read_bytes())
+    changed[-100:] = bytes(100)
+    rewrite(store.blob_path(base), bytes(changed))
+    assert not is_verified(reader, part)
+    with pytest.raises(BlobDamaged, match=part.digest.hex):
+        reader.verify(part.digest, part.size)
+    assert hashed == [part.size]
+
+
+def test_a_blob_that_is_frozen_has_another_state(store: LocalStore, reader: BlobReader) -> None:
+    put(store, "model", {"a": 1})
+    part = part_of(store, "model", "a")
+    state = reader.verify(part.digest, part.size)
+    assert is_verified(reader, part)
+    freeze_models(["model"], store=store)
+    assert not is_verified(reader, part)
+    assert reader.verify(part.digest, part.size) != state
