@@ -94,7 +94,7 @@ def command(
     """
     from blobstore.serve.serve import serve
 
-    if upstream is None:  # an upstream fills a store that is not there yet
+    if upstream is None and not peers:  # these fill a store that is not there yet
         output.show_note(*arguments.store_notes(store))
     serve(
         store,

@@ -296,7 +296,7 @@ class PeerFetch:
             store: gets the blobs.
             sources: peers that have the same manifest.
             others: peers that have other manifests, with some of its blobs.
-            host: keeps count of peers that fail or lie, and names them in the log.
+            host: gets a report about peers that fail or lie.
         """
         self._store, self._sources, self._host = store, [*sources, *others], host
         self._listed: dict[Digest, _Source] = {}

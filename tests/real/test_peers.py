@@ -257,7 +257,7 @@ def test_a_peer_that_is_killed_in_the_middle_is_replaced_by_the_next(
     assert log.errors_of(victim)
 
 
-def test_a_peer_that_collects_garbage_sends_what_it_has_begun(
+def test_a_peer_that_collects_garbage_in_between_sends_what_it_has_begun(
     one: LocalStore, other: LocalStore, tmp_path: Path, log: Log
 ) -> None:
     with serving(one, tmp_path) as server:
