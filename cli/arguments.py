@@ -85,7 +85,8 @@ class _ModelName(_ParamType):
         if is_address(value) and self._or_remote:
             return value  # what is read there decides what it is
         if is_address(value) and self._or_address:
-            check_address(value)
+            if not is_pattern(value):
+                check_address(value)
         elif is_address(value) and not self._or_path:
             raise UsageError(
                 f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
@@ -103,7 +104,8 @@ class _ModelName(_ParamType):
                 Reference.parse(value)
             except InvalidReference as error:
                 raise InvalidReference(
-                    error.message, advice=path_advice(value) or error.advice
+                    error.message,
+                    advice=path_advice(value) or address_advice(value) or error.advice,
                 ) from None
         return value
 
@@ -364,6 +366,19 @@ def glob_advice(text: str, names: Iterable[str]) -> str:
     """Return the glob that finds the names of which a text is a part; empty if it is a part of none."""
     count = sum(text in name for name in names)
     return f"'*{text}*' matches {count:,} that contain it" if count and text.isprintable() else ""
+
+
+def is_name(text: str, store: LocalStore) -> bool:
+    """Return whether a text is the name of a model of the store."""
+    try:
+        return store.has_model(text)
+    except InvalidReference:
+        return False
+
+
+def shown_path_advice(text: str) -> str:
+    """Return how to look at a path that was taken for a name; empty for other texts."""
+    return "'blobstore show PATH' shows what a path names" if os.path.exists(text) else ""  # noqa: PTH110 - as above
 
 
 def address_advice(text: str) -> str:

@@ -115,6 +115,8 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
         verb = "would compress to about" if dry_run else "compressed to"
         saved = f"{1 - after / before:.1%} less"
         result = f"{render.human_bytes(before)} {verb} {render.human_bytes(after)} ({saved})"
+    if output.is_verbose():
+        yield _table(frozen)
     yield (
         f"{'would freeze' if dry_run else 'froze'} {render.count_of(len(fresh), 'blob')} of "
         f"{render.count_of(len(frozen.references), 'model')}: {result}; "
@@ -136,15 +138,20 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
                 f"({size}) uncompressed: {reason.format(others)}"
             )
     if not frozen.blobs:
-        yield "  these models have no tensors of their own: a GGUF file, for example, is not compressed"
-    if output.is_verbose():
-        rows = [
-            (
-                render.cell(blob.name),
-                blob.outcome if blob.base is None else f"{blob.outcome}, delta",
-                render.human_bytes(blob.size),
-                render.human_bytes(blob.stored),
-            )
-            for blob in frozen.blobs
-        ]
-        yield render.table(("BLOB", "OUTCOME", "SIZE", "ON DISK"), rows, right=(2, 3))
+        yield (
+            "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "
+            "'blobstore create ollama://MODEL NAME' has imported it"
+        )
+
+
+def _table(frozen: Frozen) -> str:
+    rows = [
+        (
+            render.cell(blob.name),
+            blob.outcome if blob.base is None else f"{blob.outcome}, delta",
+            render.human_bytes(blob.size),
+            render.human_bytes(blob.stored),
+        )
+        for blob in frozen.blobs
+    ]
+    return render.table(("BLOB", "OUTCOME", "SIZE", "ON DISK"), rows, right=(2, 3))

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Show what the PyTorch checkpoint FILE contains, and every global that its pickles use.
 
-    FILE can be a folder of torch.distributed.checkpoint too. Of a safetensors file, a model folder or an archive, it lists what "blobstore show" does.
+    FILE can be a folder of torch.distributed.checkpoint too. Of a safetensors or GGUF file, a model folder or an archive, it lists what "blobstore show" does.
     No code of the file is executed. Files that create would refuse are shown too: with exit code 4 if they are damaged or ask for a global that is not known, else with 1.
     """
     from blobstore.cli.show_path import show_path
@@ -63,12 +63,16 @@ def command(
 
 
 def _is_listed(file: str) -> bool:
-    """Return whether a path is a model folder, an archive or a safetensors file, which show lists."""
+    """Return whether a path is a model folder, an archive, or a safetensors or GGUF file, which show lists."""
+    from blobstore.gguf.file import is_gguf
+
     path = Path(file)
     try:
         if path.is_dir():
             return find_checkpoint(path) is None
         if file.endswith(".bsar"):
+            return True
+        if is_gguf(path):
             return True
         if not path.is_file() or path.suffix != ".safetensors":
             return False

@@ -156,7 +156,8 @@ def _selected(
             if unreadable:  # which may have it
                 raise unreadable[0]
             raise ModelNotFound(
-                f"no model matches {quote(pattern)}", advice=arguments.address_advice(pattern)
+                f"no model matches {quote(pattern)}",
+                advice=arguments.address_advice(pattern) or arguments.shown_path_advice(pattern),
             )
     return [
         model

@@ -275,6 +275,6 @@ def _usage_errors_in_one_line(ctx: click.Context) -> Iterator[None]:
             type(error).__name__ == "NoArgsIsHelpError"
         ):  # the help itself; click 8.1 has no such class
             raise
-        text = " ".join(escape(error.format_message()).split())
+        text = escape(" ".join(error.format_message().split()))
         text = _DID_YOU_MEAN.sub(r"; did you mean \1?", text).removesuffix(".")
         raise _UsageError(text[:1].lower() + text[1:], error.ctx or ctx) from None

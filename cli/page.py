@@ -8,6 +8,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
+from blobstore.core.escape import quote
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,6 +65,8 @@ def command(
     *names, file = words
     from blobstore.pages.write import write_page
 
+    if not file.endswith((".html", ".htm")) and arguments.is_name(file, store):
+        raise click.UsageError(f"the last word is the file to write, and {quote(file)} is a model")
     notes = arguments.store_notes(store)
     chosen = arguments.models(store, names)
     with progress_bar() as progress:

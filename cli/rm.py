@@ -46,7 +46,7 @@ def command(
     """Remove the names NAME, all or none, and report the space that "blobstore gc" can then free.
 
     No blob is removed. A name is removed even if its manifest cannot be read. NAMEs may be addresses
-    in registries or object storage instead; oci://host/repository@sha256:... removes a manifest with
+    in registries or object storage instead, with globs as for "blobstore pull"; oci://host/repository@sha256:... removes a manifest with
     all of its tags.
 
     With --keep-last or --older-than, only some of the models NAME are removed: "rm 'run:*' --keep-last
@@ -96,8 +96,14 @@ def _remove_remote(
     names: tuple[str, ...], out: Output, *, dry_run: bool, plain_http: bool | None
 ) -> None:
     from blobstore.operations.maintenance.remote_names import remove_remote
+    from blobstore.operations.transfer.many import find_remote_models
     from blobstore.remotes.addresses import is_in_objects
+    from blobstore.store.name_patterns import is_pattern
 
+    if patterns := [name for name in names if is_pattern(name)]:
+        found = find_remote_models(patterns, plain_http=plain_http)
+        plain = [name for name in names if not is_pattern(name)]
+        names = tuple(dict.fromkeys([*plain, *(entry.address for entry in found)]))
     removed = remove_remote(names, dry_run=dry_run, plain_http=plain_http)
     verb = "would remove" if dry_run else "removed"
     notes = []

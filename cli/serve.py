@@ -52,12 +52,24 @@ if TYPE_CHECKING:
     help="File with the token for the upstream, for clients without a token of their own.",
 )
 @click.option(
+    "--peers",
+    metavar="URL,...",
+    callback=lambda _, __, value: [one for one in (value or "").split(",") if one],
+    help="Ask these other servers for blobs before the upstream, for example http://node2:8080.",
+)
+@click.option(
     "--fresh",
     type=click.FloatRange(min=0),
     default=300,
     show_default=True,
     metavar="SECONDS",
     help="Ask the upstream again after so long what a tag is, and who may read it.",
+)
+@click.option(
+    "--max-size",
+    metavar="SIZE",
+    callback=options.parse_size,
+    help="Keep at most SIZE of the upstream's models, such as 2TB; the least recently used go first.",
 )
 @click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
 def command(
@@ -68,7 +80,9 @@ def command(
     token_file: str | None,
     upstream: str | None,
     upstream_token_file: str | None,
+    peers: list[str],
     fresh: float,
+    max_size: int | None,
     anonymous: bool,
 ) -> None:
     """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
@@ -91,7 +105,9 @@ def command(
         anonymous=anonymous,
         upstream=upstream,
         upstream_token_file=upstream_token_file,
+        peers=peers,
         fresh=fresh,
+        max_size=max_size,
         on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
         log=None if output.is_quiet() else output.show_line,
     )

@@ -9,6 +9,8 @@ import click
 
 from blobstore.cli import arguments, options
 from blobstore.cli.cp import naming_options, show_named
+from blobstore.core.escape import quote
+from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
     from blobstore.cli.output import Output
@@ -30,6 +32,11 @@ def command(
     """
     from blobstore.remotes.addresses import is_address
 
+    if "/" in tag:
+        raise UsageError(
+            f"{quote(tag)} is no tag",
+            advice="give the tag alone; 'blobstore cp' takes complete names of the store",
+        )
     if is_address(name):
         from blobstore.operations.maintenance.remote_names import tag_remote
 

@@ -3,7 +3,7 @@
     python release/build.py dist
 
 needs the group ``dev``. Both are built twice from the files that git has, in folders, with file times and under
-a umask that differ, and have to be equal byte by byte: whoever has the sources can compare what was published.
+a umask that differ, and have to be equal byte by byte: a build from the same sources shows what was published.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore
 from blobstore.store.local import LocalStore
+from tests.support.frameworks import skip_without_framework
 from tests.support.markers import COLLECTED, mark
 from tests.support.objects import ObjectServer, running_object_store
 
@@ -67,15 +68,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail skipped tests where ``BLOBSTORE_TESTS_COMPLETE`` is set, unless they need a GPU."""
-    return _complete((yield))
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip tests of absent frameworks; fail skipped tests where ``BLOBSTORE_TESTS_COMPLETE`` is set."""
+    report = yield
+    skip_without_framework(report, call.excinfo and call.excinfo.value)
+    return _complete(report)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Do the same for modules that are skipped."""
-    return _complete((yield))
+    """Do the same for modules."""
+    report = yield
+    # The report has the call that made it, which its type does not say.
+    excinfo = getattr(report, "call").excinfo  # noqa: B009
+    skip_without_framework(report, excinfo and excinfo.value)
+    return _complete(report)
 
 
 def _complete(report: _Report) -> _Report:

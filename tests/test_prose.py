@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("blobstore", "manifests", "cli", "tests", "docs", ".ci", "changelog.d", ".github")
+FOLDERS = (
+    "blobstore",
+    "manifests",
+    "cli",
+    "tests",
+    "docs",
+    ".ci",
+    "changelog.d",
+    "release",
+    ".github",
+)
 WRITTEN = {".py", ".md", ".toml", ".yaml", ".yml", ".ipynb", ""}
 NOT_OURS = ("tests/data", "tests/vectors")
 

@@ -137,21 +137,22 @@ def fit_low_rank(
 
 def _is_sparse(elements: Array, reader: _Reader) -> bool:
     """Return whether few elements of a sample differ from those of the base."""
-    if len(elements) <= _SPARSE_SLICES * _SPARSE_SLICE:
-        slices = [(0, len(elements))]
-    else:
-        # Each slice of a cold base costs a chunk.
-        count = (
-            _SPARSE_SLICES
-            if reader.is_in_memory
-            else min(1 + reader.size // _COLD_PER_SLICE, _SPARSE_SLICES)
+    count, width = 1, len(elements)
+    if width > _SPARSE_SLICES * _SPARSE_SLICE:
+        width = _SPARSE_SLICE
+        is_cheap = reader.is_in_memory  # each slice of a cold base costs a chunk
+        count = min(
+            _SPARSE_SLICES if is_cheap else 1 + reader.size // _COLD_PER_SLICE, _SPARSE_SLICES
         )
-        step = (len(elements) - _SPARSE_SLICE) // count
-        slices = [(begin, begin + _SPARSE_SLICE) for begin in range(step // 2, step * count, step)]
-    differing = sum(
-        int(np.count_nonzero(elements[begin:end] != reader(begin, end))) for begin, end in slices
-    )
-    return differing <= _SPARSE * sum(end - begin for begin, end in slices)
+    step = len(elements) // count
+    middle = (step - width) // 2
+    mine = elements[: count * step].reshape(count, step)[:, middle : middle + width]
+    if reader.is_in_memory:
+        theirs = reader(0, count * step).reshape(count, step)[:, middle : middle + width]
+    else:
+        begins = range(middle, count * step, step)
+        theirs = np.stack([reader(begin, begin + width).copy() for begin in begins])
+    return int(np.count_nonzero(mine != theirs)) <= _SPARSE * mine.size
 
 
 def _with_factors(data: memoryview, span: Span, reader: _Reader, level: Level) -> Span:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 _BLOCKS: Final = {
-    # MLX has types with the names of two types of GGUF, which
-    # docs/reference/format.md therefore calls otherwise.
+    # MLX has types with the names of two types of GGUF, which docs/format.md therefore calls otherwise.
     f"{'gguf_' if fields.kind.name in {'MXFP4', 'NVFP4'} else ''}{fields.kind.name.lower()}": fields.kind
     for fields in FIELDS.values()
 }
@@ -150,7 +149,8 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
 def _merged(one: Span, two: Span) -> Span | None:
     """Return the span of both, or None if they cannot be one span."""
     dtype = two.dtype if one.dtype is None else one.dtype
-    is_sparse = one.is_sparse and two.is_sparse
+    # A header stays apart, so that blobs of one tensor have chunks at the same places, sparse or not.
+    is_sparse = one.is_sparse and two.is_sparse and None not in {one.dtype, two.dtype}
     if (
         one.base_begin is None
         or two.base_begin != one.base_begin + one.size

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.files import open_regular
 from blobstore.errors import BlobstoreError, TooManyMaps
 
 if TYPE_CHECKING:
@@ -213,6 +214,15 @@ def mapped(descriptor: int, size: int) -> memoryview:
     region.map(0, descriptor, size)
     begin = region.offsets[0]
     return memoryview(region.memory)[begin : begin + size]
+
+
+def map_file(path: Path, size: int) -> memoryview:
+    """Return a file of ``size`` bytes as memory, which outlives the path. Raises as :func:`mapped`."""
+    descriptor, _ = open_regular(path, follow=False)
+    try:
+        return mapped(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def new_buffer(size: int) -> memoryview:

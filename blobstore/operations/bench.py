@@ -121,14 +121,18 @@ def measure_reading(
         return _measure_files(str(root), files, openable, None, notices, jobs or 8, progress)
     reference, local = Reference.of(subject), LocalStore.of(store)
     blobs = {blob.digest: blob for blob in local.resolve(reference).layers_of(*media_types.WEIGHTS)}
-    hot = [Path(local.blob_path(digest)) for digest in blobs if local.has_hot(digest)]
+    cold = {digest for digest in blobs if not local.has_hot(digest)}
+    files = [
+        Path(local.cold_path(digest) if digest in cold else local.blob_path(digest))
+        for digest in blobs
+    ]
     notices = []
-    if len(hot) < len(blobs):
+    if cold:
         notices.append(
-            f"{len(blobs) - len(hot)} of {len(blobs)} blobs are frozen: open decompresses them, and "
-            "'blobstore thaw' would spare that"
+            f"{len(cold)} of {len(blobs)} blobs are frozen: bare reads are of compressed bytes, and open "
+            "decompresses them, which 'blobstore thaw' would spare"
         )
-    return _measure_files(str(reference), hot, reference, local, notices, jobs or 8, progress)
+    return _measure_files(str(reference), files, reference, local, notices, jobs or 8, progress)
 
 
 # Files

@@ -60,8 +60,7 @@ _PAGE: Final = 1000
 _MAX_PAGES: Final = 1000
 _MAX_TYPE: Final = 255
 """Letters of a media type."""
-_MARGIN: Final = 30
-"""Seconds that a response may take, beyond those that the server was asked to wait."""
+_MARGIN: Final = 30  # seconds of a response, beyond those that the server was asked to wait
 _API_HOSTS: Final = {"docker.io": "registry-1.docker.io"}
 """Registries that answer at another host than their addresses say."""
 
@@ -78,6 +77,7 @@ class RegistryClient:
         limiter: RateLimiter | None = None,
         patience: Patience | None = None,
         part_size: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -89,6 +89,7 @@ class RegistryClient:
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
             part_size: bytes of a blob that one request sends at most; by default 64 MiB.
+            headers: more headers of each request.
 
         Raises:
             InvalidReference: the host is not valid.
@@ -111,6 +112,7 @@ class RegistryClient:
             find_login=lambda repository: known.find(host, repository),
             limiter=limiter,
             patience=patience or Patience(),
+            headers=headers,
         )
 
     @property
@@ -200,25 +202,17 @@ class RegistryClient:
         return None
 
     def watch_manifest(
-        self, repository: str, reference: str, known: Digest | None, wait: int
+        self, repository: str, tag: str, known: Digest | None, wait: int
     ) -> tuple[Digest, bool]:
         """Return the digest of a tag's manifest, and whether the server has waited for a change.
 
-        A server that can waits until the manifest is another one than ``known``, and is asked again at once.
-
-        Args:
-            repository: where to look.
-            reference: the tag.
-            known: the digest of the manifest that the caller has.
-            wait: seconds that the server is asked to wait at most.
+        A server that can waits until it is another one than ``known``, or for ``wait`` seconds.
 
         Raises:
             ModelNotFound: the registry has no such tag.
             RemoteError: the registry cannot be reached, refuses access or misbehaves.
         """
-        request = self._manifest_request(
-            "HEAD", repository, reference, request_rules.MANIFEST_WATCH
-        )
+        request = self._manifest_request("HEAD", repository, tag, request_rules.MANIFEST_WATCH)
         if known is not None:
             condition = {"if-none-match": f'"{known}"', "prefer": f"wait={wait}"}
             headers = {**request.headers, **condition}
@@ -230,7 +224,7 @@ class RegistryClient:
             return known, "preference-applied" in reply.headers
         with contextlib.suppress(InvalidDigest):  # the header is optional
             return Digest.parse(reply.headers.get("docker-content-digest", "")), False
-        return self.get_manifest(repository, reference).digest, False
+        return self.get_manifest(repository, tag).digest, False
 
     def put_manifest(
         self,

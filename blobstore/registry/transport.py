@@ -36,7 +36,7 @@ from blobstore.registry.retry import Patience, Retry
 from blobstore.registry.tokens import Authorizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from blobstore.core.rate_limit import RateLimiter
 
@@ -62,16 +62,18 @@ class Transport:
         find_login: Callable[[str], Login | None],
         limiter: RateLimiter | None,
         patience: Patience,
+        headers: Mapping[str, str] | None = None,
         authorization: str | None = None,
     ) -> None:
         """Connect to nothing yet.
 
-        ``authorization`` is the header of all requests to the host, which is asked for no challenge then; empty
-        for none.
+        ``headers`` are more headers of each request. ``authorization`` is the header of all requests to the host,
+        which is asked for no challenge then; empty for none.
         """
         self._fixed = authorization
         self.base = f"{'http' if plain_http else 'https'}://{host}"
         self.patience = patience
+        self._headers = headers or {}
         self._limiter = limiter
         self._closed = threading.Event()
         self._sockets: WeakSet[socket.socket] = WeakSet()
@@ -251,7 +253,11 @@ class Transport:
                 # this machine has no proxy: it may carry credentials without TLS.
                 mounts=dict.fromkeys(_LOOPBACK),
                 # Digests and ranges are about the bytes as they are stored.
-                headers={"accept-encoding": "identity", "user-agent": "blobstore"},
+                headers={
+                    "accept-encoding": "identity",
+                    "user-agent": "blobstore",
+                    **self._headers,
+                },
                 cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
                 timeout=httpx2.Timeout(self.patience.stall, pool=None),
                 # The registry, and where it redirects to.

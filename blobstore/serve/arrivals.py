@@ -15,12 +15,20 @@ from typing import TYPE_CHECKING, Final, Protocol
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
 from blobstore.core.workers import Cancelled, WorkerPool
-from blobstore.errors import BlobstoreError, DamagedSource, RemoteError, SourceError, StoreError
+from blobstore.errors import (
+    BlobstoreError,
+    Damaged,
+    DamagedSource,
+    RemoteError,
+    SourceError,
+    StoreError,
+)
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.arriving_file import ArrivingFile
 from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
+from blobstore.serve.peers import read_content
 from blobstore.serve.pulled import Origin
 from blobstore.serve.upstream import Refusal
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
@@ -29,12 +37,13 @@ from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
-    from blobstore.serve.upstream import UpstreamClient
+    from blobstore.serve.peers import Peers
+    from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
@@ -49,6 +58,11 @@ _RESTORED: Final = (".safetensors", ".gguf", ".json")
 
 class ArrivalHost(Protocol):
     """What an arrival reports to, on its own thread."""
+
+    @property
+    def peers(self) -> Peers:
+        """Other servers that may have blobs."""
+        ...
 
     def is_public(self, arrival: Arrival) -> bool:
         """Return whether the upstream gives the files to everyone."""
@@ -79,8 +93,7 @@ class Arrival:
         store: LocalStore,
         reference: Reference,
         repository: str,
-        commit: str,
-        client: UpstreamClient,
+        found: FoundAt,
         host: ArrivalHost,
     ) -> None:
         """Fetch nothing yet.
@@ -89,11 +102,10 @@ class Arrival:
             store: gets the model.
             reference: its name there.
             repository: its name at the upstream.
-            commit: the version.
-            client: asks the upstream, as the one who was the first to ask for the model. It is closed at the end.
+            found: the version, and the server that has it.
             host: is told what happens.
         """
-        self.reference, self.repository, self.commit = reference, repository, commit
+        self.reference, self.repository, self.commit = reference, repository, found.commit
         self.model: ServedModel | None = None
         """The files, once they are listed."""
         self.error: BlobstoreError | Refusal | None = None
@@ -101,8 +113,9 @@ class Arrival:
         self.listed = threading.Event()
         """Set when the files can be served, or will not be."""
         self.ended = threading.Event()
-        self._store, self._client, self._host = store, client, host
-        name = Digest.of(f"{repository}@{commit}".encode()).hex
+        self._store, self._client, self._host = store, found.client(), host
+        self._peer = found.peer
+        name = Digest.of(f"{repository}@{self.commit}".encode()).hex
         self._folder = store.folder("arrivals") / name
         self._listing: Listing = {}
         self._files: dict[str, ArrivingFile] = {}
@@ -117,6 +130,11 @@ class Arrival:
     def fetched(self) -> int:
         """Bytes of files that the upstream has sent."""
         return sum(file.received for file in list(self._files.values()))
+
+    @property
+    def wrong_etags(self) -> list[str]:
+        """The validators of the files of which readers may have got wrong bytes."""
+        return [file.etag for file in list(self._files.values()) if file.is_wrong]
 
     def start(self) -> None:
         """Begin."""
@@ -138,12 +156,12 @@ class Arrival:
             self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
         except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
             self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
-        failed = DamagedSource(f"{self.repository} cannot be fetched")
-        for file in self._files.values():
-            file.fail(failed)
         if not isinstance(self.error, RemoteError | Cancelled):
             shutil.rmtree(self._folder, ignore_errors=True)
         self._host.ended(self)
+        failed = DamagedSource(f"{self.repository} cannot be fetched")
+        for file in self._files.values():
+            file.fail(failed)
         self.listed.set()
         self.ended.set()
 
@@ -173,7 +191,20 @@ class Arrival:
         )
         self._host.files_listed(self)
         self.listed.set()
-        self._fetch_all()
+        with self._host.peers.files(
+            self, sum(file.size for file in files), first=self._peer
+        ) as answers:
+            self._take(answers)
+            self._fetch_all()
+            self._import(tree, names, weights, large)
+
+    def _import(
+        self,
+        tree: _Tree,
+        names: Collection[str],
+        weights: Collection[str],
+        large: Mapping[str, str],
+    ) -> None:
         self._host.importing(self)
         tree.kept = () if all(name.endswith(_RESTORED) for name in weights) else names
         source = _Folder(self._folder, DEFAULT_OPTIONS, tree)
@@ -190,6 +221,27 @@ class Arrival:
             )
         finally:
             source.close()
+
+    def _take(self, answers: Iterable[Mapping[str, Content]]) -> None:
+        """Put the files together that peers have the blobs of. Those that differ are left to the upstream."""
+        for contents in answers if self._waiting else ():
+            for name, file in list(self._waiting.items()):
+                content = contents.get(name)
+                if content is None or content.size != file.size:
+                    continue
+                self._check_stopped()
+                try:
+                    with self._store.writing():
+                        is_right = file.take(read_content(self._store, content))
+                except Damaged:
+                    is_right = False
+                if is_right:
+                    del self._waiting[name]
+                    self._fetch(file)
+                else:
+                    self._host.peers.file_differs(self, name)
+            if not self._waiting:
+                return
 
     def _file(self, name: str) -> ArrivingFile:
         file = self._files.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tempfile
 import threading
 import weakref
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from blobstore.sources.hub_listing import ListedFile
@@ -39,6 +40,8 @@ class ArrivingFile:
         """Bytes of the file."""
         self.received = 0
         """Those of them that did not lie there before."""
+        self.is_wrong = False
+        """Whether readers may have got bytes that are not those of the file."""
         self._listed = listed
         self._on_wanted = on_wanted
         self._digester = hashlib.new(listed.algorithm, usedforsecurity=False)
@@ -61,9 +64,30 @@ class ArrivingFile:
         weakref.finalize(self, os.close, self.descriptor)
         if os.fstat(self.descriptor).st_size > self.size:
             os.ftruncate(self.descriptor, 0)
-        while piece := os.read(self.descriptor, _PIECE):
+        while piece := os.pread(self.descriptor, _PIECE, self.written):
             self._digester.update(piece)
             self._advance(len(piece))
+
+    def take(self, pieces: Iterable[bytes]) -> bool:
+        """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
+
+        Nobody can read any of them before. Raises OSError, and what ``pieces`` raises.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        digester = self._digester.copy()
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".taken-")
+        try:
+            for piece in pieces:
+                digester.update(piece)
+                write_all(descriptor, piece)
+            is_right = digester.hexdigest() == self._listed.digest
+            if is_right:
+                os.replace(name, self.path)  # noqa: PTH105 - a string
+            return is_right
+        finally:
+            os.close(descriptor)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)  # noqa: PTH108 - a string
 
     def append(self, piece: bytes) -> None:
         """Write the next bytes.
@@ -76,7 +100,10 @@ class ArrivingFile:
             raise DamagedSource(
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
-        write_all(self.descriptor, piece)
+        done = 0
+        # At its place: sending a file moves the position of its descriptor.
+        while done < len(piece):
+            done += os.pwrite(self.descriptor, piece[done:], self.written + done)
         self._digester.update(piece)
         self.received += len(piece)
         self._advance(len(piece))
@@ -89,6 +116,7 @@ class ArrivingFile:
         """
         found, expected = self._digester.hexdigest(), self._listed.digest
         if found != expected:
+            self.is_wrong = True
             self.path.unlink(missing_ok=True)
             raise DamagedSource(
                 f"file {quote(self.name)}: its {self._listed.algorithm} is {found}, the upstream lists {expected}"
@@ -101,6 +129,11 @@ class ArrivingFile:
         if not self._is_verified:
             self._error = error
             self._wake()
+
+    @property
+    def etag(self) -> str:
+        """The validator that responses name the file's bytes by."""
+        return self._listed.digest
 
     @property
     def is_complete(self) -> bool:

@@ -55,7 +55,7 @@ class BodySender:
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
         for part in parts[:2]:  # a header may come before it
-            if isinstance(part, BlobPart):
+            if isinstance(part, BlobPart | StoredPart):
                 descriptor = await self._open(part)
                 if descriptor is not None:
                     os.close(descriptor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
@@ -350,4 +351,7 @@ def _resolve(
     if etag is None:
         etag = (model.digests or {})["/".join(rest[1:])].hex
         headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
+    if library.is_distrusted(etag):
+        kept = {name: value for name, value in request.headers.items() if name != "range"}
+        request = replace(request, headers=kept)
     return content_response(request, content, etag, headers, partial(library.keep, model))

@@ -102,6 +102,7 @@ class Library:
         self.pulled = PulledModels(store)
         self.arriving: dict[Reference, ServedModel] = {}
         """Models that are being fetched, by the names that they will have."""
+        self._distrusted: set[str] = set()
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._commits: dict[tuple[Reference, str], Digest] = {}
@@ -255,6 +256,16 @@ class Library:
             if name_of(reference) not in hidden:
                 yield reference
 
+    def distrust(self, etags: Sequence[str]) -> None:
+        """Note that wrong bytes of files with these validators were sent, before that was known."""
+        if len(self._distrusted) >= _MAX_COMMITS:
+            self._distrusted.clear()
+        self._distrusted.update(etags)
+
+    def is_distrusted(self, etag: str) -> bool:
+        """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
+        return etag in self._distrusted
+
     def keep(self, served: ServedModel | Artifact) -> None:
         """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
         if isinstance(served, ServedModel):
@@ -265,6 +276,19 @@ class Library:
     def forget(self, key: Digest) -> None:
         """Forget a model by the digest of its manifest: what is known about it has changed."""
         self._models.forget(key)
+
+    def is_idle(self, reference: Reference, key: Digest, seconds: float) -> bool:
+        """Forget a model, and return True, unless somebody has asked for it, or got bytes of it, that lately."""
+        found = [one.key for one in self._artifacts.values() if one.reference == reference]
+        if not (
+            self._models.is_idle(key, seconds)
+            and all(self._artifacts.is_idle(one, seconds) for one in found)
+        ):
+            return False
+        self.forget(key)
+        for one in found:
+            self._artifacts.forget(one)
+        return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
@@ -394,6 +418,9 @@ class _Kept(Generic[_Key, _Value]):
                 dropped.append(self._drop(min(self._values, key=self._last_use)))
         for old in dropped:
             old.close()
+
+    def is_idle(self, key: _Key, seconds: float) -> bool:
+        return key not in self._values or self._last_use(key) <= time.monotonic() - seconds
 
     def forget(self, key: _Key) -> None:
         with self._lock:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+", re.ASCII)
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*", re.ASCII)
+PEER = "x-blobstore-peer"
+"""The header of requests that are answered from the store alone."""
 OCTETS = "application/octet-stream"
 JSON = "application/json"
 

@@ -14,37 +14,45 @@ upstream alone, and is kept as a digest.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import threading
 import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from blobstore.core.escape import escape
-from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreError
+from blobstore.core.escape import escape, quote
+from blobstore.core.files import make_folders
+from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreBusy, StoreError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival
+from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.hub import asked_for, tag_of
 from blobstore.serve.library import NotPrepared, any_tag, name_of
-from blobstore.serve.messages import json_response
+from blobstore.serve.messages import PEER, json_response
+from blobstore.serve.peers import Peers
 from blobstore.serve.registry import asked_of_registry, error_response
-from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, UpstreamClient
+from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal
+from blobstore.serve.upstreams import Upstreams
 from blobstore.sources.hub_listing import COMMIT
+from blobstore.store.locks import try_lock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.messages import Request, Response
+    from blobstore.serve.peers import Peer
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
+    from blobstore.serve.upstreams import FoundAt
+    from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-FRESH_SECONDS: Final = 300.0
-"""How long an answer of the upstream holds."""
 _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
 _REFUSED_SECONDS: Final = 5.0
@@ -81,24 +89,34 @@ class PullThrough:
     def __init__(
         self,
         library: Library,
-        upstream: Upstream,
+        upstream: Upstream | None,
         *,
-        fresh: float = FRESH_SECONDS,
+        peers: Sequence[Peer] = (),
+        fresh: float,
         token: str = "",
+        max_size: int | None = None,
         log: Callable[[str], object] | None = None,
     ) -> None:
-        """Fetch nothing yet.
+        """Lock the folder of what arrives, and fetch nothing yet.
 
         Args:
             library: the models of the store.
-            upstream: has the other models.
+            upstream: has the other models; None for peers alone.
+            peers: are asked for the blobs of these before the upstream is.
             fresh: seconds for which an answer of the upstream holds.
             token: asks the upstream for clients that have no token of their own.
-            log: called with a line of JSON for each model that was fetched.
+            max_size: bytes that fetched models may have in all; None for no limit.
+            log: called with a line of JSON for each model that was fetched or removed.
+
+        Raises:
+            StoreBusy: another process fetches models into the store.
+            StoreError: the store cannot be written.
         """
         self._library, self._store = library, library.store
-        self._upstream, self._fresh, self._token = upstream, fresh, token
-        self._log = log
+        self._fresh, self._log = fresh, log
+        self.peers = Peers(self._store, peers, self._note)
+        """See :class:`ArrivalHost`."""
+        self._upstreams = Upstreams(upstream, token, self.peers)
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
         self._access: dict[tuple[str, str], float] = {}
@@ -110,18 +128,22 @@ class PullThrough:
         """By repository and commit."""
         self._names: dict[tuple[str, str], set[Reference]] = {}
         """All names that an arriving model will have."""
-        self._begun: dict[tuple[str, str], tuple[float, str]] = {}
-        """When an arrival has begun, and with which token."""
+        self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
+        """When an arrival has begun, and from where."""
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
+        self._limit = CacheLimit(library, max_size, self._removed)
+        self._folder = _locked(self._store)
 
     def close(self) -> None:
         """End all arrivals. What they have fetched is kept for the next server."""
         with self._lock:
             self._is_closed = True
             arrivals = list(self._arrivals.values())
+        self.peers.close()
         for arrival in arrivals:
             arrival.stop()
+        os.close(self._folder)
 
     def metrics(self) -> str:
         """Return the numbers in Prometheus' text format."""
@@ -130,6 +152,7 @@ class PullThrough:
             values = {
                 ("upstream_bytes_total", "counter"): self._fetched_bytes + arriving,
                 ("upstream_models_total", "counter"): self._fetched_models,
+                ("peer_bytes_total", "counter"): self.peers.fetched,
                 ("arriving_models", "gauge"): len(self._arrivals),
             }
         return "".join(
@@ -154,7 +177,9 @@ class PullThrough:
             return None
         repository, revision = found
         try:
-            if revision is None:
+            if PEER in request.headers:
+                self._check_peer(repository)
+            elif revision is None:
                 self._check_repository(repository, token)
             elif (asked := _asked(repository, revision)) and self._library.is_allowed(
                 asked.reference
@@ -164,11 +189,17 @@ class PullThrough:
             return _response(request, refusal, is_registry=is_registry)
         return None
 
+    def _check_peer(self, repository: Reference) -> None:
+        """Check that everyone may read what was fetched of a repository. Peers get nothing else. Raises Refusal."""
+        origins = self._library.pulled.of_repository(name_of(repository))
+        if not all(origin.is_public for origin in origins):
+            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
+
     def _check(self, asked: _Asked, token: str, *, needs_all: bool) -> None:
         """Check that a model is there and may be read. Raises as :meth:`refusal`, and Refusal."""
         held = self._held(asked)
-        if held is not None and held.origin is None:
-            return  # the store's own
+        if held is not None and self._is_settled(held):
+            return
         now, client = time.monotonic(), _digest(token)
         refusal, until = self._refusals.get((asked.reference, client), (None, 0.0))
         if refusal is not None and now < until:
@@ -184,7 +215,7 @@ class PullThrough:
             if not arrival.listed.is_set():
                 raise NotPrepared(_wait, arrival.listed)
             if held is None or held.commit != known.commit:  # it lacks this name, or has just ended
-                raise NotPrepared(self._begin, asked, known.commit, token)
+                raise NotPrepared(self._begin, asked, known.commit)
         elif held is not None and held.origin and held.origin.commit == known.commit:
             self._library.pulled.touch(held.origin)
         else:
@@ -193,9 +224,17 @@ class PullThrough:
                 raise failure
             raise NotPrepared(self._look_up, asked, token)
 
+    def _is_settled(self, held: ServedModel) -> bool:
+        """Return whether nobody else says what a name is that the store has a model of."""
+        is_own = held.origin is None
+        # Peers do not: each would give its version to the others.
+        return is_own or (held.manifest is not None and not self._upstreams.has_upstream)
+
     def _check_repository(self, repository: Reference, token: str) -> None:
         """Check that a client may read what was fetched of a repository, whatever its version."""
         name = name_of(repository)
+        if not self._upstreams.has_upstream:
+            return
         for origin in self._library.pulled.of_repository(name):
             if not self._may_read(name, _digest(token)):
                 asked = _Asked(repository, name, origin.commit)
@@ -223,9 +262,7 @@ class PullThrough:
         patience = PATIENT if origin is None else IMPATIENT
         client, key = _digest(token), (asked.reference, _digest(token))
         try:
-            with UpstreamClient(self._upstream, token or self._token, patience) as upstream:
-                found = upstream.revision(asked.repository, asked.revision)
-                upstream.check_access(asked.repository, found)
+            found = self._upstreams.find(asked.repository, asked.revision, token, patience)
         except Refusal as refusal:
             self._refuse(key, refusal)
         except RemoteError as error:
@@ -240,8 +277,9 @@ class PullThrough:
                 message = "the upstream cannot be asked whether you may read this model"
                 self._refuse(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
         else:
-            self._remember(asked, found.commit, client, self._fresh)
-            self._begin(asked, found.commit, token)
+            readers = _digest("") if found.is_peer else client
+            self._remember(asked, found.commit, readers, self._fresh)
+            self._begin(asked, found.commit, found)
 
     def _refuse(self, key: tuple[Reference, str], refusal: Refusal) -> None:
         _bound(self._refusals)[key] = refusal, time.monotonic() + _REFUSED_SECONDS
@@ -261,8 +299,11 @@ class PullThrough:
             return self._library.pulled.origin(self._store.resolve(asked.reference))
         return None
 
-    def _begin(self, asked: _Asked, commit: str, token: str) -> None:
-        """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name."""
+    def _begin(self, asked: _Asked, commit: str, found: FoundAt | None = None) -> None:
+        """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
+
+        Without ``found``, it is not fetched.
+        """
         key = (asked.repository, commit)
         with self._lock:
             if self._is_closed:
@@ -273,12 +314,11 @@ class PullThrough:
                 if arrival.model is not None:
                     self._library.arriving[asked.reference] = arrival.model
                 return
-            if self._has_named(asked, commit):
+            if self._has_named(asked, commit) or found is None:
                 return
-            client = UpstreamClient(self._upstream, token or self._token)
-            arrival = Arrival(self._store, asked.reference, asked.repository, commit, client, self)
+            arrival = Arrival(self._store, asked.reference, asked.repository, found, self)
             self._arrivals[key], self._names[key] = arrival, {asked.reference}
-            self._begun[key] = time.monotonic(), token
+            self._begun[key] = time.monotonic(), found
             arrival.start()
 
     def _has_named(self, asked: _Asked, commit: str) -> bool:
@@ -297,21 +337,14 @@ class PullThrough:
 
     def is_public(self, arrival: Arrival) -> bool:
         """See :class:`ArrivalHost`."""
-        if not self._begun[arrival.repository, arrival.commit][1]:
-            return True
-        try:
-            with UpstreamClient(self._upstream, self._token, IMPATIENT) as upstream:
-                found = upstream.revision(arrival.repository, arrival.commit)
-                upstream.check_access(arrival.repository, found)
-        except (Refusal, RemoteError):
-            return False
-        return True
+        found = self._begun[arrival.repository, arrival.commit][1]
+        return not found.token or self._upstreams.is_public(found, arrival.repository)
 
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
         """See :class:`ArrivalHost`."""
-        del size
         self.importing(arrival)
         self._store.check_name(arrival.reference)
+        self._limit.reserve(arrival, size)
         self._library.pulled.keep(origin)
 
     def files_listed(self, arrival: Arrival) -> None:
@@ -331,6 +364,8 @@ class PullThrough:
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
+        self._limit.release(arrival)
+        self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
             with contextlib.suppress(BlobstoreError):
@@ -356,6 +391,9 @@ class PullThrough:
             error=str(arrival.error or ""),
         )
 
+    def _removed(self, origin: Origin, freed: int) -> None:
+        self._note(removed=origin.repository, commit=origin.commit, freed=freed)
+
     def _note(self, **fields: object) -> None:
         if self._log is not None:
             shown = {
@@ -364,6 +402,21 @@ class PullThrough:
                 if value != ""
             }
             self._log(json.dumps({"time": round(time.time(), 3), **shown}))
+
+
+def _locked(store: LocalStore) -> int:
+    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
+    folder = store.folder("arrivals")
+    with store.writing():
+        make_folders(folder, store.root)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            return descriptor
+        os.close(descriptor)
+    raise StoreBusy(
+        f"another server fetches models into the store {quote(store.root)}",
+        advice="stop it, or let this one ask it: --upstream with the address of that server",
+    )
 
 
 def _asked(repository: Reference, revision: str) -> _Asked | None:

@@ -86,9 +86,13 @@ class PulledModels:
         self._folder = store.folder("pulled")
         self._lock = threading.Lock()
         self._records: dict[tuple[str, str], Origin] = {}
-        self._touched: dict[tuple[str, str], float] = {}
+        self._used: dict[tuple[str, str], float] = {}
+        """When models were last used by this process, and when that was noted."""
+        self._noted: dict[tuple[str, str], float] = {}
         for name in list_names(self._folder):
             path = self._folder / name
+            if name.startswith("."):  # of a process that was killed while it wrote
+                continue
             try:
                 origin = Origin.from_bytes(read_regular(path, _MAX_RECORD))
             except (OSError, ValueError, BlobstoreError) as error:
@@ -106,9 +110,8 @@ class PulledModels:
         """
         path = self._path(origin)
         with self._store.writing():
-            for folder in (self._folder, self._store.folder("temporary")):
-                make_folders(folder, self._store.root)
-            write_file(path, [origin.to_bytes()], temporary=self._store.folder("temporary"))
+            make_folders(self._folder, self._store.root)
+            write_file(path, [origin.to_bytes()])
         with self._lock:
             self._records[origin.repository, origin.commit] = origin
 
@@ -140,18 +143,19 @@ class PulledModels:
 
     def touch(self, origin: Origin) -> None:
         """Note that a model is used. The note survives the process, to half a minute."""
-        key, now = (origin.repository, origin.commit), time.monotonic()
-        if now - self._touched.get(key, -_TOUCH_SECONDS) >= _TOUCH_SECONDS:
-            self._touched[key] = now
+        key, now = (origin.repository, origin.commit), time.time()
+        self._used[key] = now
+        if now - self._noted.get(key, 0.0) >= _TOUCH_SECONDS:
+            self._noted[key] = now
             with contextlib.suppress(OSError):
                 os.utime(self._path(origin))
 
     def last_use(self, origin: Origin) -> float:
         """Return when a model was last used, in seconds since the epoch; 0 if nobody knows."""
-        try:
-            return self._path(origin).stat().st_mtime
-        except OSError:
-            return 0.0
+        noted = 0.0
+        with contextlib.suppress(OSError):
+            noted = self._path(origin).stat().st_mtime
+        return max(noted, self._used.get((origin.repository, origin.commit), 0.0))
 
     def _path(self, origin: Origin) -> Path:
         return self._folder / Digest.of(f"{origin.repository}@{origin.commit}".encode()).hex

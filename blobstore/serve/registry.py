@@ -108,7 +108,7 @@ def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str 
 
 
 def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
-    """Return the repository of a name; None if it is no name.
+    """Return the repository of a name; None if the name is malformed.
 
     containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
     """
@@ -218,7 +218,7 @@ def _name_of(repository: Reference) -> str:
     names: Sequence[str] = repository.parts[:3]
     if repository.host == DEFAULT_HOST:
         names = names[1:] if repository.namespace != DEFAULT_NAMESPACE else names[2:]
-    return "/".join(names)
+    return "/".join(names).replace(":", "_")
 
 
 def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:

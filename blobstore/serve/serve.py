@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, read_regular
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
-from blobstore.serve.pull_through import FRESH_SECONDS, PullThrough
 from blobstore.serve.server import run_server
-from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKEN_FILE = 1 << 20
 _LOOK_SECONDS = 1.0
+FRESH_SECONDS = 300.0
+"""How long an answer of the upstream holds."""
 
 
 def serve(
@@ -39,7 +40,9 @@ def serve(
     anonymous: bool = False,
     upstream: str | None = None,
     upstream_token_file: str | os.PathLike[str] | None = None,
+    peers: Sequence[str] = (),
     fresh: float = FRESH_SECONDS,
+    max_size: int | None = None,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -57,14 +60,18 @@ def serve(
             fetched when a client first asks for them, and stay in the store.
         upstream_token_file: a file with the token that ``upstream`` is asked with for clients that have
             none of their own.
+        peers: URLs of other servers, which are asked for blobs before ``upstream`` is; without one, for models
+            that the store lacks.
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
+        max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
+            the longest time are removed. None for no limit.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
     Raises:
         UsageError: other machines would reach the server, and neither ``token_file`` nor ``anonymous`` is
-            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` is no URL.
-        MissingLibrary: aiohttp is not installed.
+            given; or a token file has no tokens, or a pattern is too long, or ``upstream`` or a peer is no URL.
+        MissingLibrary: aiohttp is not installed, or httpx2, which an upstream or a peer needs.
         StoreBusy: another process fetches models into this store.
         BlobstoreError: the port is taken, or a token file cannot be read.
     """
@@ -76,6 +83,8 @@ def serve(
         )
     if token_file is not None and anonymous:
         raise UsageError("tokens are for servers that are not anonymous; leave one of both out")
+    if upstream is None and (upstream_token_file is not None or max_size is not None):
+        raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     if token_file is not None:
         access: Callable[[], Access] = _TokenFile(token_file, log)
@@ -86,10 +95,20 @@ def serve(
 
     with contextlib.ExitStack() as stack:
         through = None
-        if upstream is not None:
+        if upstream is not None or peers:
+            with optional_libraries():
+                from blobstore.serve.peers import Peer
+                from blobstore.serve.pull_through import PullThrough
+                from blobstore.serve.upstream import Upstream
             token = _first_token(upstream_token_file)
             through = PullThrough(
-                library, Upstream.parse(upstream), fresh=fresh, token=token, log=log
+                library,
+                None if upstream is None else Upstream.parse(upstream),
+                peers=[Peer.parse(url) for url in dict.fromkeys(peers)],
+                fresh=fresh,
+                token=token,
+                max_size=max_size,
+                log=log,
             )
             stack.enter_context(contextlib.closing(through))
 

@@ -24,7 +24,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
 from blobstore.serve.library import NotPrepared
-from blobstore.serve.messages import Request, Response, json_response
+from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _WATCH_SECONDS = 0.25
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
-    *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer"),
+    *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer", PEER),
 )
 """The headers that anything here reads."""
 

@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import quote
+from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
 from blobstore.registry import protocol
 from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
-from blobstore.registry.transport import Transport
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from blobstore.registry.retry import Retry
 
@@ -37,6 +37,8 @@ _FILE: Final = Rule(is_hint=False, success=(200, 206), absent=_REFUSALS)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=_REFUSALS)
 _MAX_REDIRECTS: Final = 5
+_MAX_PAGES: Final = 2000
+"""Pages of a list; each page of the Hub has a thousand files."""
 _WEIGHTS: Final = re.compile(r".*\.(safetensors|bin|gguf|pt|pth|ckpt)")
 _MESSAGES: Final = {
     "RepoNotFound": "there is no such model",
@@ -108,10 +110,21 @@ class Upstream(NamedTuple):
 class UpstreamClient:
     """Asks an upstream for one client. Threads may share it; close it."""
 
-    def __init__(self, upstream: Upstream, token: str, patience: Patience = PATIENT) -> None:
-        """Connect to nothing yet. ``token`` is empty for an anonymous client."""
+    def __init__(
+        self,
+        upstream: Upstream,
+        token: str,
+        patience: Patience = PATIENT,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Connect to nothing yet. ``token`` is empty for an anonymous client; each request has ``headers``."""
+        self.is_blobstore = False
+        """Whether the last answer came from a server of our kind."""
         parts = urlsplit(upstream.url)
         self._url = upstream.url
+        # Not above: a server without an upstream needs no HTTP client.
+        with optional_libraries():
+            from blobstore.registry.transport import Transport
         self._transport = Transport(
             parts.netloc,
             plain_http=parts.scheme == "http",
@@ -119,6 +132,7 @@ class UpstreamClient:
             limiter=None,
             patience=patience,
             authorization=f"Bearer {token}" if token else "",
+            headers=headers,
         )
 
     def __enter__(self) -> Self:
@@ -142,7 +156,7 @@ class UpstreamClient:
             Refusal: there is none for this client.
             RemoteError: the upstream cannot be reached, or is not a Hub.
         """
-        (info,) = self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}", 1)
+        info = next(self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}"))
         try:
             commit, names = info["sha"], [one["rfilename"] for one in info["siblings"]]
             is_sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
@@ -197,22 +211,26 @@ class UpstreamClient:
                 raise DamagedSource(f"{what}: {error.message}") from None
             yield from _expected(self._transport.pieces(response), span, what)
 
-    def _pages(self, path: str, most: int = limits.HUB_LISTING.count) -> Iterator[Any]:
+    def _pages(self, path: str) -> Iterator[Any]:
         """Yield the decoded pages of an answer."""
         budget = limits.Budget(limits.HUB_LISTING, "the upstream's list of files")
-        url: str | None = f"{self._url}/api/models/{path}"
-        while url is not None and most > 0:
-            most -= 1
+        url = f"{self._url}/api/models/{path}"
+        for _ in range(_MAX_PAGES):
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.HUB_LISTING.one)
             self._check(reply.status, reply.headers)
+            self.is_blobstore = reply.headers.get("server") == "blobstore"
             try:
                 page = strict_json.loads_any(reply.body)
             except ValueError:
                 raise self._malformed(path) from None
             budget.spend(len(reply.body), len(page) if isinstance(page, list) else 1)
             yield page
-            url = protocol.next_page(reply.headers.get("link"), reply.url)
+            following = protocol.next_page(reply.headers.get("link"), reply.url)
+            if following is None:
+                return
+            url = following
+        raise self._malformed(path)
 
     @staticmethod
     def _check(status: int, headers: Any) -> None:

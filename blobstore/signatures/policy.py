@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from blobstore.signatures.signature import Envelope
 
 Action = Literal["off", "warn", "enforce"]
+VERSION: Final = 1
+"""Of the format of policy files."""
 MAX_POLICY_SIZE: Final = 2**20
 """Bytes of a policy file."""
 _ACTIONS: Final = get_args(Action)
@@ -139,8 +141,8 @@ def parse_policy(data: bytes, read_key: Callable[[str], bytes]) -> Policy:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
         raise InvalidPolicy(f"not valid TOML: {quote(error)}") from None
     _check_keys(value, "version default keys rules", "the file")
-    if type(value.get("version")) is not int or value["version"] != 1:
-        raise InvalidPolicy("expected version = 1")
+    if type(value.get("version")) is not int or value["version"] != VERSION:
+        raise InvalidPolicy(f"expected version = {VERSION}")
     keys: dict[str, PublicKey] = {}
     for name, text in _typed(value, "keys", dict, "the file", {}).items():
         if not isinstance(text, str):

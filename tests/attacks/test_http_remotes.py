@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,14 +20,12 @@ from blobstore.operations.transfer.pull import pull_model
 from blobstore.registry.credentials import LoginFiles
 from blobstore.registry.protocol import Login
 from blobstore.registry.retry import Patience
-from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.altered_server import Change, altered
 from tests.support.raw_server import Answer, RawServer, Received, reply
-from tests.support.serve import ask, body_of
 
 TOKEN = "a-token-of-the-tests"
-Change = Callable[[Received, bytes], Answer]
 Use = Callable[[str, LocalStore], object]
 
 
@@ -57,21 +54,9 @@ def other(tmp_path: Path) -> LocalStore:
 
 @contextlib.contextmanager
 def changed(store: LocalStore, change: Change) -> Iterator[RawServer]:
-    """Run a server whose responses are those of ``serve`` after a change."""
+    """Run a server that has the model ``one``."""
     frozen.put(store, "one", {"a": 1})
-    library = Library(store)
-
-    def answer(request: Received) -> Answer:
-        found = ask(library, request.path, request.method, headers=request.headers)
-        headers: dict[str, Any] = {
-            name.lower().replace("-", "_"): text for name, text in found.headers.items()
-        }
-        body = body_of(store, found)
-        if request.method == "HEAD":
-            headers["content_length"] = found.headers["Content-Length"]
-        return change(request, reply(found.status, body, **headers))
-
-    with RawServer(answer) as server:
+    with altered(store, change) as server:
         yield server
 
 

@@ -269,6 +269,7 @@ def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: P
 
 
 def test_who_says_nothing_is_let_go(store: LocalStore, tmp_path: Path) -> None:
+    store.root.mkdir()
     with (
         serving(store, tmp_path, limits={"server.IDLE_SECONDS": 0.3}) as server,
         connect(server) as silent,
@@ -280,6 +281,7 @@ def test_who_says_nothing_is_let_go(store: LocalStore, tmp_path: Path) -> None:
 
 
 def test_connections_beyond_the_limit_are_refused(store: LocalStore, tmp_path: Path) -> None:
+    store.root.mkdir()
     with (
         serving(store, tmp_path, limits={"server.MAX_CONNECTIONS": 3}) as server,
         contextlib.ExitStack() as held,

@@ -36,6 +36,7 @@ KINDS = {
     "full": Kind("full", 100, 5),
     "power": Kind("power", 100, 6),
     "pull": Kind("pulls", 300, 6),
+    "fetch": Kind("arrivals", 100, 4),
     "edit": Kind("edits", 300, 3),
     "push": Kind("pushes", 300, 6),
     "objects": Kind("objects", 100, 6),

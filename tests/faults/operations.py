@@ -425,10 +425,10 @@ def _after_push_version(scene: Scene, ended: Ended) -> Findings:
     """Check that a receiver gets the model, or that there is no version."""
     found = _checked(scene, ended, made=scene.guest)
     if (_versions(scene) / "weight_v000001").exists():
-        shutil.rmtree(scene.target, ignore_errors=True)
         receiver = Receiver(scene.target, scene.kept[0].folder)
         receiver.pull(_versions(scene), 1)
         weights = {name: array.tobytes() for name, array in receiver.weights().items()}
+        shutil.rmtree(scene.target)
         if weights != scene.guest.tensors:
             found.others.append("the receiver has other weights")
     elif ended.code == 0:

@@ -3,7 +3,8 @@
     python -m tests.real.record_clients [CLIENT ...] [--answers]
 
 Writes ``tests/data/serve/CLIENT-VERSION.json``. With ``--answers``, no client runs: the logs that are there get the
-responses of today. Look at the difference before you commit it.
+responses of today. Look at the difference before you commit it. vLLM has an environment of its own:
+``.ci/vllm`` makes it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL
 MLX = """
 from mlx_lm import load
 load(MODEL)
+"""
+VLLM = """
+from vllm import LLM
+LLM(MODEL, enforce_eager=True, max_model_len=32, num_gpu_blocks_override=64)
 """
 ORAS = """
 import oras.client
@@ -129,6 +134,7 @@ CLIENTS: dict[str, Callable[[str, Path], None]] = {
     "huggingface_hub": python(HUB),
     "transformers": python(TRANSFORMERS),
     "mlx-lm": python(MLX),
+    "vllm": python(VLLM),
     "oras": python(ORAS),
     "skopeo": skopeo,
     "docker-registry": docker_registry,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import http.client
@@ -21,6 +22,7 @@ import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
@@ -31,6 +33,8 @@ pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra
 
 NAME = "org/model"
 FILE = f"/{NAME}/resolve/main/model-00001-of-00002.safetensors"
+RIGHT = "Bearer hf_right"
+COMMAND = (sys.executable, "-m", "blobstore", "serve", "--port=0")
 SNAPSHOT = """
 import json, sys
 from huggingface_hub import snapshot_download
@@ -269,6 +273,166 @@ def test_a_registrys_client_gets_a_model_when_all_of_it_is_there(
     assert contents(exported(other, tmp_path, "copy")) == contents(folder)
 
 
+def test_the_least_recently_used_models_make_space(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    own = write_folder(tmp_path / "own", other_tensors(9))
+    create(own, "org/own", store=store)
+    for number in range(3):
+        hub.add(f"org/m{number}", write_folder(tmp_path / f"m{number}", other_tensors(number)))
+    options = ("--upstream", hub.url, "--max-size=150kB")  # of which each model has 66 kB
+    limits = {"cache_limit.IDLE_SECONDS": 0}
+    with serving(store, tmp_path, *options, limits=limits) as server:
+        for number in (0, 1):
+            server.request(f"/org/m{number}/resolve/main/model.safetensors")
+            wait_for_arrival(server, f"org/m{number}:latest")
+    # What was used last survives the process.
+    with serving(store, tmp_path, *options, limits=limits) as server:
+        server.request("/org/m0/resolve/main/model.safetensors")
+        server.request("/org/m2/resolve/main/model.safetensors")
+        wait_for_arrival(server, "org/m2:latest")
+        assert server.wait_for_log("removed", "org/m1")["freed"] > 66_000
+    assert [one.model for one in store.references()] == ["m0", "m2", "own"]
+    assert used(store) < 3 * 80_000
+    assert not verify_models(store=store).faults
+
+
+def test_a_model_that_is_too_large_is_refused_and_removes_none(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add("org/m1", write_folder(tmp_path / "m1", other_tensors(1)))
+    with serving(store, tmp_path, "--upstream", hub.url, "--max-size=69kB") as server:
+        server.request("/org/m1/resolve/main/model.safetensors")
+        wait_for_arrival(server, "org/m1:latest")
+        status, headers, _ = server.request(FILE)
+        assert status == 507
+        assert "this server keeps 69000 at most" in headers["x-error-message"]
+    assert store.has_model("org/m1")
+
+
+def test_models_in_use_are_not_removed(hub: HubServer, store: LocalStore, tmp_path: Path) -> None:
+    for number in (1, 2):
+        hub.add(f"org/m{number}", write_folder(tmp_path / f"m{number}", other_tensors(number)))
+    limits = {"cache_limit.IDLE_SECONDS": 0}
+    options = ("--upstream", hub.url, "--max-size=100kB")
+    with serving(store, tmp_path, *options, limits=limits) as server:
+        server.request("/org/m1/resolve/main/model.safetensors")
+        wait_for_arrival(server, "org/m1:latest")
+        with store.lease() as lease:
+            lease.hold(blob.digest for blob in store.resolve("org/m1").blobs)
+            assert server.request("/org/m2/resolve/main/model.safetensors")[0] == 503
+        until(lambda: server.request("/org/m2/resolve/main/model.safetensors")[0] == 200)
+        wait_for_arrival(server, "org/m2:latest")
+    assert not store.has_model("org/m1")
+
+
+def test_only_one_server_fetches_into_a_store(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url):
+        result = subprocess.run(
+            [*COMMAND, "--upstream", hub.url, "--store", str(store.root)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 1
+    assert "another server fetches models into the store" in result.stderr
+
+
+# Gated models
+
+
+def test_a_gated_model_is_for_those_whom_the_upstream_lets_in(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.repos[NAME]
+    repo.token, repo.gated = "hf_right", True
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for wrong in ("", "Bearer hf_wrong"):
+            assert server.request(FILE, Authorization=wrong)[0] == 403
+        status, headers, data = server.request(FILE, Authorization=RIGHT)
+        assert (status, data) == (200, (folder / Path(FILE).name).read_bytes())
+        wait_for_arrival(server, "org/model:latest")
+        commit = headers["x-repo-commit"]
+        (blob,) = store.resolve(NAME).layers[:1]
+        targets = (
+            FILE,
+            FILE.replace("main", commit),
+            f"/api/models/{NAME}",
+            f"/api/models/{NAME}/refs",
+            f"/api/models/{NAME}/tree/main",
+            f"/api/models/{NAME}/revision/{commit}",
+            f"/v2/{NAME}/tags/list",
+            f"/v2/{NAME}/manifests/latest",
+            f"/v2/{NAME}/blobs/{blob.digest}",
+        )
+        for target in targets:
+            assert server.request(target, Authorization=RIGHT)[0] == 200, target
+            for wrong in ("", "Bearer hf_wrong"):
+                status, headers, _ = server.request(target, Authorization=wrong)
+                assert status == 403, target
+                if not target.startswith("/v2"):
+                    assert headers["x-error-code"] == "GatedRepo"
+        form = f"/api/models/{NAME}/paths-info/main"
+        assert server.request(form, "POST", b"paths=config.json")[0] == 403
+        assert json.loads(server.request("/api/models")[2]) == []
+        log = server.log_file.read_text()
+    assert not hub.leaks
+    assert "hf_right" not in log
+    assert "hf_wrong" not in log
+    # After a restart, and without the upstream, nobody has been let in.
+    with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
+        assert server.request(FILE, Authorization=RIGHT)[0] == 503
+        assert server.request(FILE)[0] == 503
+
+
+def test_the_tokens_of_the_server_never_go_upstream(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.repos[NAME].token = "hf_right"
+    (tmp_path / "tokens").write_text("token-of-the-rack\n")
+    options = ("--upstream", hub.url, "--token-file", str(tmp_path / "tokens"))
+    with serving(store, tmp_path, *options) as server:
+        assert server.request(FILE, Authorization="Bearer hf_right")[0] == 401
+        assert server.request(FILE, Authorization="Bearer token-of-the-rack")[0] == 401
+        both = "token-of-the-rack:hf_right"
+        assert server.request(FILE, Authorization=f"Bearer {both}")[0] == 200
+        wait_for_arrival(server, "org/model:latest")
+        basic = base64.b64encode(f"user:{both}".encode()).decode()
+        found = server.request(f"/v2/{NAME}/tags/list", Authorization=f"Basic {basic}")
+        assert found[0] == 200
+    assert set(hub.tokens) == {"hf_right"}
+
+
+def test_the_servers_own_upstream_token_is_for_clients_without_one(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.repos[NAME].token = "hf_right"
+    (tmp_path / "upstream").write_text("hf_right\n")
+    options = ("--upstream", hub.url, "--upstream-token-file", str(tmp_path / "upstream"))
+    with serving(store, tmp_path, *options) as server:
+        assert snapshot(server, tmp_path / "cache") == contents(folder)
+    assert set(hub.tokens) == {"hf_right"}
+
+
+def test_access_that_was_taken_back_ends_when_the_answer_is_no_longer_fresh(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.repos[NAME]
+    repo.token, repo.gated = "hf_right", True
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        assert server.request(FILE, Authorization=RIGHT)[0] == 200
+        wait_for_arrival(server, "org/model:latest")
+        repo.token = "hf_other"
+        until(lambda: server.request(FILE, Authorization=RIGHT)[0] == 403)
+
+
+def other_tensors(seed: int) -> Arrays:
+    random = np.random.default_rng(100 + seed)
+    return {"weight": random.standard_normal((128, 128), dtype=np.float32)}
+
+
 def exported(store: LocalStore, folder: Path, name: str = NAME) -> Path:
     export_model(name, folder / "exported", store=store)
     return folder / "exported"
@@ -276,9 +440,12 @@ def exported(store: LocalStore, folder: Path, name: str = NAME) -> Path:
 
 def wait_for_arrival(server: Serving, name: str) -> dict[str, Any]:
     """Return the entry of the log that says that a model is in the store."""
-    entry = server.wait_for_log("model", name)
-    assert "error" not in entry, entry
-    return entry
+    server.wait_for_log("written")
+    until(
+        lambda: any(entry.get("model") == name and "error" not in entry for entry in server.log())
+    )
+    found = (entry for entry in server.log() if entry.get("model") == name)
+    return next(entry for entry in found if "error" not in entry)
 
 
 def until(is_reached: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Iterator
@@ -68,6 +69,18 @@ def test_pull_gets_the_same_model(server: Serving, models: LocalStore, tmp_path:
         pull_model(f"oci://{server.host}/{name}", name, store=other)
         assert other.read_manifest(name) == models.read_manifest(name)
         assert not verify_models(name, store=other).faults
+
+
+def test_all_models_of_a_server_are_pulled(
+    server: Serving, models: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    command = [sys.executable, "-m", "blobstore", "--store", str(other.root)]
+    address = f"oci://{server.host}"
+    listed = subprocess.run([*command, "list", address], check=True, capture_output=True, text=True)
+    assert all(f"{server.host}/org/{name}:latest" in listed.stdout for name in ("dense", "moe"))
+    subprocess.run([*command, "pull", "--all", address], check=True, capture_output=True)
+    assert {one.model for one in other.references()} == {"dense", "moe"}
 
 
 def test_pull_of_a_frozen_model_gets_its_blobs(models: LocalStore, tmp_path: Path) -> None:

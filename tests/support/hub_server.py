@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.support.http_server import HttpServer
 
+_PIECE = 64 << 10
 LARGE = 1000
 """Bytes from which a file is listed as a large one, with its sha256."""
 
@@ -56,6 +57,8 @@ class Repo:
     """Entries of a listing in one answer; 0 for all."""
     moves: bool = False
     """Whether the next page of a listing is at another host."""
+    pause: float = 0
+    """Seconds before each piece of a file."""
     gates: dict[str, tuple[int, threading.Event]] = field(default_factory=dict)
     """Files of which so many bytes are sent until the event is set."""
     branches: dict[str, Repo] = field(default_factory=dict)
@@ -230,15 +233,15 @@ class _Handler(BaseHTTPRequestHandler):
         if name in repo.short:
             data = data[: len(data) // 2]
         status, start = HTTPStatus.OK, 0
-        if span := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        if span := re.fullmatch(r"bytes=(\d+)-\d*", self.headers.get("Range", "")):
             status, start = HTTPStatus.PARTIAL_CONTENT, int(span[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         is_cut = body and repo.cut.get(name, 0) > 0
         if is_cut:
             repo.cut[name] -= 1
         gate = repo.gates.get(name) if body else None
-        self._send(status, headers, data[start:], body=body, is_cut=is_cut, gate=gate)
-        self.hub.sent += len(data[start:]) if body and not is_cut else 0
+        pieces = _paced(data[start:], repo.pause, gate, self.hub)
+        self._send(status, headers, data[start:], body=body, is_cut=is_cut, pieces=pieces)
 
     def _send(
         self,
@@ -248,7 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
         *,
         body: bool = True,
         is_cut: bool = False,
-        gate: tuple[int, threading.Event] | None = None,
+        pieces: Iterable[bytes] = (),
     ) -> None:
         self.send_response(status)
         for name, value in headers.items():
@@ -258,14 +261,30 @@ class _Handler(BaseHTTPRequestHandler):
         if is_cut:
             data = data[: len(data) // 2]
             self.close_connection = True
-        if gate is not None:
-            self.wfile.write(data[: gate[0]])
-            self.wfile.flush()
-            gate[1].wait(60)
-            data = data[gate[0] :]
+        if not is_cut and pieces and body:
+            for piece in pieces:
+                self.wfile.write(piece)
+            return
         if body:
             self.wfile.write(data)
 
     def _error(self, status: HTTPStatus, code: str, retry_after: str = "") -> None:
         headers = {"X-Error-Code": code, "Retry-After": retry_after}
         self._send(status, {name: value for name, value in headers.items() if value})
+
+
+def _paced(
+    data: bytes, pause: float, gate: tuple[int, threading.Event] | None, hub: HubServer
+) -> Iterator[bytes]:
+    """Yield the bytes of a file in pieces, and count those that were sent."""
+    begin = 0
+    while begin < len(data):
+        end = min(begin + _PIECE, len(data))
+        if gate is not None and begin < gate[0]:
+            end = min(end, gate[0])
+        elif gate is not None and begin == gate[0]:
+            gate[1].wait(60)
+        time.sleep(pause)
+        yield data[begin:end]
+        hub.sent += end - begin
+        begin = end

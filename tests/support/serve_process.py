@@ -91,7 +91,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Run the command; its log is in ``folder``. ``limits`` has other values of constants, by module and name."""
     log_file = folder / "serve.log"
-    lines = ["import blobstore.serve.serve"]
+    lines = [f"import blobstore.serve.{name.partition('.')[0]}" for name in limits]
     lines += [f"blobstore.serve.{name} = {value}" for name, value in limits.items()]
     lines += ["import blobstore.__main__", "blobstore.__main__.main()"]
     start = ("-c", "\n".join(lines)) if limits else ("-m", "blobstore")

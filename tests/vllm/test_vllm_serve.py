@@ -1,4 +1,4 @@
-"""An unchanged vLLM gets its model from ``blobstore serve``: nothing of blobstore runs in it."""
+"""vLLM, with its own loader, gets its model from ``blobstore serve`` as from the Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from urllib.request import Request, urlopen
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
-pytest.importorskip("aiohttp", reason="it is in the extra [serve]")
 
 import transformers
 

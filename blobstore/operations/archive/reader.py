@@ -313,6 +313,20 @@ class ArchiveReader:
                     )
             return self._bases[number]
 
+    def keep_decoded(self, number: int, data: memoryview) -> None:
+        """Read a member from memory where it is a base; ``data`` has its bytes, which were checked."""
+        decoded = BaseBlob.hot(data, self.members[number].digest)
+        # The table remains, because a delta against a delta is checked against it.
+        base = self._open_base(number)._replace(read_into=decoded.read_into, data=data)
+        with self._lock:
+            self._bases[number] = base
+
+    def forget_decoded(self, numbers: Iterable[int]) -> None:
+        """Decode these members again where they are bases."""
+        with self._lock:
+            for number in numbers:
+                self._bases.pop(number, None)
+
     def _stored(self, number: int) -> memoryview:
         return self._data[slice(*self.offsets[number : number + 2])]
 
@@ -333,6 +347,9 @@ class ArchiveReader:
 @contextlib.contextmanager
 def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     """Open an archive. Errors in the block name its path.
+
+    Returns:
+        a context with the archive, which is closed at its end.
 
     Raises:
         NotFound: there is no such file.

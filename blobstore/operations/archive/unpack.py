@@ -3,6 +3,9 @@
 The table of the archive is checked first, then the manifests of the models. Each blob is decoded into a
 file of the store's ingest, which hashes it. Names are published last, when all blobs are durable. If
 anything is wrong with the archive, no name appears.
+
+Bases are decoded before their deltas, which read them from the files of the ingest. So each member of a
+chain is decoded once.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
+from blobstore.core.mmap import map_file
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     ArchiveDamaged,
@@ -40,6 +45,9 @@ if TYPE_CHECKING:
     from blobstore.operations.archive.reader import ArchiveReader
     from blobstore.signatures.signature import Signature
     from blobstore.store.ingest import Ingest, Ingested
+
+_MAX_MAPPED: Final = 1 << 14
+"""Bases whose decoded files are mapped at most; Linux allows a process four times as many maps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +103,9 @@ def unpack_archive(
         force: replace other models that have the names.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
+
+    Returns:
+        the models, and the bytes that were written and present.
 
     Raises:
         NotTrusted: the policy refuses a model.
@@ -153,7 +164,20 @@ def check_archive(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CheckedArchive:
-    """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
+    """Decode and hash the models of an archive, and write nothing.
+
+    Args:
+        path: the archive.
+        references: the models to check; by default all.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
+
+    Returns:
+        the models, and the bytes of their blobs.
+
+    Raises:
+        BlobstoreError: as :func:`unpack_archive`.
+    """
     started = time.monotonic()
     check_jobs(jobs)
     names = Reference.all_of(references)
@@ -235,6 +259,8 @@ def _ingest_blobs(
         else:
             present.append(found)
     size = sum(archive.members[number].size for number in missing)
+    users = (archive.members[number].base for number in missing)
+    bases = set(islice(dict.fromkeys(users), _MAX_MAPPED))
     # Each name has a manifest of its own.
     store.check_space(size + sum(len(model.data) for model in models))
     labels = label_blobs(models, archive)
@@ -244,9 +270,37 @@ def _ingest_blobs(
         def pieces() -> Iterator[memoryview]:
             return _pieces(archive, number, labels[number], workers.report)
 
-        return ingest.add(archive.members[number].size, pieces, once=True)
+        added = ingest.add(archive.members[number].size, pieces, once=True)
+        if added.file and number in bases:
+            file = store.folder("temporary") / added.file
+            with contextlib.suppress(
+                BlobstoreError, OSError
+            ):  # without it, the base is decoded again
+                archive.keep_decoded(number, map_file(file, added.size))
+        return added
 
-    return present + workers.run(missing, add)
+    ingested = present
+    earlier: list[int] = []
+    try:
+        for generation in _generations(archive, missing):
+            ingested += workers.run(generation, add)
+            archive.forget_decoded(earlier)
+            earlier = generation
+    finally:
+        archive.forget_decoded(missing)
+    return ingested
+
+
+def _generations(archive: ArchiveReader, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers such that the base of each is in the list before, if it is one of them."""
+    places: dict[int | None, int] = {}
+    found: list[list[int]] = []
+    for number in numbers:  # ascending, and bases come first in archives
+        places[number] = place = 1 + places.get(archive.members[number].base, -1)
+        if place == len(found):
+            found.append([])
+        found[place].append(number)
+    return found
 
 
 def _pieces(

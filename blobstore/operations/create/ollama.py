@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.escape import quote
-from blobstore.errors import UnsupportedSource
+from blobstore.errors import SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.sources.file_tree import FileTree
@@ -41,7 +41,7 @@ def opened_source(
     That model is looked for in ``$OLLAMA_MODELS``, or else in ``~/.ollama/models``.
 
     Raises:
-        ModelNotFound: there is no such model.
+        ModelNotFound, SourceNotFound: there is no such model, or no folder of Ollama.
         InvalidReference, InvalidManifest: the name is not valid, or the model is damaged.
         UnsupportedSource: the model is not one GGUF file and perhaps its projector.
         BlobstoreError: as :func:`~blobstore.sources.open.open_source`.
@@ -64,6 +64,11 @@ def opened_source(
 def _link_files(name: Reference, folder: Path) -> dict[str, int]:
     """Make links to the files of a model of Ollama's, and return their sizes."""
     root = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser().resolve()
+    if not root.exists():
+        raise SourceNotFound(
+            f"there is no folder of Ollama's models at {quote(root)}",
+            advice="set OLLAMA_MODELS to the one that there is",
+        )
     store = LocalStore(root)
     manifest = store.resolve(name)
     models, adapters = map(manifest.layers_of, (media_types.MODEL, media_types.ADAPTER))

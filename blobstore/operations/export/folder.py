@@ -169,7 +169,8 @@ def check_no_gguf(manifest: Manifest) -> None:
         if layer.media_type in _OTHER_WEIGHTS:
             raise BlobstoreError(
                 f"it has weights in a GGUF file (blob {layer.digest.short}, {layer.media_type}); "
-                "only models stored as tensors have such a folder"
+                "only models stored as tensors have such a folder",
+                advice="import it with 'blobstore create ollama://MODEL NAME', and export NAME",
             )
 
 

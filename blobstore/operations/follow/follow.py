@@ -1,7 +1,7 @@
 """The operation ``follow``: a name becomes each version of another place, as soon as that has it.
 
-The place is asked again and again, or waits until there is something to tell. A version is fetched beside
-the one that the name has, checked, and installed by the one rename that gives the name its manifest. So
+The place is asked again and again, or waits until there is something to tell. A version is fetched while
+the name has the former one, checked, and installed by the one rename that gives the name its manifest. So
 readers get the former version until then, whatever happens in between.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.operations.follow.places import Place
+    from blobstore.operations.follow.places import Installed, Place
 
 INTERVAL: Final = 10.0
 _MAX_WAIT: Final = 30
@@ -201,6 +201,14 @@ class _Follower:
             return None
         started = time.monotonic()
         installed = self.place.install()
+        with interrupts.deferred():  # all is done
+            return self._installed_as(installed, before, started)
+
+    def _installed_as(
+        self, installed: Installed, before: Digest | None, started: float
+    ) -> Followed | None:
+        """Return what became of the name; None if it is what it was."""
+        target = self._target
         digest = target.manifest()
         self._installed = installed.version, digest
         if digest is None:  # another process has removed it

@@ -117,7 +117,7 @@ class RegistryTag(ClosedPlace):
             )
         from blobstore.registry.client import RegistryClient
 
-        plain_http = target.transfer.get("plain_http")
+        plain_http = self._address.uses_plain_http(target.transfer.get("plain_http"))
         self._client = RegistryClient(self._address.host, plain_http=plain_http)
 
     def known(self) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
@@ -93,9 +94,10 @@ class TrainerFolder(ClosedPlace):
         if chain:
             fetched += sum(folder_size(version.folder) for version in chain)
             self._apply(base, chain)
-        now = Digest.of(target.store.read_manifest(target.reference))
         number = _text(newest.number)
-        _Note(self._source, number, now, first).write(target)
+        with interrupts.deferred():  # all is done
+            now = Digest.of(target.store.read_manifest(target.reference))
+            _Note(self._source, number, now, first).write(target)
         return Installed(number, f"v{number}", fetched)
 
     def _base(

@@ -36,7 +36,7 @@ from blobstore.store.reachability import ReachableBlobs
 from blobstore.store.scan import digest_of, list_names, scan_folder, walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 GRACE: Final = 3600.0
 """The default age in seconds from which blobs are removed; other programs hold no leases."""
@@ -138,6 +138,9 @@ def collect_garbage(
         dry_run: remove nothing; report what would be removed.
         force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
+    Returns:
+        what was removed or kept, with sizes in bytes.
+
     Raises:
         ImplausibleGarbage: so much would be removed that manifests may be missing. Nothing is removed.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown. Nothing is
@@ -174,6 +177,22 @@ def collect_garbage(
         kept_blobs=tuple(collection.kept),
         refusal=refusal,
     )
+
+
+def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
+    """Remove those of some blobs that nothing references and nobody uses; return their bytes.
+
+    Args:
+        store: the store.
+        digests: hex digests; other blobs are left alone.
+
+    Raises as :func:`collect_garbage`, but never ImplausibleGarbage.
+    """
+    with store.writing():
+        collection = _Collection(store, 0.0, dry_run=False)
+        found = collection.candidates()
+        chosen = ([item for item in part if item.digest.hex in digests] for part in found)
+        return sum(removed.size for part in chosen for removed in collection.sweep(part))
 
 
 class _Candidate(NamedTuple):
@@ -450,6 +469,7 @@ class _Collection:
                 if _age(status) >= age:
                     yield self._remove(path, status.st_size)
         yield from self._remove_partial()
+        yield from self._remove_arrivals()
         yield from self._remove_uploads()
 
     def _remove_partial(self) -> Iterator[Removed]:
@@ -468,6 +488,23 @@ class _Collection:
                 below = Path(entry.path).relative_to(self._store.root)
                 removable = status.st_mtime + self._partial_age
                 self._keep(below, size, "in use" if leases else "partial", leases, removable)
+
+    def _remove_arrivals(self) -> Iterator[Removed]:
+        """Remove old files that no server fetches any more: one that runs has locked their folder."""
+        folder = self._store.folder("arrivals")
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if not try_lock(descriptor, fcntl.LOCK_EX, self._store.root):
+                return
+            for entry in walk_files(folder):
+                status = entry.stat(follow_symlinks=False)
+                if _age(status) >= self._partial_age:
+                    yield self._remove(Path(entry.path), allocated(status))
+        finally:
+            os.close(descriptor)
 
     def _remove_uploads(self) -> Iterator[Removed]:
         """Remove the entries of uploads, and their locks, that no process holds and no registry remembers."""

@@ -6,30 +6,27 @@ A blob comes as it is, or in its compressed form. Its digest is checked before i
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular
-from blobstore.core.mmap import mapped
+from blobstore.core.mmap import map_file
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, RemoteError
 from blobstore.registry.protocol import DAMAGED_ADVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.objects.source import ObjectSource
-    from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.remotes.model_reader import RemoteClient
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
     from blobstore.store.partial import PartialBlob
@@ -68,13 +65,30 @@ class _Fetch:
         """Bytes that the progress counts; fetching damaged bytes again adds nothing."""
         self.resumed = 0
         """Bytes that an earlier pull had fetched."""
-        self.is_second = False
-        """Whether the bytes were wrong once."""
+        self.wrong = 0
+        """How often the bytes were wrong."""
 
     @property
     def stored(self) -> BlobId:
         """What is fetched."""
         return self.blob.id if self.cold is None else self.cold.stored
+
+
+class BlobSource(Protocol):
+    """Where blobs come from."""
+
+    @property
+    def client(self) -> RemoteClient:
+        """What sends the requests."""
+
+    @property
+    def data(self) -> bytes:
+        """The manifest that lists the blobs."""
+
+    def read(
+        self, digest: Digest, size: int, begin: int, end: int
+    ) -> Generator[bytes | memoryview, None, None]:
+        """See :class:`~blobstore.remotes.model_reader.RemoteModelSource`."""
 
 
 class Download:
@@ -87,14 +101,17 @@ class Download:
 
     def __init__(
         self,
-        source: RemoteSource | ObjectSource,
+        source: BlobSource,
         store: LocalStore,
         ingest: Ingest,
         blobs: Iterable[Descriptor],
         workers: WorkerPool,
         cold: Mapping[Digest, ColdLayer],
+        attempts: int = 2,
     ) -> None:
+        """Fetch nothing yet. ``attempts`` is how often a blob is fetched until it has its digest."""
         self._source = source
+        self._attempts = attempts
         self._store = store
         self._ingest = ingest
         self._workers = workers
@@ -118,7 +135,7 @@ class Download:
         decoded = sum(fetch.blob.size for fetch in self._fetches if fetch.cold is not None)
         stored = [fetch.stored for fetch in self._fetches]
         to_fetch = sum(one.size - store.partial_bytes(one) for one in stored)
-        store.check_space(to_fetch + decoded + len(source.model.manifest))
+        store.check_space(to_fetch + decoded + len(source.data))
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
         self._decoded: list[BlobId] = []
@@ -264,14 +281,14 @@ class Download:
                     "itself was fetched"
                 )
             fetch.cold = None
-        elif fetch.is_second:
-            raise BlobDamaged(
-                f"{fetch.label}: the registry sent other bytes than those of blob "
-                f"{fetch.blob.digest}, twice",
-                advice=DAMAGED_ADVICE,
-            )
         else:
-            fetch.is_second = True
+            fetch.wrong += 1
+            if fetch.wrong == self._attempts:
+                raise BlobDamaged(
+                    f"{fetch.label}: the registry sent other bytes than those of blob "
+                    f"{fetch.blob.digest}, twice",
+                    advice=DAMAGED_ADVICE,
+                )
         self._add([partial(self._begin, fetch)])
 
     def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
@@ -297,7 +314,7 @@ class Download:
         path = self.paths.get(digest)
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
-                yield BaseBlob.hot(_mapped(path, size), digest)
+                yield BaseBlob.hot(map_file(path, size), digest)
         yield from self._store.base_files(digest, size, in_chain=True)
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
@@ -319,12 +336,3 @@ class Download:
             new = max(done - fetch.reported, 0)
             fetch.reported += new
         self._workers.report(new, fetch.label)
-
-
-def _mapped(path: Path, size: int) -> memoryview:
-    """Return the bytes of a file. Raises FileNotFoundError."""
-    descriptor, _ = open_regular(str(path), follow=False)
-    try:
-        return mapped(descriptor, size)
-    finally:
-        os.close(descriptor)

@@ -156,6 +156,9 @@ def push_model(
             counted apart, with a total of its own.
         shape: the former name of ``layout``.
 
+    Returns:
+        the address, the digest, and the bytes that were sent and present.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged, or ``verify`` found that the
@@ -201,10 +204,11 @@ def push_model(
             cold_blobs = ColdBlobs(store, reference, level, base)
         push = _Push(target, steps, cold_blobs, progress, verify=verify, dry_run=dry_run)
         push.send_blobs()
-        # Signatures refer to the manifest, which is there by now.
-        signatures = 0 if dry_run else target.send_signatures()
         # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
+        push.publish()
+        # Signatures refer to the manifest, which is there by now.
+        signatures = 0 if dry_run else target.send_signatures()
         verified = push.verify()
     if not dry_run:
         remember_remotes(store, *places_of(target.model.address))
@@ -259,6 +263,7 @@ class _Push:
         self._to_read = self._size if self._verify else 0
         self.sent: Counter[Sent] = Counter()
         """Bytes by how the target got them."""
+        self._publish: Callable[[], None] | None = None
         self.cold_sizes: list[int] = []
         """Of the cold layers that the target has."""
 
@@ -268,8 +273,9 @@ class _Push:
         return self._target.model.is_published and not any(self.sent[how] for how in _NEW)
 
     def send_blobs(self) -> None:
-        """Send the blobs that the target lacks, and then give the model its name."""
+        """Send the blobs that the target lacks."""
         if not self._looks_for_all:
+            self.sent["present"] = self._size
             return
         workers = self._steps.begin(self._size, self._to_read)
         send = partial(self._send, report=workers.report)
@@ -277,7 +283,12 @@ class _Push:
             self.sent.update(counts)
         # What was lost may have included manifests, so these are sent if any blob was.
         if not (self._dry_run or self.is_unchanged):
-            self._target.publish(workers, self.sent)
+            self._publish = partial(self._target.publish, workers, self.sent)
+
+    def publish(self) -> None:
+        """Give the model its name, unless it has that."""
+        if self._publish is not None:
+            self._publish()
 
     def _send(self, blob: PushedBlob, report: Report) -> Mapping[Sent, int]:
         """Send a blob unless the target has it; return bytes by how the target got it."""
@@ -295,7 +306,7 @@ class _Push:
     def send_cold(self, jobs: int) -> None:
         """Send the cold layers that the target lacks, or estimate them in a dry run; then list them.
 
-        They come after the name: without them, the model is complete.
+        They come before the name: whoever waits for it asks for them at once.
         """
         if (cold_blobs := self._cold_blobs) is None:
             return

@@ -15,23 +15,32 @@ from tests.unit.cli.running import LAUNCHER, environment
 
 ROOT = Path(__file__).parents[3]
 OPTIONAL = (
-    *("aiohttp", "botocore", "cryptography", "distributed", "httpx2", "huggingface_hub", "mlx"),
+    *(
+        "aiohttp",
+        "blake3",
+        "botocore",
+        "cryptography",
+        "distributed",
+        "httpx2",
+        "huggingface_hub",
+        "mlx",
+    ),
     *("obstore", "ray", "torch", "xxhash"),
 )
-# For each extra, a library that it brings, and a command that needs it or a framework to open a model for.
+# For each extra, a library that it brings, and a command or a program that needs it.
 NEEDING = {
     "aws": ("botocore", ["list", "s3://bucket"]),
     "dask": ("distributed", ["ingest", "LIST", "--executor", "dask://127.0.0.1:1"]),
     "follow": ("xxhash", ["push", "dense", "VERSIONS", "--as=slime", "--base=dense"]),
     "hub": ("huggingface_hub", ["create", "hf://org/name", "other"]),
-    "mlx": ("mlx", "mlx"),
+    "mlx": ("mlx", "import blobstore\nblobstore.open('dense', framework='mlx')"),
     "objects": ("obstore", ["list", "file:///nowhere/store"]),
     "page": ("aiohttp", ["page", "--serve"]),
     "ray": ("ray", ["ingest", "LIST", "--executor", "ray://127.0.0.1:1"]),
     "registry": ("httpx2", ["pull", "localhost:1/team/model"]),
     "serve": ("aiohttp", ["serve"]),
     "sign": ("cryptography", ["sign", "dense", "--key", "KEY"]),
-    "torch": ("torch", "torch"),
+    "torch": ("torch", "import blobstore\nblobstore.open('dense', framework='torch')"),
 }
 
 
@@ -72,8 +81,7 @@ def test_a_command_without_an_extra_says_in_one_line_how_to_install_it(
     library, needing = NEEDING[extra]
     blocked = tuple(name for name in OPTIONAL if extra != "aws" or name != "obstore")
     if isinstance(needing, str):
-        opening = f"import blobstore\nblobstore.open('dense', framework={needing!r})"
-        shown = without(blocked, opening)
+        shown = without(blocked, needing)
     else:
         paths = {"LIST": tmp_path / "list", "KEY": tmp_path / "key"}
         words = [paths.get(word, word) for word in needing]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ollama_store import GGUF_FILE
 from tests.unit.cli.running import run, run_json
 
 
@@ -146,3 +147,10 @@ def test_only_damaged_files_have_exit_code_4(write: Any, code: int, tmp_path: Pa
 def test_a_type_that_is_not_read_is_no_damage(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
     run("create", tmp_path / "x.pt", "m", "--store", tmp_path / "store", exit_code=1)
+
+
+def test_a_gguf_file_is_listed_as_show_does(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(GGUF_FILE)
+
+    assert run("inspect", file).stdout == run("show", file).stdout

@@ -98,3 +98,9 @@ def test_words_that_do_not_fit_are_wrong_usage(
 
 def test_a_file_of_another_kind_is_not_replaced(stored: LocalStore, tmp_path: Path) -> None:
     assert "not a regular file" in run("page", tmp_path, exit_code=1).stderr
+
+
+def test_a_model_in_the_place_of_the_file_is_wrong_usage(
+    stored: LocalStore,
+) -> None:
+    assert "the last word is the file to write" in run("page", "dense", exit_code=2).stderr

@@ -112,3 +112,16 @@ def test_retention_shows_in_a_dry_run_what_gc_would_free(stored: LocalStore, moe
     run("rm", "dense:*", "--keep-last", "1")
     assert [str(name) for name in stored.references()] == ["dense:new"]
     run("rm", "s3://bucket/x", "--keep-last", "1", exit_code=2)
+
+
+def test_a_glob_removes_models_elsewhere(stored: LocalStore, tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/remote"
+    for name in ("run:1", "run:2", "other:v1"):
+        run("push", "dense", f"{place}/{name}")
+
+    shown = run("rm", f"{place}/run*", "--dry-run").stdout
+    assert shown == f"would remove {place}/run:1\nwould remove {place}/run:2\n"
+    run("rm", f"{place}/run*")
+    rows = run("list", place).stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ["NAME", f"{place}/other:v1"]
+    assert "no model matches" in run("rm", f"{place}/run*", exit_code=3).stderr

@@ -26,3 +26,9 @@ def test_an_invalid_tag_is_wrong_usage(stored: LocalStore) -> None:
     for tag in ("../x", "a:b", "", "n/m", ".hidden"):
         assert "tag" in run("tag", "dense", tag, exit_code=2).stderr
     run("tag", "dens", "x", exit_code=3)
+
+
+def test_an_address_is_no_tag(stored: LocalStore) -> None:
+    for tag in ("dense:v2", "team/dense", "s3://models/dense:v2"):
+        error = run("tag", "dense", tag, exit_code=2).stderr
+    assert "'s3://models/dense:v2' is no tag; give the tag alone" in error

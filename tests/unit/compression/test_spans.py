@@ -77,6 +77,8 @@ def test_small_neighbours_are_merged() -> None:
 
 def test_sparse_neighbours_of_any_size_are_merged() -> None:
     sparse = [span._replace(is_sparse=True) for span in small(72, 1 << 22, 300, 1 << 17)]
+    header = sparse[1]._replace(dtype=None)
+    assert merge_small([header, sparse[2]]) == [header, sparse[2]]
     whole = Span(sum(span.size for span in sparse), DType.BF16, base_begin=0, is_sparse=True)
     assert merge_small(sparse) == [whole]
     dense = sparse[1]._replace(is_sparse=False)

@@ -105,6 +105,22 @@ def test_a_mirror_has_only_models_of_the_host_that_it_stands_for(
     assert ask(library, "/v2/org/model/manifests/latest").status == 200
 
 
+def test_repositories_are_listed_in_pages(library: Library, tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "m", dense_tensors())
+    for name in ("ghcr.io/team/llama", "localhost:5000/a/b", "Alone", "Alone:other"):
+        create(source, name, store=library.store)
+    listed, target = [], "/v2/_catalog?n=2"
+    while target:
+        response = ask(library, target)
+        listed += json_of(response)["repositories"]
+        target = response.headers.get("Link", "").partition("<")[2].partition(">")[0]
+    assert listed == ["alone", "ghcr.io/team/llama", "localhost_5000/a/b", "org/model"]
+    for name in listed:
+        assert json_of(ask(library, f"/v2/{name}/tags/list"))["tags"]
+    allowed = Library(library.store, ["org/*"])
+    assert json_of(ask(allowed, "/v2/_catalog"))["repositories"] == ["org/model"]
+
+
 def test_tags_are_listed_in_pages(library: Library) -> None:
     for tag in ("a", "b", "v1"):
         copy_model("org/model", f"org/model:{tag}", store=library.store)
@@ -214,6 +230,7 @@ def test_errors_are_those_of_registries(library: Library) -> None:
         "/v2/org/none/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/a/b/c/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/..%2F../x/manifests/latest": (404, "NAME_UNKNOWN"),
+        "/v2/org/_catalog": (404, "NAME_UNKNOWN"),
         "/v2/org/model/manifests/none": (404, "MANIFEST_UNKNOWN"),
         "/v2/org/model/manifests/..%2F..": (404, "MANIFEST_UNKNOWN"),
         f"/v2/org/model/manifests/{zeros}": (404, "MANIFEST_UNKNOWN"),

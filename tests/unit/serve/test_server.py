@@ -132,6 +132,11 @@ def test_an_address_that_others_reach_needs_a_token(store: LocalStore) -> None:
     assert "--token-file" in result.stderr
 
 
+def test_a_server_with_an_upstream_needs_no_store(store: LocalStore, tmp_path: Path) -> None:
+    with serving(store, tmp_path, "--upstream=http://127.0.0.1:9") as server:
+        assert server.request("/healthz")[0] == 200
+
+
 def test_a_port_that_is_taken_is_an_error(store: LocalStore) -> None:
     store.root.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:

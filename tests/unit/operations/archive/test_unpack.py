@@ -3,10 +3,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import blobstore
+from blobstore.compression import chunks
 from blobstore.errors import (
     ArchiveDamaged,
     BlobstoreError,
@@ -15,6 +17,7 @@ from blobstore.errors import (
     NameTaken,
     NotFound,
     StoreError,
+    TooManyMaps,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive import unpack
@@ -28,7 +31,8 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support import sandbox
 from tests.support.archives import FAMILY, Parts, packed_family
-from tests.support.frozen import flip, layers, put
+from tests.support.frozen import flip, layer, layers, put, steps
+from tests.support.models import add_blobs
 
 
 @pytest.fixture(scope="module")
@@ -315,3 +319,43 @@ def test_unpacks_frozen_models_hot(store: LocalStore, tmp_path: Path) -> None:
         assert all(store.has_hot(item.digest) for item in layers(store, name).values())
     flip(store.blob_path(layers(store, "base")["l0"].digest))
     assert len(verify_models(store=store).faults) == 1
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_decodes_each_member_of_a_chain_once(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int
+) -> None:
+    origin, path = LocalStore(tmp_path / "run"), tmp_path / "run.bsar"
+    for number, data in enumerate(steps(5, 1, 6)):
+        add_blobs(origin, f"run:{number}", {"x": layer("x", data)})
+    run = [f"run:{number}" for number in range(6)]
+    assert pack_models(run, path, store=origin).deltas == 5
+    decoded: list[int] = []
+    real = chunks.decode_chunk
+
+    def counted(*arguments: Any) -> None:
+        decoded.append(1)
+        real(*arguments)
+
+    monkeypatch.setattr("blobstore.compression.decoder.decode_chunk", counted)
+    unpack_archive(path, store=store, jobs=jobs)
+    assert len(decoded) == 6 * 2  # of each, the header and the weights
+    for name in run:
+        for blob in store.resolve(name).blobs:
+            store.check_digest(*blob.id)
+
+
+def test_a_chain_whose_decoded_files_cannot_be_mapped_is_unpacked(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, path = LocalStore(tmp_path / "run"), tmp_path / "run.bsar"
+    for number, data in enumerate(steps(5, 1, 3)):
+        add_blobs(origin, f"run:{number}", {"x": layer("x", data)})
+    pack_models([f"run:{number}" for number in range(3)], path, store=origin)
+
+    def refused(*_: object) -> None:
+        raise TooManyMaps("no maps are left")
+
+    monkeypatch.setattr(unpack, "map_file", refused)
+    unpack_archive(path, store=store)
+    assert not verify_models(store=store).faults

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import blobstore
-from blobstore.errors import InvalidReference, ModelNotFound, UnsupportedSource
+from blobstore.errors import InvalidReference, ModelNotFound, SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
@@ -69,3 +69,11 @@ def test_other_models_are_refused(ollama: LocalStore, store: LocalStore, tmp_pat
         create("ollama://other", "m", store=store)
     with pytest.raises(InvalidReference):
         create("ollama://../m", "m", store=store)
+
+
+def test_a_folder_that_is_not_there_is_said(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "none"))
+    with pytest.raises(SourceNotFound, match="none'; set OLLAMA_MODELS"):
+        create("ollama://m", "m", store=store)

@@ -119,7 +119,7 @@ def test_a_replica_hears_of_a_version_from_a_server_that_waits(
     trainer = Trainer(tmp_path)
     with serving(trainer.store, tmp_path) as server:
         # Only a server that waits is asked again at once, and without that this takes hours.
-        found = blobstore.follow("policy", f"{server.host}/policy", store=replica, interval=3600)
+        found = blobstore.follow("policy", f"{server.url}/policy", store=replica, interval=3600)
         first = next(found)
         published: list[Digest] = []
         thread = threading.Thread(target=lambda: published.append(trainer.step()))
@@ -127,6 +127,31 @@ def test_a_replica_hears_of_a_version_from_a_server_that_waits(
         second = next(found)
         thread.join()
     assert (second.digest, second.previous) == (published[0], first.digest)
+
+
+def test_replicas_follow_one_another_with_deltas(tmp_path: Path, replica: LocalStore) -> None:
+    """A server gives the compressed forms of models that are frozen, and a replica is a server too."""
+    trainer = Trainer(tmp_path)
+    last = LocalStore(tmp_path / "last")
+    (tmp_path / "middle").mkdir()
+    replica.root.mkdir()
+    with (
+        serving(trainer.store, tmp_path) as server,
+        serving(replica, tmp_path / "middle") as second,
+    ):
+        sent = 0.0
+        for number in range(STEPS):
+            if number:
+                trainer.step()
+                names = ["policy", f"policy:{number}"]
+                blobstore.freeze(names, store=trainer.store)
+            for url, store in ((server.url, replica), (second.url, last)):
+                (got,) = blobstore.follow("policy", f"{url}/policy", store=store, once=True)
+                assert got.digest == digest_of(trainer.store)
+            if number:
+                moved = server.metric("sent_bytes_total") - sent
+                assert moved < 0.02 * trainer.size
+            sent = server.metric("sent_bytes_total")
 
 
 def test_nothing_is_fetched_again_after_a_restart(

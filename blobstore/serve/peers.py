@@ -1,0 +1,413 @@
+"""Fetches the blobs of a model from other servers of the same kind, so that nodes of a rack feed each other.
+
+Peers are a list that the user gives; nothing is negotiated. All of it is asked at once who has a commit of a model.
+Nothing that a peer says is believed: a blob must have its digest, and files that are put together from blobs
+must have the digests that the upstream lists. A peer that sends other bytes is named in the log and asked for
+nothing more of the model; one that is gone or slow is not asked for a while. Requests are marked, and a marked
+request is answered from the store alone, so no chain of servers waits for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final, Protocol
+
+from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    ModelNotFound,
+    RemoteError,
+    StoreError,
+    UsageError,
+)
+from blobstore.manifests.reference import DEFAULT_NAMESPACE, DEFAULT_TAG
+from blobstore.models.source_layers import read_source_record
+from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.cold_manifests import usable_layers
+from blobstore.operations.transfer.download import Download
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.credentials import GivenLogin, LoginFiles
+from blobstore.registry.protocol import Login
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.retry import Patience
+from blobstore.registry.store import RemoteSource
+from blobstore.remotes.model_reader import RemoteReader
+from blobstore.serve.messages import PEER, BlobPart
+from blobstore.serve.model_files import commit_of, model_files
+from blobstore.sources.hub_listing import COMMIT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.serve.messages import Content
+    from blobstore.store.ingest import Ingest
+    from blobstore.store.local import LocalStore
+
+PATIENCE: Final = Patience(stall=5, slowest=1 << 20, attempts=2, first=0.1, longest=1)
+"""A peer that cannot be reached costs one timeout, and one that sends less than 1 MiB/s is left."""
+SKIP_SECONDS: Final = 60.0
+"""How long a peer that did not answer is not asked."""
+_STREAMS: Final = 8
+_PIECE: Final = 1 << 20
+_PROBES: Final = 64
+"""Peers that are asked at once."""
+_SPARE: Final = 64 << 20
+"""Bytes of a model that are in no file."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A server that may have blobs."""
+
+    address: RemoteReference
+    """With any repository."""
+    login: Login | None = None
+    """What it is asked with; None for the login that the user has there."""
+    skipped_until: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The URL without a path."""
+        return f"{self.address.scheme}://{self.address.host}"
+
+    @classmethod
+    def parse(cls, url: str, token: str = "") -> Peer:
+        """Return the peer at a URL such as ``http://node:8080``. Raises UsageError."""
+        try:
+            address = RemoteReference.parse(f"{url.rstrip('/')}/x")
+        except BlobstoreError:
+            address = None
+        if address is None or not address.scheme or address.repository != "x":
+            raise UsageError(
+                f"not the URL of a peer: {quote(url)}",
+                advice="give http://HOST:PORT or https://HOST",
+            )
+        return cls(address, Login("token", token) if token else None)
+
+    def token(self) -> str:
+        """Return what it is asked with as a Hub; empty for nothing."""
+        login = self.login
+        if login is None:
+            with contextlib.suppress(BlobstoreError, OSError):
+                login = LoginFiles().find(self.address.host)
+        return "" if login is None else login.password
+
+    def client(self) -> RegistryClient:
+        """Return a client that says that it is a peer. It is connected to nothing yet."""
+        return RegistryClient(
+            self.address.host,
+            plain_http=self.address.uses_plain_http(),
+            credentials=None if self.login is None else GivenLogin(self.login),
+            patience=PATIENCE,
+            headers={PEER: "1"},
+        )
+
+
+class Wanted(Protocol):
+    """A version of a model that is wanted."""
+
+    @property
+    def reference(self) -> Reference:
+        """Its name, also at the peers."""
+
+    @property
+    def commit(self) -> str:
+        """The version."""
+
+
+class Peers:
+    """The peers of a server. Threads may share them."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        peers: Sequence[Peer],
+        note: Callable[..., object] = lambda **_: None,
+    ) -> None:
+        """Ask nothing yet. ``note`` is called with the fields of a line for the log."""
+        self._store, self._peers, self._note = store, tuple(peers), note
+        self.fetched = 0
+        """Bytes that peers have sent."""
+        self._lock = threading.Lock()
+        self._running: set[PeerFetch] = set()
+        self._is_closed = False
+
+    def alive(self) -> list[Peer]:
+        """Return the peers that have answered lately, or were not asked."""
+        now = time.monotonic()
+        return [peer for peer in self._peers if peer.skipped_until <= now]
+
+    def close(self) -> None:
+        """End what other threads fetch."""
+        with self._lock:
+            self._is_closed = True
+            running = list(self._running)
+        for fetch in running:
+            fetch.abort()
+
+    @contextlib.contextmanager
+    def files(
+        self, wanted: Wanted, size: int, *, first: Peer | None = None
+    ) -> Iterator[Iterator[Mapping[str, Content]]]:
+        """Yield what yields the files of a model, put together from blobs of this store; nothing is trusted.
+
+        Peers that list different manifests give different files, so there may be several answers, or none. The
+        blobs stay while the block runs.
+
+        Args:
+            wanted: the model.
+            size: bytes of its files. A model of many more is not fetched.
+            first: another server to ask, such as an upstream that is one of us.
+        """
+        with contextlib.ExitStack() as stack:
+            sources = self._sources(wanted, first, stack)
+            yield self._all_files(wanted, size, sources, stack)
+
+    def _all_files(
+        self,
+        wanted: Wanted,
+        size: int,
+        sources: Mapping[Digest, list[_Source]],
+        stack: contextlib.ExitStack,
+    ) -> Iterator[Mapping[str, Content]]:
+        # The version that most peers have comes first.
+        for several in sorted(sources.values(), key=len, reverse=True):
+            source = several[0].source
+            if sum(blob.size for blob in source.blobs) > size * 1.1 + _SPARE:
+                self._note(
+                    peer=several[0].peer.name, model=str(wanted.reference), error="too large"
+                )
+                continue
+            ingest = stack.enter_context(self._store.ingest())
+            # Blobs are the same in all versions.
+            others = [one for group in sources.values() if group is not several for one in group]
+            fetch = PeerFetch(self._store, several, others, self)
+            with self._lock:
+                self._running.add(fetch)
+            try:
+                if self._is_closed:
+                    return
+                fetch.run(ingest)
+                yield model_files(self._store, source.manifest)
+            except BlobstoreError as error:
+                self._note(model=str(wanted.reference), error=f"peers have not sent it: {error}")
+                if isinstance(error, StoreError):
+                    return
+            finally:
+                with self._lock:
+                    self._running.discard(fetch)
+                    self.fetched += fetch.received
+
+    def file_differs(self, wanted: Wanted, name: str) -> None:
+        """Note that a file of a model has other bytes than the upstream lists."""
+        self._note(
+            model=str(wanted.reference), error=f"peers list other bytes of file {quote(name)}"
+        )
+
+    def _sources(
+        self, wanted: Wanted, first: Peer | None, stack: contextlib.ExitStack
+    ) -> dict[Digest, list[_Source]]:
+        """Return the servers that have a model, by its manifest; the connections end with ``stack``."""
+        asked = [] if first is None else [first]
+        asked += [one for one in self.alive() if first is None or one.name != first.name]
+        found: dict[Digest, list[_Source]] = defaultdict(list)
+        if not asked:
+            return found
+        pool = WorkerPool(min(len(asked), _PROBES), None, 0)
+        for one in pool.run(asked, lambda peer: self._ask(peer, wanted)):
+            if one is not None:
+                stack.callback(one.source.client.close)
+                found[Digest.of(one.source.data)].append(one)
+        return found
+
+    def _ask(self, peer: Peer, wanted: Wanted) -> _Source | None:
+        """Return what a peer has of a model; None if it does not have this version."""
+        name = RemoteReference.of(wanted.reference)
+        repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
+        # A commit is no tag, and the version decides.
+        tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
+        address = replace(peer.address, repository=repository, tag=tag)
+        client = peer.client()
+        try:
+            source = RemoteSource.resolve(client, address)
+            reader = RemoteReader({wanted.reference: source}, self._store)
+            record = read_source_record(reader, source.manifest)
+            commits = {commit_of(Digest.of(source.data)), record.commit if record else ""}
+            if wanted.commit in commits:
+                return _Source(peer, source)
+        except ModelNotFound:
+            pass
+        except RemoteError as error:
+            self.failed(peer, error)
+        except BlobstoreError as error:
+            self._note(peer=peer.name, error=str(error))
+        client.close()
+        return None
+
+    def failed(self, peer: Peer, error: BlobstoreError) -> None:
+        """Ask a peer no more for a while."""
+        peer.skipped_until = time.monotonic() + SKIP_SECONDS
+        self._note(peer=peer.name, error=str(error))
+
+    def lied(self, peer: Peer, digest: Digest) -> None:
+        """Note that a peer has sent other bytes than those of a blob."""
+        message = f"the peer has sent other bytes than those of blob {digest.short}"
+        self._note(peer=peer.name, error=message)
+
+
+@dataclass(slots=True, eq=False)
+class _Source:
+    """A peer that has a model."""
+
+    peer: Peer
+    source: RemoteSource
+    sent: dict[Digest, int] = field(default_factory=dict)
+    """Bytes of each blob that it has sent."""
+
+
+class PeerFetch:
+    """The blobs of one model, from several peers that list the same: a source of :class:`Download`."""
+
+    def __init__(
+        self,
+        store: LocalStore,
+        sources: Sequence[_Source],
+        others: Sequence[_Source],
+        host: Peers,
+    ) -> None:
+        """Fetch nothing yet.
+
+        Args:
+            store: gets the blobs.
+            sources: peers that have the same manifest.
+            others: peers that have other manifests, with some of its blobs.
+            host: is told about peers that fail or lie.
+        """
+        self._store, self._sources, self._host = store, [*sources, *others], host
+        self._listed: dict[Digest, _Source] = {}
+        """Who has a compressed form: peers freeze on their own."""
+        self._lock = threading.Lock()
+        self._blobs = sources[0].source.blobs
+        self.data = sources[0].source.data
+        """The manifest, which all of them have."""
+        self.received = 0
+        """Bytes that have come."""
+
+    @property
+    def client(self) -> PeerFetch:
+        """What ends the requests."""
+        return self
+
+    def abort(self) -> None:
+        """End the requests of all threads."""
+        for one in list(self._sources):
+            one.source.client.abort()
+
+    def run(self, ingest: Ingest) -> None:
+        """Fetch the blobs that the store lacks, and give them their names.
+
+        Raises:
+            BlobMissing, BlobDamaged: no peer has sent a blob with its digest.
+            StoreError: the store cannot be written, or is short of space.
+        """
+        missing = [blob for blob in self._blobs if ingest.find(*blob.id) is None]
+        layers, _ = usable_layers(
+            self._store,
+            self._cold_layers(),
+            missing,
+            lambda base: ingest.find(*base) is not None,
+        )
+        workers = WorkerPool(_STREAMS, None, sum(blob.size for blob in missing))
+        attempts = len(self._sources) + 1  # each peer once, and what an earlier process has left
+        download = Download(self, self._store, ingest, missing, workers, layers, attempts)
+        download.run(_STREAMS)
+        ingest.publish()
+        download.remove_cold_files()
+
+    def _cold_layers(self) -> Mapping[Digest, ColdLayer]:
+        """Return the compressed forms that one of the peers has."""
+        for one in list(self._sources):
+            source = one.source
+            try:
+                layers = attached(source, Digest.of(source.data), lambda _: None)[1]()
+            except BlobstoreError:
+                continue
+            if layers:
+                self._listed |= {layer.stored.digest: one for layer in layers.values()}
+                return layers
+        return {}
+
+    def read(self, digest: Digest, size: int, begin: int, end: int) -> Generator[bytes, None, None]:
+        """Yield bytes of a blob, from the next peer where one fails; nothing is hashed.
+
+        Raises:
+            BlobMissing: no peer has it.
+        """
+        self._judge(digest, size)
+        for one in self._order(digest):
+            try:
+                with contextlib.closing(one.source.read(digest, size, begin, end)) as pieces:
+                    for piece in pieces:
+                        begin += len(piece)
+                        with self._lock:
+                            one.sent[digest] = one.sent.get(digest, 0) + len(piece)
+                            self.received += len(piece)
+                        yield piece
+            except BlobMissing:
+                continue
+            except BlobDamaged:  # another size
+                self._leave(one)
+                self._host.lied(one.peer, digest)
+                continue
+            except RemoteError as error:
+                self._leave(one)
+                self._host.failed(one.peer, error)
+                continue
+            if begin == end:
+                return
+        raise BlobMissing(f"no peer has sent blob {digest}")
+
+    def _judge(self, digest: Digest, size: int) -> None:
+        """Leave a peer that has sent all of a blob that is asked for again: its bytes were not those of the blob."""
+        with self._lock:
+            liars = [one for one in self._sources if size and one.sent.get(digest, 0) >= size]
+        for one in liars:
+            self._leave(one)
+            self._host.lied(one.peer, digest)
+
+    def _leave(self, one: _Source) -> None:
+        with self._lock:
+            if one in self._sources:
+                self._sources.remove(one)
+
+    def _order(self, digest: Digest) -> list[_Source]:
+        """Return whom to ask for a blob, so that each blob has other peers that are asked first."""
+        with self._lock:
+            sources = list(self._sources)
+        if digest in self._listed:
+            return [one for one in sources if one is self._listed[digest]]
+        start = int(digest.hex[:8], 16) % max(len(sources), 1)
+        return sources[start:] + sources[:start]
+
+
+def read_content(store: LocalStore, content: Content) -> Iterator[bytes]:
+    """Yield the bytes of a file whose blobs are in a store. Raises BlobMissing, BlobDamaged or StoreError."""
+    for part in content.parts:
+        if isinstance(part, bytes):
+            yield part
+        elif isinstance(part, BlobPart):
+            end = part.begin + part.length
+            for begin in range(part.begin, end, _PIECE):
+                piece = bytearray(min(_PIECE, end - begin))
+                store.read_into(part.digest, part.size, begin, memoryview(piece))
+                yield bytes(piece)

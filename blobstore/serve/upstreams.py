@@ -1,0 +1,100 @@
+"""Chooses whom to ask for a model that the store lacks: the upstream, or else a peer that has it.
+
+The upstream decides what a revision is and who may read it. Without one, or while it cannot be reached, the first
+peer that has the model is believed about what it is. A token of a client never goes to a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from blobstore.errors import RemoteError, UsageError
+from blobstore.serve.messages import PEER
+from blobstore.serve.peers import PATIENCE, Peer
+from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, Upstream, UpstreamClient
+
+if TYPE_CHECKING:
+    from blobstore.registry.retry import Patience
+    from blobstore.serve.peers import Peers
+
+
+class FoundAt(NamedTuple):
+    """A commit, and the server that has it."""
+
+    commit: str
+    upstream: Upstream
+    token: str
+    """What it is asked with; empty for none."""
+    peer: Peer | None
+    """It, if it is a server of our kind, which has blobs."""
+    is_peer: bool = False
+    """Whether it is in the list of peers."""
+
+    def client(self, patience: Patience | None = None) -> UpstreamClient:
+        """Return a client of the server. It is connected to nothing yet."""
+        headers = {PEER: "1"} if self.is_peer else {}
+        patience = patience or (PATIENCE if self.is_peer else PATIENT)
+        return UpstreamClient(self.upstream, self.token, patience, headers)
+
+
+class Upstreams:
+    """An upstream, peers, or both. Threads may share it."""
+
+    def __init__(self, upstream: Upstream | None, token: str, peers: Peers) -> None:
+        """Ask nothing yet. ``token`` asks the upstream for clients that have none of their own."""
+        self._upstream, self._token = upstream, token
+        self.peers = peers
+        self.has_upstream = upstream is not None
+        """Whether somebody says what a tag is after the store has a model of that name."""
+
+    def find(self, repository: str, revision: str, token: str, patience: Patience) -> FoundAt:
+        """Ask what a revision is, and whether the client with ``token`` may read it.
+
+        Raises:
+            Refusal: there is none for this client.
+            RemoteError: nobody can be reached, or is a Hub.
+        """
+        failure: RemoteError | None = None
+        if self._upstream is not None:
+            try:
+                return self._ask_upstream(repository, revision, token, patience)
+            except RemoteError as error:
+                failure = error
+        for peer in self.peers.alive():
+            one = FoundAt(revision, Upstream(peer.name), peer.token(), peer, is_peer=True)
+            try:
+                with one.client() as client:
+                    return one._replace(commit=client.revision(repository, revision).commit)
+            except Refusal:
+                continue
+            except RemoteError as error:
+                self.peers.failed(peer, error)
+        raise failure or Refusal(404, "RepoNotFound")
+
+    def is_public(self, found: FoundAt, repository: str) -> bool:
+        """Return whether a server gives a model to everyone: to those who have no token of their own."""
+        if found.is_peer:
+            return True  # others are not given to peers
+        one = found._replace(token=self._token)
+        try:
+            with one.client(IMPATIENT) as client:
+                client.check_access(repository, client.revision(repository, found.commit))
+        except (Refusal, RemoteError):
+            return False
+        return True
+
+    def _ask_upstream(
+        self, repository: str, revision: str, token: str, patience: Patience
+    ) -> FoundAt:
+        assert self._upstream is not None  # noqa: S101
+        token = token or self._token
+        found = FoundAt(revision, self._upstream, token, None)
+        with found.client(patience) as client:
+            there = client.revision(repository, revision)
+            client.check_access(repository, there)
+            peer = None
+            if client.is_blobstore:
+                with contextlib.suppress(UsageError):  # it has a path
+                    peer = Peer.parse(self._upstream.url, token)
+        return found._replace(commit=there.commit, peer=peer)

@@ -1,0 +1,92 @@
+"""The changes of tensors as trainers write them, both ways, and what is refused."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import blake3
+import numpy as np
+import pytest
+import xxhash
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blobstore.errors import DamagedSource
+from blobstore.sources.weight_deltas import CHECKSUMS, Encoding, Patch, encode_change, new_checksum
+from tests.readers.weight_versions import checksum
+
+
+def patch(frame: bytes, encoding: Encoding, new: bytes, kind: str = "adler32") -> Patch:
+    pieces: Iterator[memoryview] = (
+        memoryview(frame)[at : at + 7] for at in range(0, len(frame), 7)
+    )
+    return Patch(pieces, encoding, len(new), kind, checksum(kind, new), "here")
+
+
+def applied(made: Patch, old: bytes, size: int) -> bytes:
+    """Return the bytes that a patch makes of ``old``, some at a time."""
+    found = bytearray(old)
+    if not old:
+        made.finish()
+    for at in range(0, len(old), size):
+        made.apply(memoryview(found)[at : at + size])
+    return bytes(found)
+
+
+@pytest.mark.parametrize("kind", CHECKSUMS)
+def test_checksums_are_those_of_the_libraries(kind: str) -> None:
+    data = bytes(range(256)) * 9
+    made = new_checksum(kind)
+    made.update(memoryview(data)[:100])
+    made.update(memoryview(data)[100:])
+    expected = {
+        "adler32": f"{zlib.adler32(data):08x}",
+        "blake3": blake3.blake3(data).hexdigest(),
+        "xxh3-128": xxhash.xxh3_128(data).hexdigest(),
+    }
+    assert made.hexdigest() == expected[kind]
+
+
+@given(
+    st.binary(max_size=300),
+    st.lists(st.tuples(st.integers(0, 299), st.integers(1, 255)), max_size=20),
+    st.sampled_from(["xor", "overwrite"]),
+    st.integers(1, 400),
+)
+def test_a_change_makes_the_new_bytes_of_the_old_ones(
+    old: bytes, changes: list[tuple[int, int]], encoding: Encoding, size: int
+) -> None:
+    new = bytearray(old)
+    for at, value in changes:
+        if at < len(new):
+            new[at] ^= value
+    frame = encode_change(memoryview(old), memoryview(new), encoding)
+    if frame is None:
+        assert bytes(new) == old
+    else:
+        assert applied(patch(frame, encoding, bytes(new)), old, size) == bytes(new)
+
+
+def test_a_byte_that_is_listed_twice_gets_its_last_value() -> None:
+    at = np.array([5, 2, 5, 2], "<u4")
+    payload = np.array([4], "<u4").tobytes() + at.tobytes() + bytes([1, 2, 3, 4])
+    new = bytes([0, 0, 4, 0, 0, 3, 0])
+    frame = zstandard.ZstdCompressor().compress(payload)
+    assert applied(patch(frame, "overwrite", new), bytes(7), 3) == new
+
+
+def test_an_empty_tensor_has_a_checksum_too() -> None:
+    frame = zstandard.ZstdCompressor().compress(b"")
+    patch(frame, "xor", b"").finish()
+    with pytest.raises(DamagedSource, match="here: the new bytes have the checksum"):
+        Patch(iter([memoryview(frame)]), "xor", 0, "adler32", "1", "here").finish()
+
+
+def test_the_window_of_a_frame_is_limited() -> None:
+    options = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
+    made = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    frame = made.compress(bytes(100)) + made.flush()
+    with pytest.raises(DamagedSource, match="not a frame of zstd"):
+        applied(patch(frame, "xor", bytes(100)), bytes(100), 100)
