@@ -74,7 +74,7 @@ def test_transformers_answers_the_request_that_run_prints(folder: Path, tmp_path
 
     assert answer is not None, log.read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    network = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    network: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer(HELLO, return_tensors="pt")
     with torch.no_grad():
         count = answer["usage"]["completion_tokens"]
