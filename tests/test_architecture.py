@@ -52,8 +52,6 @@ SHORT: dict[str, str] = {
     "blobstore/integrations/mlx_lm/server.py": "a program of its own, started with python -m",
     "blobstore/integrations/vllm/server.py": "a program of its own, started with python -m",
     "blobstore/operations/export/reflink.py": "a system call that not every platform has",
-    "blobstore/operations/maintenance/retention.py": "a rule of its own, which changes nothing",
-    "blobstore/serve/metrics.py": "a format of its own: what Prometheus reads",
 }
 # The inside of a store: others use the methods of LocalStore.
 STORE_ATTRIBUTES = {"_layout", "_hot", "_cold", "_pinned", "_locks", "_bases"}
@@ -75,6 +73,7 @@ WRITES_ELSEWHERE = {
     "blobstore/objects/client.py": "the lock of a store in a folder",
     "blobstore/operations/maintenance/repair_manifests.py": "manifests of the store",
     "blobstore/operations/archive/unpack.py": "manifests of the store",
+    "blobstore/operations/follow/push_version.py": "a new temporary folder",
     "blobstore/operations/transfer/import_files.py": "a new temporary folder",
     "blobstore/operations/transfer/transfer_cache.py": "a folder of the store for notes",
     "blobstore/registry/credentials.py": "the configuration of Docker or Podman",

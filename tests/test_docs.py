@@ -55,6 +55,7 @@ WITH_EXAMPLES = {
     "docs/guides/signatures.md": 5,
     "docs/guides/save-space.md": 9,
     "docs/guides/repair.md": 6,
+    "docs/guides/follow.md": 12,
     "docs/guides/registries.md": 10,
     "docs/guides/object-storage.md": 15,
     "docs/guides/serve.md": 20,
@@ -69,7 +70,7 @@ def test_commands_print_what_the_document_of_signatures_says(tmp_path: Path) -> 
     check_examples("docs/guides/signatures.md", tmp_path, None)
 
 
-@pytest.mark.parametrize("page", ["save-space", "repair"])
+@pytest.mark.parametrize("page", ["save-space", "repair", "follow"])
 def test_commands_print_what_a_guide_says(page: str, tmp_path: Path) -> None:
     check_examples(f"docs/guides/{page}.md", tmp_path, None)
 

@@ -3,8 +3,8 @@
 A version is a folder ``weight_v000007``. Its index is written last, so a folder without one is not complete;
 only a single ``model.safetensors`` may stand alone. A full version is the folder of a model. Of a version that
 is a change, the files have a vector of bytes for each tensor that changes, and the checksums of the new
-tensors (:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is trusted: whoever writes it may be
-another user, and no link in it is followed.
+tensors (:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is trusted: another user may
+write it, and no link in it is followed.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class _Push:
     def send_cold(self, jobs: int) -> None:
         """Send the cold layers that the target lacks, or estimate them in a dry run; then list them.
 
-        They come before the name: whoever waits for it asks for them at once.
+        They come before the name: a client that waits for it asks for them at once.
         """
         if (cold_blobs := self._cold_blobs) is None:
             return

@@ -133,7 +133,7 @@ def test_a_version_without_changes_is_only_counted(run: Run) -> None:
     run.check()
 
 
-def test_a_full_version_begins_anew(run: Run, tmp_path: Path) -> None:
+def test_a_full_version_begins_again(run: Run, tmp_path: Path) -> None:
     run.step()
     folder = tmp_path / "versions" / "weight_v000002"
     write_weights(folder, run.weights)
@@ -338,7 +338,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         _with_index(lambda value: value["metadata"].update(base_version="000001")),
         "an earlier base_version",
     ),
-    "a number that is none": (
+    "a number that is an object": (
         _with_index(lambda value: value["metadata"].update(base_version={"x": 1})),
         "an earlier base_version",
     ),
