@@ -91,7 +91,7 @@ def outputs(commands: list[str], folder: Path, **environment: str) -> list[str]:
         env={**kept, **home, **environment},
         text=True,
     )
-    shown = done.stdout.replace(f"file://{folder}/", "file:///home/me/")
+    shown = done.stdout.replace(f"file://{folder}/", "file:///srv/")
     return shown.replace(f"{folder}/", "").split(_MARK)[1:]
 
 
