@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shutil
 import sys
@@ -160,8 +161,14 @@ def test_every_page_of_commands_is_in_the_navigation_and_in_the_table_of_tasks()
     assert written == linked | {ROOT / COMMANDS / "index.md"}
 
 
-def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["python", "examples"])
+def test_python_examples_run_in_order(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page == "examples":
+        pytest.importorskip("cryptography", reason="it is in the test group")
+        pytest.importorskip("obstore", reason="it is in the test group")
+    text = (ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8")
     outputs(["python docs/examples/tiny_models.py ."], tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -170,7 +177,28 @@ def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 
     for block in PYTHON_BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], "docs/reference/python.md", "exec"), names)
+        exec(compile("\n" * line + block[1], f"docs/reference/{page}.md", "exec"), names)
+
+
+@pytest.mark.parametrize("name", blobstore.__all__)
+def test_every_public_name_has_a_docstring_and_an_example_that_runs(name: str) -> None:
+    value = getattr(blobstore, name)
+    pages = [ROOT / "docs" / "reference" / f"{page}.md" for page in ("python", "examples")]
+    code = "\n".join(
+        block for page in pages for block in PYTHON_BLOCK.findall(page.read_text(encoding="utf-8"))
+    )
+    described = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    documentation = inspect.getdoc(value) or ""
+
+    assert documentation
+    if inspect.isfunction(value):
+        assert re.search(rf"\bblobstore\.{name}\(", code), "no example calls it"
+        parameters = inspect.signature(value).parameters
+        assert [word for word in parameters if not re.search(rf"\b{word}\b", documentation)] == []
+        assert "Raises:" in documentation
+        assert re.search(r"\bReturn|\bReturns:|\byield", documentation)
+    else:
+        assert re.search(rf"\b{name}\b", described)
 
 
 def test_examples_of_the_safetensors_library_run(

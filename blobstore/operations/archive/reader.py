@@ -348,6 +348,9 @@ class ArchiveReader:
 def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     """Open an archive. Errors in the block name its path.
 
+    Returns:
+        a context with the archive, which is closed at its end.
+
     Raises:
         NotFound: there is no such file.
         BlobstoreError: it cannot be read.

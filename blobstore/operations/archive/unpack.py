@@ -104,6 +104,9 @@ def unpack_archive(
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
 
+    Returns:
+        the models, and the bytes that were written and present.
+
     Raises:
         NotTrusted: the policy refuses a model.
         InvalidPolicy: the policy cannot be used.
@@ -161,7 +164,20 @@ def check_archive(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CheckedArchive:
-    """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
+    """Decode and hash the models of an archive, and write nothing.
+
+    Args:
+        path: the archive.
+        references: the models to check; by default all.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
+
+    Returns:
+        the models, and the bytes of their blobs.
+
+    Raises:
+        BlobstoreError: as :func:`unpack_archive`.
+    """
     started = time.monotonic()
     check_jobs(jobs)
     names = Reference.all_of(references)

@@ -128,6 +128,9 @@ def freeze_models(
         jobs: number of threads; by default one per processor.
         progress: called with the name of a layer, the bytes done and the bytes in total.
 
+    Returns:
+        what became of each blob, its sizes in bytes, and which model is the base of which.
+
     Raises:
         ModelNotFound: a named model does not exist.
         InvalidManifest: a manifest of the store cannot be read, so the blobs that it needs are unknown.

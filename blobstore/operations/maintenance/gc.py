@@ -138,6 +138,9 @@ def collect_garbage(
         dry_run: remove nothing; report what would be removed.
         force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
+    Returns:
+        what was removed or kept, with sizes in bytes.
+
     Raises:
         ImplausibleGarbage: so much would be removed that manifests may be missing. Nothing is removed.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown. Nothing is
@@ -181,7 +184,7 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
 
     Args:
         store: the store.
-        digests: hex digests; other blobs are left alone.
+        digests: hex digests.
 
     Raises as :func:`collect_garbage`, but never ImplausibleGarbage.
     """
@@ -500,6 +503,9 @@ class _Collection:
                 status = entry.stat(follow_symlinks=False)
                 if _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), allocated(status))
+            for model in () if self._is_dry else scan_folder(folder):
+                with contextlib.suppress(OSError):  # it has files that are young
+                    Path(model.path).rmdir()
         finally:
             os.close(descriptor)
 

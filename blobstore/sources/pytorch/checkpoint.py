@@ -274,6 +274,9 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
         subtree: the keys, joined by dots, of the part to read; ``"."`` is the whole checkpoint. By
             default it is the model, found by the keys that training programs use.
 
+    Returns:
+        the checkpoint; see :class:`Checkpoint`.
+
     Raises:
         SourceNotFound: the file does not exist.
         SourceError: it cannot be opened.
