@@ -237,13 +237,13 @@ class Peers:
 
     def _ask(self, peer: Peer, wanted: Wanted) -> _Source | None:
         """Return what a peer has of a model; None if it does not have this version."""
-        name = RemoteReference.of(wanted.reference)
-        repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
-        # A commit is no tag, and the version decides.
-        tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
-        address = replace(peer.address, repository=repository, tag=tag)
         client = peer.client()
         try:
+            name = RemoteReference.of(wanted.reference)  # registries do not allow all names
+            repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
+            # A commit is no tag, and the version decides.
+            tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
+            address = replace(peer.address, repository=repository, tag=tag)
             source = RemoteSource.resolve(client, address)
             reader = RemoteReader({wanted.reference: source}, self._store)
             record = read_source_record(reader, source.manifest)
