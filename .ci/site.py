@@ -6,9 +6,11 @@ the repository if ``repo_url`` is set in mkdocs.yml; otherwise only its text is 
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^):#]+)\)")
 _HELP = "<!-- help of all commands -->"
+_NOTEBOOK = re.compile(r".*<!-- notebook (\S+) -->", re.DOTALL)
 _NAMES = re.compile(r"<!-- names of ([\w.]+) -->")
 
 
@@ -36,6 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
             return f"[{link[1]}]({config.repo_url.rstrip('/')}/blob/main/{target})"
         return link[1]
 
+    markdown = _NOTEBOOK.sub(lambda found: notebook(Path(config.docs_dir, found[1])), markdown)
     text = _LINK.sub(replaced, markdown).replace(_HELP, help_of_commands())
     return _NAMES.sub(lambda found: public_names(found[1]), text)
 
@@ -43,6 +47,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 def on_page_content(html: str, **_: Any) -> str:
     """Return a page without the roles of Sphinx, which docstrings have for editors."""
     return re.sub(r":(?:func|class|meth|data|mod|attr):(?=<code>)", "", html)
+
+
+def notebook(path: Path) -> str:
+    """Return a notebook as a page: its texts, its code, and the outputs that it holds."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            shown = output.get("data", {"text/plain": output.get("text")})
+            picture = shown.get("text/html")
+            plain = "".join(shown["text/plain"]).rstrip("\n")
+            parts.append("".join(picture) if picture else f"```text\n{plain}\n```")
+    return "\n\n".join(parts)
 
 
 def public_names(module: str) -> str:

@@ -38,7 +38,9 @@ _SERVERS = {
     "vllm": _Server(("vllm",), "blobstore.integrations.vllm.server", 8000),
     "mlx-lm": _Server(("mlx_lm",), "blobstore.integrations.mlx_lm.server", 8080),
     "transformers": _Server(
-        ("transformers", "fastapi", "uvicorn"), "transformers.cli.transformers", 8000
+        ("transformers", "fastapi", "openai", "pydantic", "uvicorn"),
+        "transformers.cli.transformers",
+        8000,
     ),
     _LLAMA_CPP: _Server((), "llama-server", 8080),
 }

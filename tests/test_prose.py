@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("blobstore", "manifests", "cli", "tests", "docs", ".ci", "changelog.d", "release")
-WRITTEN = {".py", ".md", ".toml", ".yaml", ""}
+FOLDERS = (
+    "blobstore",
+    "manifests",
+    "cli",
+    "tests",
+    "docs",
+    ".ci",
+    "changelog.d",
+    ".github",
+    "release",
+)
+WRITTEN = {".py", ".md", ".toml", ".yaml", ".yml", ".ipynb", ""}
 NOT_OURS = ("tests/data", "tests/vectors")
 
 # A pattern, and what to write instead. A word ends at an underscore too: names are prose.

@@ -34,6 +34,8 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     help_page = (tmp_path / "reference" / "help" / "index.html").read_text(encoding="utf-8")
     assert "Usage: blobstore create [OPTIONS]" in help_page
+    tutorial = (tmp_path / "getting-started" / "tutorial" / "index.html").read_text("utf-8")
+    assert tutorial.count("<rect ") > 10  # the pictures
     formats = (tmp_path / "reference" / "format" / "index.html").read_text(encoding="utf-8")
     assert "../tests/" not in formats  # the site has no tests
     for page, module in (("api", blobstore), ("safetensors-api", safetensors)):

@@ -116,12 +116,6 @@ class RegistryClient:
         )
 
     @property
-    def _address(self) -> str:
-        """How a user names the registry so that a command speaks to it as this client does."""
-        is_plain = self._transport.base == f"http://{self.host}"
-        return self._transport.base if is_plain else f"oci://{self.host}"
-
-    @property
     def part_size(self) -> int:
         """Bytes of a blob that one request sends at most, unless the registry takes no parts."""
         return self._part_size or upload.PART
@@ -164,9 +158,10 @@ class RegistryClient:
         request = self._manifest_request("GET", repository, reference, request_rules.MANIFEST)
         reply = self._transport.ask(request, MAX_SIZE)
         if reply is None:
+            scheme = "http" if self._transport.base.startswith("http:") else "oci"
             raise ModelNotFound(
                 f"{request.what}: the registry has none",
-                advice=f"'blobstore list {self._address}/{repository}' lists the tags",
+                advice=f"'blobstore list {scheme}://{self.host}/{repository}' lists the tags",
             )
         media_type = reply.headers.get("content-type", "").partition(";")[0].strip()
         try:

@@ -103,7 +103,7 @@ class Arrival:
             reference: its name there.
             repository: its name at the upstream.
             found: the version, and the server that has it.
-            host: is told what happens.
+            host: what the steps are reported to.
         """
         self.reference, self.repository, self.commit = reference, repository, found.commit
         self.model: ServedModel | None = None

@@ -17,7 +17,7 @@ from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
-from blobstore.serve.library import name_of
+from blobstore.serve.library import name_of, repository_of
 from blobstore.serve.upstream import Refusal
 
 if TYPE_CHECKING:
@@ -77,6 +77,24 @@ class CacheLimit:
                 )
             self._shrink(self._max_size - size - sum(self._reserved.values()))
             self._reserved[key] = size
+
+    def forget_removed(self) -> None:
+        """Remove the records of models that somebody has removed, so that others may get their names.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        for origin in self._pulled.all():
+            repository = repository_of(*origin.repository.split("/"))
+            names = self._library.tags(repository) if repository else []
+            if not any(origin in self._origins(reference) for reference in names):
+                with self._store.writing():
+                    self._pulled.forget(origin)
+
+    def _origins(self, reference: Reference) -> Iterator[Origin | None]:
+        with contextlib.suppress(BlobstoreError):
+            for _, data in self._manifests(reference):
+                yield self._pulled.origin(Manifest.from_bytes(data))
 
     def release(self, key: object) -> None:
         """Take back what was reserved: the model is in the store, or will not be."""

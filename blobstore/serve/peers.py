@@ -136,11 +136,16 @@ class Peers:
     ) -> None:
         """Ask nothing yet. ``note`` is called with the fields of a line for the log."""
         self._store, self._peers, self._note = store, tuple(peers), note
-        self.fetched = 0
-        """Bytes that peers have sent."""
+        self._fetched = 0
         self._lock = threading.Lock()
         self._running: set[PeerFetch] = set()
         self._is_closed = False
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that peers have sent."""
+        with self._lock:
+            return self._fetched + sum(fetch.received for fetch in self._running)
 
     def alive(self) -> list[Peer]:
         """Return the peers that have answered lately, or were not asked."""
@@ -206,7 +211,7 @@ class Peers:
             finally:
                 with self._lock:
                     self._running.discard(fetch)
-                    self.fetched += fetch.received
+                    self._fetched += fetch.received
 
     def file_differs(self, wanted: Wanted, name: str) -> None:
         """Note that a file of a model has other bytes than the upstream lists."""
@@ -291,7 +296,7 @@ class PeerFetch:
             store: gets the blobs.
             sources: peers that have the same manifest.
             others: peers that have other manifests, with some of its blobs.
-            host: is told about peers that fail or lie.
+            host: keeps count of peers that fail or lie, and names them in the log.
         """
         self._store, self._sources, self._host = store, [*sources, *others], host
         self._listed: dict[Digest, _Source] = {}

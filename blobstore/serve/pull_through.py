@@ -58,7 +58,7 @@ _RETRY_SECONDS: Final = 15.0
 _REFUSED_SECONDS: Final = 5.0
 """How long a refusal, or a failure, is repeated to others who ask for the same."""
 _WAIT_SECONDS: Final = 8.0
-"""How long a thread waits for an arrival; whoever still waits then is told to ask again."""
+"""How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
 _REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "NAME_UNKNOWN"}
@@ -134,6 +134,7 @@ class PullThrough:
         self._is_closed = False
         self._limit = CacheLimit(library, max_size, self._removed)
         self._folder = _locked(self._store)
+        self._limit.forget_removed()
 
     def close(self) -> None:
         """End all arrivals. What they have fetched is kept for the next server."""

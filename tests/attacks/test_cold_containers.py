@@ -302,6 +302,48 @@ def test_many_copies_take_little_memory() -> None:
     assert out == chunk * 2001
 
 
+def listed(counts: bytes, highs: bytes, *, classes: int = 1, escapes: int = 0) -> bytes:
+    """Return a chunk of differences whose nonzero ones are listed."""
+    places = counts + struct.pack("<BI", Method.ZSTD, len(highs)) + highs
+    form = 17 if escapes else 20
+    rest = [(0, 0)] * (2 if escapes else 1)
+    head = struct.pack("<BBBBBI", 0, classes, 1, classes, form, escapes)
+    tables = [struct.pack("<BI", *one) for one in [(0, len(places)), *rest]]
+    return b"".join([head, *tables, places])
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        listed(b"\xff" * 3, b""),
+        listed(b"\xff" * 48, b"", classes=16),
+        listed((1 << 3).to_bytes(3, "little"), zstandard.compress(bytes(1 << 26))),
+        listed(((1 << 19) << 3 | 7).to_bytes(3, "little"), zstandard.compress(bytes(1 << 19))),
+        listed(bytes(3), zstandard.compress(b""), escapes=2**32 - 1),
+        listed((1 << 3).to_bytes(3, "little"), zstandard.compress(b"\xff" * 3000 + b"\0")),
+    ],
+    ids=[
+        "count",
+        "counts of classes",
+        "bomb",
+        "low bits that are not there",
+        "escapes",
+        "past the end",
+    ],
+)
+def test_listed_differences_that_cannot_be_are_refused_in_little_memory(chunk: bytes) -> None:
+    size = 1 << 20
+    base = bytes(size)
+    plane = StoredPlane(Method.RAW, len(chunk))
+    entry = Chunk(zlib.crc32(chunk, zlib.crc32(base)), 37, (plane,))
+    part = Part(size, 2, size, base_begin=0)
+    table = Table(DIGEST, size, BlobId(Digest.of(base), size), [part], [entry])
+    blob = ColdBlobDecoder(file(chunk, table))
+    blob.give_base(BaseBlob.hot(base))
+    with little_memory(20 << 20), pytest.raises(ColdDamaged):
+        decoded(blob)
+
+
 def test_rejects_a_base_that_is_missing_or_wrong_or_a_delta_itself() -> None:
     with pytest.raises(ColdDamaged, match="without its base"):
         thawed(DELTA)

@@ -257,7 +257,7 @@ def test_a_peer_that_is_killed_in_the_middle_is_replaced_by_the_next(
     assert log.errors_of(victim)
 
 
-def test_a_peer_that_collects_garbage_meanwhile_sends_what_it_has_begun(
+def test_a_peer_that_collects_garbage_sends_what_it_has_begun(
     one: LocalStore, other: LocalStore, tmp_path: Path, log: Log
 ) -> None:
     with serving(one, tmp_path) as server:
@@ -356,12 +356,12 @@ def test_a_node_asks_its_peers_before_the_upstream(
 ) -> None:
     with node(tmp_path, "a", "--upstream", hub.url) as first:
         weights_of(first, folder)
-        first.wait_for_log("commit")
+        first.wait_for_log("written")
         before = hub.sent
         peers_of = f"--peers={dead.name},{first.url}"
         with node(tmp_path, "b", "--upstream", hub.url, peers_of) as second:
             weights_of(second, folder)
-            second.wait_for_log("commit")
+            second.wait_for_log("written")
             assert second.metric("peer_bytes_total") >= size_of(folder)
             assert hub.sent - before < 0.02 * size_of(folder), "weights came from the upstream"
     assert not verify_models(NAME, store=tmp_path / "b" / "store").faults
@@ -374,7 +374,7 @@ def test_files_that_peers_make_up_come_from_the_upstream_and_no_client_gets_them
 ) -> None:
     with node(tmp_path, "a", "--upstream", hub.url) as first:
         weights_of(first, folder)
-        first.wait_for_log("commit")
+        first.wait_for_log("written")
     # The peer has other weights, and says that they are of this commit.
     store = LocalStore(tmp_path / "a" / "store")
     commit = read_commit(store)
@@ -415,7 +415,7 @@ def test_peers_alone_are_enough(folder: Path, tmp_path: Path, dead: Peer) -> Non
         peers_of = f"--peers={dead.name},{first.url}"
         with node(tmp_path, "b", peers_of) as second:
             weights_of(second, folder)
-            second.wait_for_log("commit")
+            second.wait_for_log("written")
             # What was fetched is the node's own from now on, and given to others.
             with node(tmp_path, "c", f"--peers={second.url}") as third:
                 first.stop()
@@ -477,7 +477,7 @@ def test_a_server_behind_a_server_moves_deltas(tmp_path: Path) -> None:
         for path in folders["base"].iterdir():
             while b.request(f"/org/base/resolve/main/{path.name}")[0] == 503:
                 pass
-        b.wait_for_log("commit")
+        b.wait_for_log("written")
         before = upstream.metric("sent_bytes_total")
         weights_of(b, folders["model"])
         moved = upstream.metric("sent_bytes_total") - before

@@ -22,6 +22,7 @@ import pytest
 
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.store.local import LocalStore
@@ -324,6 +325,18 @@ def test_models_in_use_are_not_removed(hub: HubServer, store: LocalStore, tmp_pa
         until(lambda: server.request("/org/m2/resolve/main/model.safetensors")[0] == 200)
         wait_for_arrival(server, "org/m2:latest")
     assert not store.has_model("org/m1")
+
+
+def test_a_model_that_was_removed_leaves_its_name_to_the_stores_own(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        server.request(FILE)
+        wait_for_arrival(server, "org/model:latest")
+    assert any(store.folder("pulled").iterdir())
+    remove_models([NAME], store=store)
+    with serving(store, tmp_path, "--upstream", hub.url):
+        assert not any(store.folder("pulled").iterdir())
 
 
 def test_only_one_server_fetches_into_a_store(

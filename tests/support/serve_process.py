@@ -65,7 +65,7 @@ class Serving:
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             for entry in self.log():
-                if text in str(entry.get(key, "\0")):
+                if key in entry and text in str(entry[key]):
                     return entry
             time.sleep(0.02)
         raise AssertionError(f"no {key} with {text!r} in {self.log()}")

@@ -91,7 +91,8 @@ def outputs(commands: list[str], folder: Path, **environment: str) -> list[str]:
         env={**kept, **home, **environment},
         text=True,
     )
-    return done.stdout.replace(f"{folder}/", "").split(_MARK)[1:]
+    shown = done.stdout.replace(f"file://{folder}/", "file:///home/me/")
+    return shown.replace(f"{folder}/", "").split(_MARK)[1:]
 
 
 def is_as_expected(expected: str, found: str) -> bool:

@@ -181,7 +181,7 @@ def remove_blobs(store: LocalStore, digests: Collection[str]) -> int:
 
     Args:
         store: the store.
-        digests: hex digests; other blobs are left alone.
+        digests: hex digests.
 
     Raises as :func:`collect_garbage`, but never ImplausibleGarbage.
     """
@@ -500,6 +500,9 @@ class _Collection:
                 status = entry.stat(follow_symlinks=False)
                 if _age(status) >= self._partial_age:
                     yield self._remove(Path(entry.path), allocated(status))
+            for model in () if self._is_dry else scan_folder(folder):
+                with contextlib.suppress(OSError):  # it has files that are young
+                    Path(model.path).rmdir()
         finally:
             os.close(descriptor)
 

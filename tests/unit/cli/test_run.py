@@ -76,7 +76,7 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
 
 
 @pytest.mark.skipif(
-    not all(map(find_spec, ("transformers", "fastapi", "uvicorn"))),
+    not all(map(find_spec, ("transformers", "fastapi", "openai", "uvicorn"))),
     reason="transformers[serving] is not installed",
 )
 def test_transformers_serves_the_folder_of_links(

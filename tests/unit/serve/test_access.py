@@ -9,6 +9,7 @@ import pytest
 from blobstore.errors import UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.library import Library
+from blobstore.serve.messages import Request
 from tests.support.serve import ask, json_of
 
 TOKEN = b"hf_first-token"
@@ -95,3 +96,35 @@ def test_a_token_file_has_one_token_on_each_line() -> None:
 def test_a_token_file_without_tokens_is_refused(data: bytes) -> None:
     with pytest.raises(UsageError, match="token"):
         parse_tokens(data)
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        ("Bearer hf_first-token", ""),
+        ("Bearer hf_first-token:", ""),
+        ("Bearer hf_first-token:hf_up", "hf_up"),
+        ("Bearer the-second-token:hf:up", "hf:up"),
+        (basic("user:hf_first-token:hf_up"), "hf_up"),
+        (basic("user:hf_first-token:hf_up\r\nX-Evil: x"), ""),
+        ("Bearer hf_other:hf_up", ""),
+        ("", ""),
+    ],
+)
+def test_the_token_for_an_upstream_follows_that_of_the_server(header: str, token: str) -> None:
+    request = Request("GET", "/", {"authorization": header})
+    assert ACCESS.upstream_token(request) == token
+
+
+@pytest.mark.parametrize(
+    ("header", "token"),
+    [
+        ("Bearer hf_up", "hf_up"),
+        (basic("user:hf_up"), "hf_up"),
+        ("Bearer a b", ""),
+        ("Basic ???", ""),
+        ("", ""),
+    ],
+)
+def test_without_tokens_of_the_server_all_of_it_is_for_an_upstream(header: str, token: str) -> None:
+    assert Access().upstream_token(Request("GET", "/", {"authorization": header})) == token

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import time
@@ -61,6 +62,35 @@ def test_removes_unreferenced_blobs(store: LocalStore) -> None:
     assert (found.size, found.kept, found.kept_size) == (3003, 0, 0)
     assert {path.name for path in store.folder("blobs").iterdir()} == kept
     assert collect_garbage(store, older_than=0, force=True).size == 0
+
+
+def test_removes_chosen_blobs_and_no_others(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    used = {layer.digest.hex for layer in store.resolve("a").blobs}
+    chosen, leased, other = (put(store, data) for data in (b"one", b"four", b"seven"))
+    with store.lease() as lease:
+        lease.hold([leased])
+        freed = collect.remove_blobs(store, used | {chosen.hex, leased.hex})
+    assert freed == 3
+    assert not store.has(chosen)
+    assert all(map(store.has, (leased, other, *map(Digest, used))))
+
+
+def test_removes_what_no_server_fetches_any_more(store: LocalStore) -> None:
+    add_blobs(store, "a", {"x": blob(("x", "U8", (3,), b"abc"))})
+    folder = store.folder("arrivals") / "model"
+    folder.mkdir(parents=True)
+    (folder / "young").write_bytes(b"1")
+    (folder / "old").write_bytes(b"22")
+    long_ago = time.time() - collect.PARTIAL_GRACE - 100
+    os.utime(folder / "old", (long_ago, long_ago))
+    descriptor = os.open(store.folder("arrivals"), os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a server that fetches
+    assert collect_garbage(store).leftovers == ()
+    os.close(descriptor)
+    assert names(collect_garbage(store).leftovers) == {"old"}
+    collect_garbage(store, older_than=0)
+    assert not any(store.folder("arrivals").iterdir())
 
 
 def test_an_absent_store_has_no_garbage(store: LocalStore) -> None:

@@ -118,7 +118,7 @@ def test_a_base_may_be_a_delta_itself(
 
 def cut(bases: dict[int, int | None]) -> set[int]:
     """Return the numbers of the layers that are used, given the base of each."""
-    ids = {number: BlobId(Digest.of(bytes([number])), 100) for number in bases}
+    ids = {number: BlobId(Digest.of(b"%d" % number), 100) for number in bases}
     layers = {
         ids[number].digest: ColdLayer(
             ids[number],
@@ -132,6 +132,13 @@ def cut(bases: dict[int, int | None]) -> set[int]:
     found, without_base = usable_layers(store, layers, blobs, lambda _: False)
     assert not without_base
     return {number for number, one in ids.items() if one.digest in found}
+
+
+def test_very_long_chains_and_cycles_take_one_walk() -> None:
+    many = 10_000
+    chain: dict[int, int | None] = {number: number - 1 for number in range(1, many)}
+    assert len(cut(chain | {0: None})) == many
+    assert len(cut(chain | {0: many - 1})) == many - 1
 
 
 def test_deltas_of_one_pull_make_chains_but_no_cycles() -> None:
