@@ -38,6 +38,7 @@ class Checksum(Protocol):
 
     def hexdigest(self) -> str:
         """Return it as hexadecimal digits."""
+        ...
 
 
 class _Adler32:
