@@ -161,7 +161,7 @@ class UpstreamClient:
             commit, names = info["sha"], [one["rfilename"] for one in info["siblings"]]
             is_sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
         except (LookupError, TypeError):
-            is_sound = False
+            raise self._malformed(repository) from None
         if not is_sound:
             raise self._malformed(repository)
         if not names:
