@@ -192,7 +192,8 @@ def check_archive(
             for _ in _pieces(archive, number, labels[number], workers.report):
                 pass
 
-        workers.run(numbers, check)
+        for generation in _generations(archive, numbers):  # damage is found in the order of unpack
+            workers.run(generation, check)
     return CheckedArchive(
         path=local_path(path, "source"),
         references=tuple(model.reference for model in models),
