@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
-    from blobstore.serve.peers import Peers
+    from blobstore.serve.peers import PeerFiles, Peers
     from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
@@ -222,11 +222,11 @@ class Arrival:
         finally:
             source.close()
 
-    def _take(self, answers: Iterable[Mapping[str, Content]]) -> None:
+    def _take(self, answers: Iterable[PeerFiles]) -> None:
         """Put the files together that peers have the blobs of. Those that differ are left to the upstream."""
-        for contents in answers if self._waiting else ():
+        for answer in answers if self._waiting else ():
             for name, file in list(self._waiting.items()):
-                content = contents.get(name)
+                content = answer.files.get(name)
                 if content is None or content.size != file.size:
                     continue
                 self._check_stopped()
@@ -239,7 +239,7 @@ class Arrival:
                     del self._waiting[name]
                     self._fetch(file)
                 else:
-                    self._host.peers.file_differs(self, name)
+                    self._host.peers.file_differs(self, answer, name)
             if not self._waiting:
                 return
 
