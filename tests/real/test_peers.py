@@ -266,7 +266,8 @@ def test_what_a_peer_has_not_sent_of_a_blob_when_it_is_killed_comes_from_the_nex
     for store in stores:
         frozen.put(store, "org/one", {"a": 1}, 24 << 20)
     size = frozen.layers(stores[0], "org/one")["a"].size
-    real, killed = RemoteSource.read, []
+    real = RemoteSource.read
+    killed: list[Serving] = []
 
     def read(
         self: RemoteSource, digest: Digest, blob_size: int, begin: int, end: int
