@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from blobstore.compression.quant_rule import QuantRule
     from blobstore.core.tensor import TensorSpec
     from blobstore.gguf.types import GgufType
+    from blobstore.safetensors.header import Header
 
 
 _BLOCKS: Final = {
@@ -31,6 +32,8 @@ _BLOCKS: Final = {
     for fields in FIELDS.values()
 }
 """Types of blocks by their names in the metadata of blobs."""
+_PROBE: Final = 64
+"""Last bytes of spans that are compared first."""
 _MAX_MERGED: Final = 1 << 16
 """Bytes of spans that are merged if they are not sparse: they share tables of codes."""
 
@@ -64,14 +67,25 @@ def spans_of(start: Buffer, size: int) -> list[Span]:
         start: the first bytes of the blob, including its complete header if it has one.
         size: size of the blob.
     """
+    return spans_in(header_of(start, size), size)
+
+
+def header_of(start: Buffer, size: int) -> Header | None:
+    """Return the header of a blob, or None if it has none; the arguments are those of :func:`spans_of`."""
     view = memoryview(start).cast("B")
     try:
         end = PREFIX_SIZE + header_size(view[:PREFIX_SIZE], size)
-        header = parse_header(view[PREFIX_SIZE:end], size)
+        return parse_header(view[PREFIX_SIZE:end], size)
     except InvalidHeader:
+        return None
+
+
+def spans_in(header: Header | None, size: int) -> list[Span]:
+    """Return the spans of a blob of this size, as :func:`spans_of` does, given its header."""
+    if header is None:
         return [Span(size)] if size else []
     return [
-        Span(end),
+        Span(header.data_start),
         *(
             Span(
                 entry.end - entry.begin,
@@ -106,18 +120,23 @@ def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
     """Return the spans with ``same_as`` set where an earlier one has the same bytes."""
     data = np.frombuffer(memoryview(blob), np.uint8)
     ends = list(accumulate(span.size for span in spans))
-    counts = Counter(span[:2] for span in spans)
+    # Most spans differ from all others in a few bytes, and need not be read for a checksum.
+    probes = [
+        (*span[:2], data[max(end - span.size, end - _PROBE) : end].tobytes())
+        for span, end in zip(spans, ends, strict=True)
+    ]
+    counts = Counter(probes)
     earlier: dict[tuple[object, ...], int] = {}
     marked = []
-    for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
+    for number, (span, probe, end) in enumerate(zip(spans, probes, ends, strict=True)):
         same = None
-        if counts[span[:2]] > 1:
+        if counts[probe] > 1:
             mine = data[end - span.size : end]
             # A collision, accidental or deliberate, costs one comparison and does no harm.
-            other = earlier.setdefault((*span[:2], crc32(mine)), number)
+            other = earlier.setdefault((*probe, crc32(mine)), number)
             theirs = data[ends[other] - span.size : ends[other]]
             same = other if other != number and np.array_equal(mine, theirs) else None
-        marked.append(span._replace(same_as=same))
+        marked.append(span if span.same_as == same else span._replace(same_as=same))
     return marked
 
 

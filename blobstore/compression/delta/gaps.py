@@ -146,10 +146,11 @@ def _low_bits_for(mean: int) -> int:
 def _to_bytes(highs: Array) -> Array:
     if not len(highs) or highs.max() < _MORE:
         return highs.astype(np.uint8)
-    ends = np.cumsum(highs // _MORE + 1)
-    found = np.full(ends[-1], _MORE, np.uint8)
-    found[ends - 1] = highs % _MORE
-    return found
+    long = np.flatnonzero(highs >= _MORE)  # few, and numpy divides slowly
+    times, rest = np.divmod(highs[long], _MORE)
+    found = highs.astype(np.uint8)
+    found[long] = rest
+    return np.insert(found, long.repeat(times), np.uint8(_MORE))
 
 
 def _from_bytes(stored: Array, count: int) -> Array:
