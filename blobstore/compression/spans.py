@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -140,12 +141,15 @@ def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
     return marked
 
 
-def merge_small(spans: Sequence[Span]) -> list[Span]:
+def merge_small(spans: Sequence[Span], begins: Sequence[int] = ()) -> list[Span]:
     """Return the spans, with small or sparse neighbours merged that are neighbours in the base, too.
 
     Each span takes an entry of the table and tables of codes, which outweigh the differences of small
     tensors. A chunk of a sparse span takes time that hardly depends on its size, so all sparse neighbours
     share whole chunks. Only spans of one type are merged; untyped ones, such as headers, suit any type.
+
+    Given where the parts of the base begin, and where the last one ends, all spans within one of these are
+    merged instead: then the chunks lie where those of the base lie.
     """
     originals = {span.same_as for span in spans}
     merged: list[Span] = []
@@ -153,7 +157,7 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     """The new number of each span."""
     for number, span in enumerate(spans):
         is_alone = not originals.isdisjoint((number - 1, number))
-        both = None if is_alone or not merged else _merged(merged[-1], span)
+        both = None if is_alone or not merged else _merged(merged[-1], span, begins)
         if both is not None:
             merged[-1] = both
         else:
@@ -165,15 +169,20 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _merged(one: Span, two: Span) -> Span | None:
+def _merged(one: Span, two: Span, begins: Sequence[int]) -> Span | None:
     """Return the span of both, or None if they cannot be one span."""
     dtype = two.dtype if one.dtype is None else one.dtype
     # A header stays apart, so that blobs of one tensor have chunks at the same places, sparse or not.
     is_sparse = one.is_sparse and two.is_sparse and None not in {one.dtype, two.dtype}
+    if one.base_begin is None or two.base_begin != one.base_begin + one.size:
+        return None
+    if begins:
+        end = two.base_begin + two.size
+        suits = bisect_right(begins, one.base_begin) == bisect_left(begins, end)
+    else:
+        suits = is_sparse or one.size + two.size <= _MAX_MERGED
     if (
-        one.base_begin is None
-        or two.base_begin != one.base_begin + one.size
-        or (not is_sparse and one.size + two.size > _MAX_MERGED)
+        not suits
         or two.dtype not in {None, dtype}
         or any(
             item is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
@@ -232,18 +233,30 @@ class BlobEncoder:
 
     def _merged(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Return the spans with small and sparse ones merged, with chunks where those of the base lie."""
-        from blobstore.compression.encoder import parts_of
         from blobstore.compression.spans import merge_small
 
         if not self._chains:
             return merge_small(spans)
-        merged = merge_small([span._replace(is_sparse=False) for span in spans])
-        if self._base is not None and self._base.table is not None:
-            try:
-                self._base.check_chain(parts_of(merged))
-            except ColdDamaged:  # the base was frozen as a sparse delta
-                return merge_small([span._replace(is_sparse=True) for span in spans])
-        return merged
+        table = None if self._base is None else self._base.table
+        if table is None:
+            return merge_small([span._replace(is_sparse=False) for span in spans])
+        begins = list(accumulate((part.size for part in table.parts), initial=0))
+        return [
+            span if self._suits_base(span) else span._replace(base_begin=None)
+            for span in merge_small(spans, begins)
+        ]
+
+    def _suits_base(self, span: Span) -> bool:
+        """Return whether the chunks of a span lie where those of the base lie, which is a delta."""
+        from blobstore.compression.encoder import parts_of
+
+        if self._base is None or span.base_begin is None:
+            return True
+        try:
+            self._base.check_chain(parts_of([span]))
+        except ColdDamaged:
+            return False
+        return True
 
 
 def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memoryview]:
