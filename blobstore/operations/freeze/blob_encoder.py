@@ -216,9 +216,7 @@ class BlobEncoder:
         pieces = self._pieces(spans, report)
         return encode(pieces, spans, write, level=self._level, digest=digest, base=self._base)
 
-    def _pieces(
-        self, spans: Sequence[Span], report: Callable[[int], None]
-    ) -> Iterator[memoryview]:
+    def _pieces(self, spans: Sequence[Span], report: Callable[[int], None]) -> Iterator[memoryview]:
         """Yield the chunks of the blob, which are therefore not copied, and report the size of each."""
         from blobstore.compression.encoder import parts_of
 
