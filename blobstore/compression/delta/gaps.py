@@ -42,8 +42,8 @@ def nonzero(mask: Array) -> Array:
     """Return the indexes of the True elements of a mask; this is fast if they are rare."""
     whole = len(mask) & ~7
     words = mask[:whole].view(np.uint64)
-    places = np.flatnonzero(words != 0)
-    within = np.flatnonzero(words.take(places).view(np.bool))
+    places = (words != 0).nonzero()[0]
+    within = words.take(places).view(np.bool).nonzero()[0]
     found: Array = places.take(within >> 3)
     found <<= 3
     within &= 7
