@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,7 +363,7 @@ def test_a_chain_is_checked_where_nothing_can_be_written(
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for place, name in ((unpack.tempfile, "TemporaryFile"), (unpack, "write_all")):
+    for place, name in ((tempfile, "TemporaryFile"), (unpack, "write_all")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, refused)
             assert check_archive(path).blobs == 4  # the models share a config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import BlobId, Digest
-from blobstore.operations.transfer import download
 from blobstore.store.ingest import Ingest
 from blobstore.store.local import LocalStore
 from blobstore.store.partial import PartialBlob
@@ -105,7 +105,7 @@ def test_a_step_is_pulled_as_a_delta_onto_a_frozen_one(
     blobstore.freeze("one", store=target, base="base")
     blobstore.push("two", remote, store=origin, cold=True, base="one")
     if not has_space:
-        monkeypatch.setattr(download.tempfile, "TemporaryFile", _no_space)
+        monkeypatch.setattr(tempfile, "TemporaryFile", _no_space)
     pulled = blobstore.pull(remote, "two", store=target)
     size = frozen.layers(target, "two")["x"].size
     assert (pulled.bytes_fetched < 0.03 * size) == has_space
