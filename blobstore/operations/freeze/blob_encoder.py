@@ -167,8 +167,11 @@ class BlobEncoder:
         if base is None or header is None:
             return
         try:
-            base_header = store.read_blob_header(*base)
             base_blob = store.base(*base, in_chain=in_chain)
+            if _has_header_of(base_blob, self._data, header):
+                base_header = header  # as the steps of a run have
+            else:
+                base_header = store.read_blob_header(*base)
             aligner = _BaseAligner(
                 self._data, header, base_blob, base_header, has_rules=not in_chain
             )
@@ -263,6 +266,16 @@ def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memor
         chunk = data[begin : begin + _CHUNK]
         yield chunk
         report(len(chunk))
+
+
+def _has_header_of(base: BaseBlob, data: memoryview, header: Header) -> bool:
+    """Return whether a base in memory has the size and the header of a blob."""
+    end = header.data_start
+    return (
+        base.data is not None
+        and base.identity.size == len(data)
+        and base.data[:end].tobytes() == data[:end].tobytes()
+    )
 
 
 class _BaseAligner:
