@@ -77,6 +77,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def share(session: nox.Session) -> None:
+    """Write man pages and completion files for packagers in ``build/share``: ``-- DIR`` is another folder."""
+    session.install("-q", "-c", "tests/constraints.txt", "click")
+    session.run("python", "release/share.py", *(session.posargs or ["build/share"]))
+
+
+@nox.session
 def faults(session: nox.Session) -> None:
     """Kill, fill and cut off each operation at every step: ``-- --help`` lists what can be chosen."""
     install(session, "test")
