@@ -3,16 +3,18 @@
     python release/share.py build/share
 
 fills the folder as ``/usr/share`` has it: ``man/man1`` has a page for the program and one for each command, and
-each shell has its file. It needs only click and the standard library. If SOURCE_DATE_EPOCH is set, the pages have
-that date, so that two builds are equal.
+each shell has its file. It needs only click and the standard library. The pages have the date of SOURCE_DATE_EPOCH,
+if it is set, or else that of the release.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import re
 import sys
+import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +23,13 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a package is built before it is installed
 
-import blobstore
 from blobstore.cli.completion import SHELLS, completion_script
 from blobstore.cli.main import program
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ROOT = Path(__file__).parents[1]
 COMPLETIONS = {
     "bash": "bash-completion/completions/blobstore",
     "zsh": "zsh/site-functions/_blobstore",
@@ -80,16 +82,25 @@ def term(text: str) -> str:
     )
 
 
+@functools.cache
+def version_and_date() -> tuple[str, str]:
+    """Return the version of these sources, and its date; today's before it is released."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    notes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.search(rf"^## {re.escape(version)} - (\S+)", notes, re.MULTILINE)
+    if epoch := os.environ.get("SOURCE_DATE_EPOCH"):
+        return version, f"{datetime.fromtimestamp(int(epoch), UTC):%Y-%m-%d}"
+    return version, released[1] if released else f"{datetime.now(UTC):%Y-%m-%d}"
+
+
 def page(command: click.Command, context: click.Context) -> str:
     """Return the man page of a command, or of the program with a list of its commands."""
     path = context.command_path
     name = path.replace(" ", "-")
-    epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    date = datetime.fromtimestamp(float(epoch), UTC) if epoch else datetime.now(UTC)
-    version = f"blobstore {blobstore.__version__}"
+    version, date = version_and_date()
     what = command.get_short_help_str(limit=1000).removesuffix(".")
     lines = [
-        f'.TH "{escaped(name.upper())}" 1 "{date:%Y-%m-%d}" "{version}" "Commands of blobstore"',
+        f'.TH "{escaped(name.upper())}" 1 "{date}" "blobstore {version}" "Commands of blobstore"',
         *(".SH NAME", rf"{escaped(name)} \- {escaped(what[0].lower() + what[1:])}"),
         *(".SH SYNOPSIS", rf"\fB{escaped(path)}\fR"),
         line(" ".join(command.collect_usage_pieces(context))),

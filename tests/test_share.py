@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -19,9 +20,11 @@ NAMES = (
     *(f"blobstore-{name}" for name in program.list_commands(click.Context(program))),
 )
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
 
 def write_share(folder: Path, **variables: str) -> Path:
-    command = [sys.executable, "release/share.py", folder]
+    command = [sys.executable, "release/share.py", str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, env={"PATH": "", **variables})
     return folder
 
@@ -34,7 +37,7 @@ def manual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shown(page: Path) -> str:
     """Return a page as ``man`` shows it, on lines of any length."""
     environment = {"PATH": "/usr/bin:/bin", "MANWIDTH": "2000", "LC_ALL": "C.UTF-8"}
-    command = ["man", "--no-hyphenation", "--warnings=all", "-l", page]
+    command = ["man", "--no-hyphenation", "--warnings=all", "-l", str(page)]
     done = subprocess.run(command, capture_output=True, check=True, env=environment, text=True)
     assert done.stderr == ""
     return re.sub(r"\s+", " ", re.sub(".\b", "", done.stdout))
@@ -97,3 +100,17 @@ def test_the_pages_are_equal_if_their_date_is_given(tmp_path: Path) -> None:
     )
     assert first == second
     assert b'"1970-01-02"' in first[Path("man/man1/blobstore.1")]
+    assert f'"blobstore {VERSION}"'.encode() in first[Path("man/man1/blobstore.1")]
+
+
+def test_the_script_needs_no_library_but_click(tmp_path: Path) -> None:
+    code = (
+        f"import runpy, sys; sys.argv = ['', {str(tmp_path)!r}]; before = set(sys.modules); "
+        "runpy.run_path('release/share.py', run_name='__main__'); print(*(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT, text=True
+    )
+
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded - sys.stdlib_module_names == {"blobstore", "click"}
