@@ -386,6 +386,10 @@ class PullThrough:
         self._limit.reserve(arrival, size)
         self._library.pulled.keep(origin)
 
+    def bytes_arrived(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        self._limit.arrived(arrival, arrival.written)
+
     def files_listed(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         with self._lock:
