@@ -171,6 +171,10 @@ class Arrival:
         failed = DamagedSource(f"{self.repository} cannot be fetched")
         for file in self._files.values():
             file.fail(failed)
+        # Circles of references and tracebacks would keep the files open.
+        self._files, self.model = {}, None
+        if self.error is not None:
+            self.error.with_traceback(None)
         self.listed.set()
         self.ended.set()
 

@@ -31,7 +31,6 @@ _MARGIN_NS = 3 * 10**9
 """A file that has changed so lately may change again without another time; see ``verified_cache``."""
 _SAVE_SECONDS = 10.0
 _MAX_KNOWN = 1 << 20
-_CAN_PROBE = hasattr(os, "preadv") and hasattr(os, "RWF_NOWAIT")
 
 
 class OpenBlob(NamedTuple):
@@ -196,21 +195,6 @@ def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:
     while piece := os.pread(descriptor, min(PIECE, size - offset), offset):
         yield memoryview(piece)  # if it became shorter, it has another digest
         offset += len(piece)
-
-
-def is_in_memory(descriptor: int, offset: int, count: int) -> bool:
-    """Return whether reading a range is likely not to wait for a disk: its ends are in the page cache."""
-    if not _CAN_PROBE or not count:
-        return True
-    byte = bytearray(1)
-    try:
-        for place in (offset, offset + count - 1):
-            os.preadv(descriptor, [byte], place, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system does not say
-        return True
-    return True
 
 
 def read_ahead(descriptor: int, offset: int, count: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core import limits
@@ -18,6 +17,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
+from blobstore.core.system import unnamed_file
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
 from blobstore.store.blob_ranges import LoadedRanges
@@ -68,7 +68,7 @@ class BlobReader:
         return path
 
     def blob_path(self, digest: Digest) -> str:
-        """Return the path of a hot blob; a string, because a model has thousands of blobs."""
+        """Return the path of the hot blob of a ``digest``, as a string; a frozen blob has no file there."""
         return self._layout.blob(digest)
 
     def cold_path(self, digest: Digest) -> str:
@@ -202,7 +202,9 @@ class BlobReader:
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
+        """Read all ``size`` bytes of the blob and compare their ``digest``.
+
+        ``progress`` is called with the number of bytes of each read.
 
         A cold blob is decoded. If the blob is hot and cold, only the hot file is read.
 
@@ -245,12 +247,7 @@ class BlobReader:
 
         def decode() -> int:
             blob = self._cold.open(digest, size)
-            if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
-            else:
-                # macOS has no memfd_create.
-                with tempfile.TemporaryFile() as file:
-                    descriptor = os.dup(file.fileno())
+            descriptor = unnamed_file()
             try:
                 for piece in blob.pieces():
                     write_all(descriptor, piece)
@@ -372,7 +369,9 @@ class BlobReader:
         return LoadedRanges(loaded)
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
-        """Return the bytes of a small blob, such as a config, after checking its digest.
+        """Return the ``size`` bytes of a small blob, such as a config, after checking their ``digest``.
+
+        A blob of more than ``limit`` bytes is damaged.
 
         Raises:
             BlobDamaged: also if the digest differs. Otherwise as :meth:`open_blob`.

@@ -83,7 +83,7 @@ class Frozen:
     seconds: float
 
     def count(self, *outcomes: Outcome) -> int:
-        """Return the number of blobs with one of these outcomes."""
+        """Return the number of blobs with one of these ``outcomes``, such as ``frozen`` or ``no gain``."""
         return sum(blob.outcome in outcomes for blob in self.blobs)
 
     @property
