@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core.digest import Digest
@@ -74,7 +73,7 @@ class ArrivalHost(Protocol):
         ...
 
     def bytes_arrived(self, arrival: Arrival) -> object:
-        """Make space for ``arrival.written`` bytes, on any thread. Raises BlobstoreError or Refusal."""
+        """Make space for ``arrival.written`` bytes, on any thread. Raises BlobstoreError."""
         ...
 
     def files_listed(self, arrival: Arrival) -> object:
@@ -166,7 +165,7 @@ class Arrival:
             self.error = StoreError(f"{self.repository} cannot be fetched: {error.strerror}")
         except Exception as error:  # noqa: BLE001 - nobody else would end the wait of the clients
             self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
-        if not _may_go_on(self.error):
+        if not isinstance(self.error, RemoteError | Cancelled):
             shutil.rmtree(self._folder, ignore_errors=True)
         self._host.ended(self)
         failed = DamagedSource(f"{self.repository} cannot be fetched")
@@ -304,13 +303,6 @@ class Arrival:
     def _check_stopped(self, *_: object) -> None:
         if self._is_stopped:
             raise Cancelled("stopped")
-
-
-def _may_go_on(error: BlobstoreError | Refusal | None) -> bool:
-    """Return whether what was fetched is of use to the next attempt."""
-    if isinstance(error, Refusal):
-        return error.status == HTTPStatus.SERVICE_UNAVAILABLE  # other models are in use
-    return isinstance(error, RemoteError | Cancelled)
 
 
 class _Tree(FileTree):

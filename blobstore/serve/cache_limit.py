@@ -81,22 +81,24 @@ class CacheLimit:
                     HTTPStatus.INSUFFICIENT_STORAGE,
                     message=f"the model has {size} bytes, and this server keeps {self._max_size} at most",
                 )
-            self._oldest(self._max_size - size - sum(self._listed.values()))
+            if self._oldest(self._max_size - size - sum(self._listed.values()))[1] > 0:
+                raise Refusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    message="there is no space for the model while those that are there are in use",
+                )
             self._listed[key], self._taken[key] = size, 0
 
     def arrived(self, key: object, size: int) -> None:
-        """Make space for the bytes that have arrived of a model, and for as many more.
+        """Make space for the bytes that have arrived of a model, and for as many more. Raises BlobstoreError.
 
-        Raises:
-            Refusal: models that could be removed are in use by now.
-            BlobstoreError: the store is damaged.
+        If others are in use that were not, the limit is passed until the next model arrives: clients get this one.
         """
         with self._lock:
             if self._max_size is None or size <= self._taken.get(key, size):
                 return
             taken = min(self._listed[key], max(2 * size, _STEP))
             others = sum(self._taken.values()) - self._taken[key]
-            for version, only in self._oldest(self._max_size - taken - others):
+            for version, only in self._oldest(self._max_size - taken - others)[0]:
                 self._remove(version, only)
             self._taken[key] = taken
 
@@ -124,8 +126,11 @@ class CacheLimit:
             self._listed.pop(key, None)
             self._taken.pop(key, None)
 
-    def _oldest(self, most: int) -> list[tuple[_Fetched, set[str]]]:
-        """Return what to remove, with the blobs of each that no other has, until there are ``most`` bytes. Raises Refusal."""
+    def _oldest(self, most: int) -> tuple[list[tuple[_Fetched, set[str]]], int]:
+        """Return what to remove until there are ``most`` bytes, and how many are too many even then.
+
+        With each version come the blobs that no other has. Raises BlobstoreError.
+        """
         found = []
         fetched, own = self._versions()
         sizes = _all_blobs(fetched)
@@ -139,12 +144,7 @@ class CacheLimit:
                 found.append((version, only))
                 fetched = others
                 total -= sum(version.blobs[one] for one in only)
-        if total > most:
-            raise Refusal(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                message="there is no space for the model while those that are there are in use",
-            )
-        return found
+        return found, max(total - most, 0)
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
         """Return what was fetched, and the hex digests of the blobs of all else. Raises BlobstoreError."""

@@ -75,7 +75,7 @@ class VerifiedBlobs:
         if self._store.has_hot(digest) or not self._store.has_cold(digest):
             return False
         try:
-            _, state = self.open_cold(digest, size)
+            _, state = self._open_cold(digest, size)
         except BlobstoreError:
             return False
         known = self._known.get(state.key)
@@ -102,6 +102,7 @@ class VerifiedBlobs:
 
     def look(self, digest: Digest) -> BlobState:
         """Return the state of a hot blob before it is opened."""
+        _ = self._latest  # of before it is read
         return BlobState(digest.hex, (_version(self._store.blob_path(digest)),))
 
     def open_cold(self, digest: Digest, size: int) -> tuple[ColdBlob, BlobState]:
@@ -110,6 +111,10 @@ class VerifiedBlobs:
         Raises:
             BlobMissing, BlobDamaged, StoreError: it cannot be opened.
         """
+        _ = self._latest  # of before it is read
+        return self._open_cold(digest, size)
+
+    def _open_cold(self, digest: Digest, size: int) -> tuple[ColdBlob, BlobState]:
         begin = _version(self._store.cold_path(digest))
         blob = self._store.open_cold(digest, size)
         versions = cold_state(self._store, digest, blob.base)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobMissing, BlobstoreError, Damaged
+from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
 from blobstore.models.contents import ModelContents
@@ -217,7 +217,7 @@ class _BlobChecks:
         before = self._verified.look(layer.digest)
         pieces = None
         if not self._store.has_hot(layer.digest):
-            with contextlib.suppress(BlobMissing):  # thawed by now, or missing
+            with contextlib.suppress(BlobstoreError):  # thawed by now, or reading it says why
                 cold, before = self._verified.open_cold(*layer.id)
                 pieces = cold.pieces()
         pieces = pieces or self._store.read_pieces(*layer.id)

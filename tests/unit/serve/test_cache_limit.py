@@ -75,6 +75,16 @@ def test_a_model_that_ends_early_gives_its_space_back(limit: CacheLimit, store: 
     assert names(store) == ["a", "b"]
 
 
+def test_models_that_are_in_use_by_then_stay_until_the_next_arrives(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    limit.reserve("new", MOST)
+    ask(limit._library, "/org/a/resolve/main/config.json")
+    limit.arrived("new", MOST)
+    assert names(store) == ["a"]
+    limit.release("new")
+
+
 def test_what_is_listed_counts_for_the_next_model(limit: CacheLimit, store: LocalStore) -> None:
     limit.reserve("new", 2 * SIZE)
     with pytest.raises(Refusal) as caught:

@@ -137,6 +137,17 @@ def test_a_blob_that_changed_just_before_it_was_hashed_is_not_noted(
     assert not has(store)
 
 
+def test_it_counts_when_a_blob_was_opened_not_when_all_of_it_was_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 3600 * 10**9)
+    blobs = VerifiedBlobs(store)
+    with blobs.noting(DIGEST):
+        monkeypatch.setattr(verified, "_MARGIN_NS", 0)  # as if reading it took an hour
+    blobs.save()
+    assert not has(store)
+
+
 def test_a_blob_from_the_future_is_not_noted(store: LocalStore) -> None:
     year = 365 * 86400 * 10**9
     found = path_of(store).stat()
