@@ -63,9 +63,12 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of the code and its tests, strictly."""
+    """Check the types of the code and its tests, strictly, and that macOS has what the code calls."""
     install(session, "dev")
     session.run("mypy", *session.posargs)
+    session.run(
+        *("mypy", "--platform", "darwin", "--cache-dir", ".mypy_cache/darwin", "-p", "blobstore")
+    )
 
 
 @nox.session
@@ -74,6 +77,13 @@ def docs(session: nox.Session) -> None:
     install(session, "test")
     names = ("docs", "prose", "public_names", "site")
     session.run("pytest", "-n", "2", *(f"tests/test_{name}.py" for name in names), *session.posargs)
+
+
+@nox.session
+def share(session: nox.Session) -> None:
+    """Write man pages and completion files for packagers in ``build/share``: ``-- DIR`` is another folder."""
+    session.install("-q", "-c", "tests/constraints.txt", "click")
+    session.run("python", "release/share.py", *(session.posargs or ["build/share"]))
 
 
 @nox.session

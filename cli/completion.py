@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import click
 
 from blobstore.cli import output
 
 Shell = Literal["bash", "zsh", "fish"]
+SHELLS: tuple[Shell, ...] = get_args(Shell)
 
 # Unlike click's script, it asks for the word as the user sees it: bash ends words at colons, which names of
 # models contain. What precedes the last colon is removed again, because bash keeps it. Characters that the
@@ -36,17 +37,21 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 
 @click.command("completion", short_help="Print a script that completes words in a shell.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def command(ctx: click.Context, shell: Shell) -> None:
+@click.argument("shell", type=click.Choice(SHELLS))
+def command(shell: Shell) -> None:
     """Print a script with which SHELL completes commands, options, paths, and names.
 
     Completed names are those of models in the store, of their tensors, and of types, and the remotes
     that models were pushed to and pulled from. For bash or zsh, add this line to ~/.bashrc or ~/.zshrc: eval "$(blobstore completion bash)". For fish:
     blobstore completion fish | source.
     """
+    output.show(completion_script(shell))
+
+
+def completion_script(shell: Shell) -> str:
+    """Return the script of a shell, which may be evaluated, or installed as the file of the command."""
     from click.shell_completion import get_completion_class
 
     completer: Any = get_completion_class(shell)
-    script = completer(ctx.find_root().command, {}, "blobstore", "_BLOBSTORE_COMPLETE")
-    output.show(_BASH % script.source_vars() if shell == "bash" else script.source())
+    script = completer(click.Command("blobstore"), {}, "blobstore", "_BLOBSTORE_COMPLETE")
+    return _BASH % script.source_vars() if shell == "bash" else str(script.source())

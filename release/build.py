@@ -18,6 +18,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from share import COMPLETIONS
+
 ROOT = Path(__file__).parents[1]
 LINKS = {"blobstore/manifests", "blobstore/cli"}
 """Links of the checkout, which are folders in the sdist."""
@@ -68,7 +70,10 @@ def check(sdist: Path, wheel: Path, names: set[str]) -> None:
     if differing := expected ^ (inside - followed):
         sys.exit(f"the sdist lacks files of the checkout, or has others: {sorted(differing)}")
     with zipfile.ZipFile(wheel) as archive:
-        inside = set(archive.namelist())
+        inside = {name for name in archive.namelist() if ".data/" not in name}
+        shared = {name.partition("/share/")[2] for name in archive.namelist()} - {""}
+    if "man/man1/blobstore-create.1" not in shared or not set(COMPLETIONS.values()) <= shared:
+        sys.exit(f"the wheel lacks man pages or completion files: {sorted(shared)}")
     package = {name for name in inside if ".dist-info/" not in name}
     expected = {name for name in names - LINKS if name.startswith("blobstore/")} | {
         f"blobstore/{name}" for name in names if name.startswith(("cli/", "manifests/"))
@@ -95,7 +100,7 @@ def main(out: Path) -> None:
             sys.exit(f"two builds differ: {digests(built)} and {digests(again)}")
     wheel, sdist = sorted(built, key=lambda path: path.suffix == ".gz")
     check(sdist, wheel, names)
-    subprocess.run(["check-wheel-contents", wheel], check=True)
+    subprocess.run([sys.executable, "-m", "check_wheel_contents", wheel], check=True)
     for name, digest in digests(built).items():
         print(f"{digest}  {name}")
 

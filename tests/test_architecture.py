@@ -355,6 +355,29 @@ def test_modules_are_imported_by_name_in_few_places_only() -> None:
     assert found == set(DYNAMIC_IMPORTS)
 
 
+def test_one_module_asks_what_the_system_can_do() -> None:
+    """``mypy --platform darwin`` finds the calls that macOS does not have."""
+    modules = {"ctypes", "fcntl", "mmap", "os", "select", "signal", "socket", "sys", "time"}
+    found = set()
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.Attribute(ast.Name("sys"), "platform") | ast.Attribute(
+                    ast.Name("os"), "name"
+                ):
+                    found.add(path)
+                case ast.Import(names) if "platform" in {item.name for item in names}:
+                    found.add(path)
+                case ast.Call(ast.Name("hasattr" | "getattr"), [ast.Name(name), *_]) if (
+                    name in modules
+                ):
+                    found.add(path)
+                case ast.Constant(str(text)) if text.startswith("/proc/"):
+                    found.add(path)
+
+    assert found == {"blobstore/core/system.py"}
+
+
 def test_no_file_names_a_place_of_one_machine() -> None:
     place = re.compile(
         r"/work/|/root/|/home/\w|/Users/\w|/tmp/(?:venv|house)\b"

@@ -11,6 +11,7 @@ import stat
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
+from blobstore.core.system import CANNOT_SYNC, copy_range, direct_flag, flush, will_read
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
@@ -21,12 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 _ROOT_USER = 0
-_CANNOT_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOTTY}
-"""Errors of file systems that do not support a sync, such as some of FUSE and SMB for folders."""
-_CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
-"""Errors of systems and file systems that do not copy between files."""
 
 
 class FileState(NamedTuple):
@@ -103,12 +99,10 @@ def read_ahead(path: str) -> None:
 
     Errors are ignored here, and raised when the file is read.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
     with contextlib.suppress(OSError, BlobstoreError):
         descriptor, size = open_regular(path, follow=False)
         try:
-            os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+            will_read(descriptor, size)
         finally:
             os.close(descriptor)
 
@@ -148,7 +142,7 @@ def read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
     Returns:
         The number of bytes read; 0 if the system or the file system does not support this.
     """
-    direct = getattr(os, "O_DIRECT", 0)
+    direct = direct_flag()
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | direct)
@@ -176,27 +170,11 @@ def copy_bytes(source: int, begin: int, count: int, target: int, offset: int) ->
     Raises:
         OSError: they cannot be read or written.
     """
-    if hasattr(os, "copy_file_range"):
-        try:
-            return os.copy_file_range(source, target, count, begin, offset)
-        except OSError as error:
-            if error.errno not in _CANNOT_COPY:
-                raise
+    copied = copy_range(source, begin, count, target, offset)
+    if copied is not None:
+        return copied
     data = os.pread(source, min(count, 1 << 20), begin)
     return os.pwrite(target, data, offset) if data else 0
-
-
-def flush(descriptor: int) -> None:
-    """Make the bytes of a file durable, and on macOS all that was synced before."""
-    if _FULL_SYNC is not None:  # there, fsync leaves the bytes in the cache of the disk
-        try:
-            fcntl.fcntl(descriptor, _FULL_SYNC)
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC:
-                raise
-        else:
-            return
-    os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
@@ -205,7 +183,7 @@ def sync_folder(folder: Path) -> None:
     try:
         flush(descriptor)
     except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
+        if error.errno not in CANNOT_SYNC:
             raise
     finally:
         os.close(descriptor)

@@ -16,22 +16,25 @@ import ctypes
 import errno
 import mmap
 import os
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from blobstore.core.files import open_regular
+from blobstore.core.system import (
+    MADV_HUGEPAGE,
+    MADV_POPULATE_READ,
+    MADV_WILLNEED,
+    MAP_FIXED,
+    MAP_NORESERVE,
+    map_counts,
+    use_large_pages,
+)
 from blobstore.errors import BlobstoreError, TooManyMaps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
-# Python exports it from 3.13 on.
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# MAP_FIXED is the same on Linux, macOS and the BSDs; Python's mmap does not export it.
-_MAP_OVER = mmap.MAP_PRIVATE | 0x10 | _MAP_NORESERVE
-# Linux numbers. macOS has the same for the first and rejects the others, which does no harm.
-_MADV_WILLNEED, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 3, 14, 22
+_MAP_OVER = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _LARGE_PAGE = 2 << 20
 _SAMPLES = 5
@@ -39,17 +42,8 @@ _ALIGNMENT = 64
 """Alignment of files in an arena; tensors are aligned to 8 bytes in their files."""
 _OWN_MAP = 1 << 20
 """Buffers of at least so many bytes are maps of their own, in large pages."""
-_MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
-_MAPS = Path("/proc/self/maps")
 _NEAR_LIMIT = 1000
 """Free maps below which a lack of memory is one of maps; others may have been freed since it failed."""
-
-
-class MapCounts(NamedTuple):
-    """How many maps this process has, and how many it may have."""
-
-    present: int
-    limit: int
 
 
 class MappedRegion:
@@ -91,7 +85,7 @@ class MappedRegion:
         self._is_filled = filled
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable or filled else 0)
         # Without NORESERVE, a private map larger than the machine's memory may fail.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         total = max(self.offsets[-1], mmap.PAGESIZE)
         try:
             memory = mmap.mmap(-1, total, flags=flags, prot=self._protection)
@@ -109,7 +103,7 @@ class MappedRegion:
         """The whole region; read-only unless ``writable``."""
         if filled:
             # Allocating memory in small pages would take as long as reading the bytes.
-            _madvise(self._address, total, _MADV_HUGEPAGE)
+            _madvise(self._address, total, MADV_HUGEPAGE)
 
     def map(self, slot: int, descriptor: int, size: int) -> None:
         """Map the first ``size`` bytes of an open file; the descriptor may be closed afterwards.
@@ -151,7 +145,7 @@ class MappedRegion:
         # so twice the memory of a blob of little more than 2 MiB. Small blobs are adjacent, and those
         # that are filled at the same time share large pages.
         large = size if size < _LARGE_PAGE else size - size % _LARGE_PAGE
-        _madvise(address, large, _MADV_HUGEPAGE)
+        _madvise(address, large, MADV_HUGEPAGE)
         yield memoryview((ctypes.c_char * size).from_address(address)).cast("B")
         if not self._is_filled and self._protection != both:
             _mprotect(address, length, self._protection)
@@ -174,7 +168,7 @@ class MappedRegion:
     def will_need(self, slot: int, size: int) -> None:
         """Ask the system to read a mapped file in the background."""
         if size:
-            _madvise(self._address + self.offsets[slot], size, _MADV_WILLNEED)
+            _madvise(self._address + self.offsets[slot], size, MADV_WILLNEED)
 
     def is_cached(self, slot: int, size: int) -> bool:
         """Return whether a sample of a mapped file's pages is in the page cache."""
@@ -183,7 +177,7 @@ class MappedRegion:
     def will_populate(self, slot: int, size: int) -> None:
         """Ask the system to use large pages when a mapped file is populated."""
         if size >= _LARGE_PAGE:
-            _madvise(self._address + self.offsets[slot], size, _MADV_HUGEPAGE)
+            _madvise(self._address + self.offsets[slot], size, MADV_HUGEPAGE)
 
     def populate(self, slot: int, begin: int, end: int) -> None:
         """Map pages of a file into this process at once, without the GIL.
@@ -194,7 +188,7 @@ class MappedRegion:
             OSError: the file cannot be read, or has become shorter.
         """
         start = self.offsets[slot] + begin
-        if not _madvise(self._address + start, end - begin, _MADV_POPULATE_READ):
+        if not _madvise(self._address + start, end - begin, MADV_POPULATE_READ):
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
@@ -230,10 +224,8 @@ def new_buffer(size: int) -> memoryview:
     if size < _OWN_MAP:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # In small pages, allocating the memory takes as long as reading the bytes. Some kernels have no others.
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    # In small pages, allocating the memory takes as long as reading the bytes.
+    use_large_pages(memory)
     return memoryview(memory)
 
 
@@ -259,16 +251,6 @@ def _is_cached(address: int, size: int) -> bool:
         if _mincore(page, 1, state) == 0 and state.raw == b"\0":
             return False
     return True
-
-
-def map_counts() -> MapCounts | None:
-    """Return the number of this process's maps and their limit, or None if the system does not say."""
-    try:
-        limit = int(_MAX_MAP_COUNT.read_bytes())
-        with _MAPS.open("rb") as file:  # line by line, as there may be no memory for all of it
-            return MapCounts(sum(1 for _ in file), limit)
-    except (OSError, ValueError):
-        return None
 
 
 def too_many_maps(what: str) -> TooManyMaps | None:

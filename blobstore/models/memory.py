@@ -19,8 +19,9 @@ from zlib_ng.zlib_ng import crc32  # releases the interpreter's lock
 
 from blobstore.core.escape import quote
 from blobstore.core.fork import renew_lock_in_children
-from blobstore.core.mmap import MappedRegion, map_counts
+from blobstore.core.mmap import MappedRegion
 from blobstore.core.progress import Meter
+from blobstore.core.system import map_counts
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,

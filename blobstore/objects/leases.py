@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
+from blobstore.core.system import seconds_since_start
 from blobstore.errors import Conflict, RemoteError, StoreBusy
 from blobstore.objects.request_rules import LOOK_FOR_COLLECTION
 
@@ -67,10 +68,10 @@ def leased(
     client.check_conditions()
     key = f"{_LEASES}/{uuid.uuid4().hex}"
     # Before the lease is written, so that it ends here before it does for a collection.
-    end = _now() + (LEASE_TIME - _MARGIN).total_seconds()
+    end = seconds_since_start() + (LEASE_TIME - _MARGIN).total_seconds()
 
     def check() -> None:
-        if _now() > end:
+        if seconds_since_start() > end:
             raise StoreBusy(
                 f"the import into {quote(client.address)} took so long that its blobs may have been "
                 "collected as garbage",
@@ -119,7 +120,7 @@ class Collection:
         client.delete([probe])
         if former is not None and _is_collecting(client, now):
             raise _busy(client)
-        self._began = _now()
+        self._began = seconds_since_start()
         # Conditional on what was read: of two collections that begin at once, one fails.
         try:
             client.replace(_NOTE, mine, None if former is None else former.tag)
@@ -144,7 +145,7 @@ class Collection:
 
     @property
     def _lasted(self) -> timedelta:
-        return timedelta(seconds=_now() - self._began)
+        return timedelta(seconds=seconds_since_start() - self._began)
 
     def leased(self) -> Leased:
         """Return what imports rely on; remove the leases of those that were killed long ago.
@@ -170,11 +171,6 @@ class Collection:
             except (ValueError, TypeError) as error:
                 raise RemoteError(f"the lease {quote(item.key)} cannot be read: {error}") from None
         return Leased(found, since)
-
-
-def _now() -> float:
-    """Return the seconds of a clock that counts those in which the machine was suspended."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _is_collecting(client: ObjectClient, now: datetime) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
+from blobstore.core.system import can_drop_pages, direct_flag, drop_pages
 from blobstore.core.workers import Steps, check_jobs
 from blobstore.errors import NotFound, UnsupportedSource
 from blobstore.gguf.file import is_gguf
@@ -168,7 +169,7 @@ def _measure_files(
         raise UnsupportedSource(f"{quote(subject)} has no bytes to read")
     runs: list[tuple[Place, int | dict[str, Any]]] = []
     places: tuple[Place, ...] = ("disk", "page cache")
-    if not hasattr(os, "posix_fadvise"):
+    if not can_drop_pages():
         places = ("page cache",)
         notices.append("this system cannot drop pages of files, so the disk was not measured")
     for place in places:
@@ -208,7 +209,7 @@ def _drop_pages(files: Sequence[Path]) -> None:
         with contextlib.suppress(OSError):
             descriptor, _ = open_regular(path)
             try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                drop_pages(descriptor)
             finally:
                 os.close(descriptor)
 
@@ -218,7 +219,7 @@ class _FileReader:
 
     def __init__(self, pool: WorkerPool, *, is_direct: bool) -> None:
         self._pool = pool
-        self._flags = os.O_RDONLY | os.O_CLOEXEC | (getattr(os, "O_DIRECT", 0) if is_direct else 0)
+        self._flags = os.O_RDONLY | os.O_CLOEXEC | (direct_flag() if is_direct else 0)
         self._local = threading.local()
 
     def __call__(self, item: tuple[Path, int, int]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.files import copy_bytes, flush, open_regular, read_exactly
+from blobstore.core.files import copy_bytes, open_regular, read_exactly
+from blobstore.core.system import flush
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobstoreError, SafetensorError
 from blobstore.safetensors.arguments import check_metadata

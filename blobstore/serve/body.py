@@ -11,8 +11,9 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, cast
 
+from blobstore.core.system import is_in_page_cache
 from blobstore.errors import BlobstoreError, StoreError
-from blobstore.serve.blob_reader import is_in_memory, read_ahead
+from blobstore.serve.blob_reader import read_ahead
 from blobstore.serve.messages import BlobPart, FilePart, StoredPart
 from blobstore.store.cold import LOOKS
 
@@ -181,7 +182,7 @@ class BodySender:
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             for begin in range(first, end, WINDOW):
                 count = min(WINDOW, end - begin)
-                if not is_in_memory(descriptor, begin, count):
+                if not is_in_page_cache(descriptor, begin, count):
                     await loop.run_in_executor(self._executor, read_ahead, descriptor, begin, count)
                 async with asyncio.timeout(STALL_SECONDS):
                     if count < _SMALL:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from typing import TYPE_CHECKING, TypeVar
 
 from blobstore.core import limits
@@ -18,6 +17,7 @@ from blobstore.core.escape import quote
 from blobstore.core.files import read_exactly, write_all
 from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
+from blobstore.core.system import unnamed_file
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
 from blobstore.safetensors.header import Header
 from blobstore.store.blob_ranges import LoadedRanges
@@ -247,12 +247,7 @@ class BlobReader:
 
         def decode() -> int:
             blob = self._cold.open(digest, size)
-            if hasattr(os, "memfd_create"):
-                descriptor = os.memfd_create("blobstore", os.MFD_CLOEXEC)
-            else:
-                # macOS has no memfd_create.
-                with tempfile.TemporaryFile() as file:
-                    descriptor = os.dup(file.fileno())
+            descriptor = unnamed_file()
             try:
                 for piece in blob.pieces():
                     write_all(descriptor, piece)

@@ -13,6 +13,7 @@ from blobstore.compression.file_view import FileView, Window
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular
 from blobstore.core.mmap import MappedRegion
+from blobstore.core.system import direct_flag
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, ColdDamaged, StoreError
 from blobstore.store.hot import not_a_file
 
@@ -72,7 +73,7 @@ class ColdFile:
         Threads share the descriptor, so the flag is set once and not for each read.
         """
         with contextlib.suppress(OSError):
-            self._set_direct(getattr(os, "O_DIRECT", 0))
+            self._set_direct(direct_flag())
 
     def read(self, begin: int, end: int, memory: memoryview) -> FileView:
         """Read the bytes from ``begin`` to ``end`` into ``memory``; return a view of the whole file.
@@ -119,7 +120,7 @@ class ColdFile:
         return Window(first, pages[:wanted].toreadonly())
 
     def _set_direct(self, flag: int) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0)
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~direct_flag()
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | flag)
 
 

@@ -1,4 +1,4 @@
-"""Completion in bash and zsh as a user has it: a shell with a terminal, and the key Tab."""
+"""Completion as a user has it: bash and zsh with a terminal, and the key Tab; fish is asked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import pty
 import re
 import select
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from tests.support.models import dense_tensors, write_folder
 from tests.unit.cli.running import environment, run
 
 SECONDS = 120
+ROOT = Path(__file__).parents[2]
 STARTS = {"bash": ("--noprofile", "--norc", "-i"), "zsh": ("-f", "-i")}
 SETUP = {"bash": "set +o history", "zsh": "autoload -Uz compinit; compinit -u -D"}
 # It completes as the program does. Otherwise it prints its arguments.
@@ -31,21 +34,25 @@ echo "got<$*>"
 """
 
 
-def typed(shell: str, line: str, folder: Path) -> str:
-    """Return the arguments of the line that a shell runs after a user has typed it and pressed Tab."""
+def shell_environment(folder: Path) -> Mapping[str, str]:
+    """Return the environment of a shell that finds the program."""
     program = folder / "bin" / "blobstore"
     program.parent.mkdir(exist_ok=True)
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    variables = {"PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "> "}
-    variables["LC_ALL"] = "C.UTF-8"
+    path = f"{program.parent}:{os.environ['PATH']}"
+    return environment(PATH=path, TERM="dumb", PS1="> ", LC_ALL="C.UTF-8", HOME=str(folder))
+
+
+def typed(shell: str, line: str, folder: Path, setup: str) -> str:
+    """Return the arguments of the line that a shell runs after a user has typed it and pressed Tab."""
+    variables = shell_environment(folder)
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(folder)
-        os.execvpe(shell, [shell, *STARTS[shell]], environment(**variables))
+        os.execvpe(shell, [shell, *STARTS[shell]], variables)
     try:
-        script = f'eval "$(blobstore completion {shell})"'
-        os.write(terminal, f"{SETUP[shell]}; {script}; echo re''ady\n".encode())
+        os.write(terminal, f"{setup}; echo re''ady\n".encode())
         _read_until(terminal, r"ready()")
         os.write(terminal, f"blobstore {line}\t\n".encode())
         return _read_until(terminal, r"got<(.*)>")
@@ -90,6 +97,49 @@ def test_the_key_tab_completes_names_remotes_ids_and_paths(
         "find model.emb": "find model.embed_tokens.weight",
         "create ./sec": "create ./second",
     }
-    found = {line: typed(shell, line, tmp_path).rstrip(" /") for line in words}
+    setup = f'{SETUP[shell]}; eval "$(blobstore completion {shell})"'
+    found = {line: typed(shell, line, tmp_path, setup).rstrip(" /") for line in words}
 
     assert found == words
+
+
+@pytest.fixture(scope="module")
+def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a package that has the completion files."""
+    folder = tmp_path_factory.mktemp("share")
+    subprocess.run([sys.executable, "release/share.py", folder], check=True, cwd=ROOT)
+    return folder
+
+
+# What the start-up files of a system do for /usr/share.
+INSTALLED = {
+    "bash": ". {share}/bash-completion/completions/blobstore",
+    "zsh": "fpath=({share}/zsh/site-functions $fpath); autoload -Uz compinit; compinit -u -D",
+}
+
+
+@pytest.mark.parametrize("shell", [shell for shell in STARTS if shutil.which(shell)])
+def test_the_key_tab_completes_with_the_installed_file(
+    shell: str, share: Path, tmp_path: Path
+) -> None:
+    setup = INSTALLED[shell].format(share=share)
+
+    assert typed(shell, "sho", tmp_path, setup).strip() == "show"
+    assert typed(shell, "list --sort sh", tmp_path, setup).strip() == "list --sort shared"
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_finds_the_installed_file(share: Path, tmp_path: Path) -> None:
+    def offered(line: str) -> list[str]:
+        done = subprocess.run(
+            ["fish", "-c", f"complete -C {line!r}"],
+            capture_output=True,
+            check=True,
+            env={**shell_environment(tmp_path), "XDG_DATA_DIRS": str(share)},
+            text=True,
+        )
+        assert done.stderr == ""
+        return [word.partition("\t")[0] for word in done.stdout.splitlines()]
+
+    assert offered("blobstore sho") == ["show"]
+    assert offered("blobstore list --sort s") == ["shared", "size"]

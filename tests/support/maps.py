@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-from blobstore.core.mmap import map_counts
+from blobstore.core.system import map_counts
 
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

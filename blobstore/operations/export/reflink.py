@@ -7,14 +7,11 @@ before the first block boundary is written.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 
 from blobstore.core.files import read_exactly, write_all
+from blobstore.core.system import share_range
 
-_FICLONERANGE = 0x4020940D
-"""Linux's request: source descriptor, offset, length, and the offset in the target."""
 _MAX_BLOCK = 1 << 17
 """Network file systems report their request size, which is too much padding."""
 _LENGTH_SIZE = 8
@@ -46,10 +43,7 @@ def clone_data(source: int, size: int, data_start: int, target: int, header: byt
     start = read_exactly(source, before, data_start)
     if len(start) != before:  # the caller finds out why
         return False
-    request = struct.pack("=qQQQ", source, boundary, size - boundary, len(padded) + before)
-    try:
-        fcntl.ioctl(target, _FICLONERANGE, request)
-    except OSError:  # not supported, or no space: the caller then writes the bytes
-        return False
+    if not share_range(source, boundary, size - boundary, target, len(padded) + before):
+        return False  # the caller then writes the bytes
     write_all(target, padded + start)
     return True

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core import files
 from blobstore.core.files import (
     make_folders,
     open_regular,
@@ -259,7 +258,7 @@ def test_on_macos_the_cache_of_the_disk_is_flushed(
         if number:
             raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(files, "_FULL_SYNC", 51)
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
     monkeypatch.setattr(fcntl, "fcntl", control)
     with contextlib.ExitStack() as stack:
         if number == errno.EIO:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.mmap import MappedRegion, _rounded, is_cached, map_counts, too_many_maps
+from blobstore.core.mmap import MappedRegion, _rounded, is_cached, too_many_maps
+from blobstore.core.system import map_counts
 from blobstore.errors import BlobstoreError
 from tests.support import sandbox
 from tests.support.descriptors import ANYWHERE, open_files
@@ -181,7 +182,7 @@ def test_populates_without_support_of_the_system(
 ) -> None:
     from blobstore.core import mmap as mapping
 
-    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", -1)  # as for an old kernel
+    monkeypatch.setattr(mapping, "MADV_POPULATE_READ", -1)  # as for an old kernel
     region = MappedRegion([PAGE * 3])
     put(region, 0, file(tmp_path, b"x" * PAGE * 3))
     region.populate(0, 0, PAGE * 3)

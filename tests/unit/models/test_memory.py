@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.core.mmap import MapCounts, map_counts
+from blobstore.core.system import MapCounts, map_counts
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, TooManyMaps, UsageError
 from blobstore.models import memory as memory_module
 from blobstore.models.files import ModelFiles

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.core.digest import Digest
+from blobstore.core.system import seconds_since_start
 from blobstore.errors import StoreBusy
 from blobstore.manifests.reference import Reference
 from blobstore.objects import client as objects_client
@@ -83,13 +84,13 @@ def test_two_collections_do_not_run_at_once(store: ObjectStore) -> None:
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Later:
     """Return what lets the clock of durations go on by some seconds."""
-    now = leases._now()
+    now = seconds_since_start()
 
     def wait(seconds: float) -> None:
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(leases, "_now", lambda: now)
+    monkeypatch.setattr(leases, "seconds_since_start", lambda: now)
     return wait
 
 

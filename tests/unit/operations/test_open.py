@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.core.mmap import map_counts
+from blobstore.core.system import map_counts
 from blobstore.core.tensor import DType
 from blobstore.errors import (
     BlobDamaged,

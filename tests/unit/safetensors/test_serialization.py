@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blobstore.core import files
+from blobstore.core import files, system
 from blobstore.errors import BlobstoreError, InvalidHeader
 from blobstore.safetensors import (
     SafetensorError,
@@ -359,7 +359,7 @@ def test_bytes_are_durable_before_they_get_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
-    flush, replace = files.flush, Path.replace
+    flush, replace = system.flush, Path.replace
 
     def noted_flush(descriptor: int) -> None:
         done.append("sync")
