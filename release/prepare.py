@@ -19,6 +19,8 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).parents[1]
 PLACES = {
     "pyproject.toml": '\nversion = "{}"\n',
+    "release/blobstore.rb": "tensor_blobstore-{}.tar.gz",
+    "release/recipe.yaml": 'version: "{}"',
     "release/sbom.cdx.json": '"version": "{}",\n      "purl": "pkg:pypi/tensor-blobstore@{}"',
 }
 """Where the version stands, and how."""
