@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _STREAMS: Final = 8
 _ABOUT_A_MODEL = re.compile(r"sha256-[0-9a-f]{64}(\.|$)")
-"""Tags of lists of referrers and of cosign's signatures, which are no models."""
+"""Tags of lists of referrers and of cosign's signatures: these belong to models."""
 
 
 class RemoteSource(NamedTuple):
