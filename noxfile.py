@@ -75,8 +75,8 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Run the examples in the documents, check links and prose, and build the site."""
     install(session, "test")
-    pages = ("tests/test_docs.py", "tests/test_prose.py", "tests/test_site.py")
-    session.run("pytest", "-n", "2", *pages, *session.posargs)
+    names = ("docs", "prose", "public_names", "site")
+    session.run("pytest", "-n", "2", *(f"tests/test_{name}.py" for name in names), *session.posargs)
 
 
 @nox.session

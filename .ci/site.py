@@ -65,12 +65,22 @@ def notebook(path: Path) -> str:
 
 def public_names(module: str) -> str:
     """Return what mkdocstrings expands to the functions and classes of a module."""
-    names = import_module(module).__all__
+    home = import_module(module)
+    names = home.__all__
     sections = []
     for title, is_function in (("Functions", True), ("Classes", False)):
         chosen = [name for name in names if name[0].islower() == is_function]
-        sections += [f"## {title}", *(f"::: {module}.{name}" for name in chosen)]
+        sections.append(f"## {title}")
+        sections += [f"::: {module}.{name}{_filters(getattr(home, name))}" for name in chosen]
     return "\n\n".join(sections)
+
+
+def _filters(value: Any) -> str:
+    """Return the options that leave out what ``dir()`` does not list of the objects of a class."""
+    if not isinstance(value, type) or value.__dir__ is object.__dir__:
+        return ""
+    hidden = "|".join(sorted({*dir(value)} - {*dir(value.__new__(value))}))
+    return f"\n    options:\n      filters: ['!^_[^_]', '!^({hidden})$']"
 
 
 def help_of_commands() -> str:

@@ -45,7 +45,7 @@ class BlobstoreError(Exception):
         return error
 
     def at(self, where: str) -> Self:
-        """Return the same error with the place where it was found before its message."""
+        """Return the same error with ``where`` it was found, such as a file, before its message."""
         error = self.copy()
         error.message = f"{where}: {self.message}"
         error.args = (error.message,)

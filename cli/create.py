@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,7 @@ import click
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import join_some, quote
+from blobstore.errors import SourceNotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -129,12 +131,12 @@ def command(
     from blobstore.operations.create.create import create
 
     if dry_run:
-        with progress_bar() as progress:
+        with _advising(source, store), progress_bar() as progress:
             planned = create(source, name, store=store, dry_run=True, progress=progress, **choices)
         output.show_note(*planned.notices)
         out.result(lambda: {"name": name} | _plan_as_json(planned), _plan_as_text(planned))
         return
-    with progress_bar() as progress:
+    with _advising(source, store), progress_bar() as progress:
         created = create(source, name, store=store, progress=progress, **choices)
     output.show_note(*created.notices)
     if sum(notice.startswith("left out: folder") for notice in created.notices) > 1:
@@ -148,6 +150,19 @@ def command(
         f"{render.human_bytes(created.bytes_present)} already there, "
         f"{render.human_seconds(created.seconds)}",
     )
+
+
+@contextlib.contextmanager
+def _advising(source: str, store: LocalStore) -> Iterator[None]:
+    """Say which commands take a model of the store, if the source names one and is no path."""
+    try:
+        yield
+    except SourceNotFound as error:
+        if not arguments.is_name(source, store):
+            raise
+        advice = "the store has a model of this name; 'blobstore cp' gives it another one, and "
+        advice += "'blobstore export' writes its files"
+        raise SourceNotFound(error.message, advice=advice) from None
 
 
 def _create_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from blobstore.cli import arguments, options, output
+from blobstore.core.escape import escape
 from blobstore.errors import MissingLibrary, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ _SERVERS = {
     _LLAMA_CPP: _Server((), "llama-server", 8080),
 }
 """The first that is installed is started; llama.cpp for models from GGUF files, and no other for these."""
+_ENCODER = re.compile(r"((?<!LMHead)Model|ForMaskedLM|Classification)$")
+"""The ends of names of classes that generate no text."""
 
 
 @click.command(
@@ -83,6 +87,8 @@ def command(
     model = arguments.model(store, name)
     folder = _folder(store, model)
     gguf = _gguf_path(store, model, folder)
+    if chosen is None and gguf is None:
+        _check_generates(store, model)
     name, server = _server(chosen, is_gguf=gguf is not None)
     words = [sys.executable, "-m", server.program]
     if name == _LLAMA_CPP:
@@ -113,6 +119,18 @@ def command(
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
+
+
+def _check_generates(store: LocalStore, model: Reference) -> None:
+    """Fail if the class of a model says that it generates no text, as that of an encoder."""
+    from blobstore.models.files import ModelFiles
+
+    name = ModelFiles.of(model, store).architecture
+    if _ENCODER.search(name):
+        raise UsageError(
+            f"{model} is a {escape(name)}, which generates no text",
+            advice="--with NAME starts a server all the same",
+        )
 
 
 def _folder(store: LocalStore, model: Reference) -> Path:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.command("unpack", short_help="Import the models of an archive.")
 @click.argument("file", metavar="FILE.bsar", type=arguments.FILE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
-@click.option("--verify-only", is_flag=True, help="Decode and hash the models, and write nothing.")
+@click.option("--verify-only", is_flag=True, help="Decode and hash the models, and import nothing.")
 @click.option(
     "--signature",
     "signatures",

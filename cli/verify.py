@@ -210,7 +210,7 @@ def _trust(model: SignedModel) -> str:
 def fault_line(fault: Fault | RemoteFault) -> str:
     """Return a fault as one line of text."""
     where = [f"model {render.cell(fault.reference)}"]
-    if fault.layer:
+    if fault.layer and fault.layer != fault.tensor:
         where.append(f"layer {render.cell(fault.layer)}")
     if fault.tensor:
         where.append(f"tensor {render.cell(fault.tensor)}")

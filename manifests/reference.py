@@ -75,7 +75,7 @@ class Reference:
 
     @classmethod
     def of(cls, name: str | Reference) -> Reference:
-        """Return a reference unchanged, and parse a string.
+        """Return ``name`` itself if it is a reference, and parse it if it is a string.
 
         Raises:
             InvalidReference: as :meth:`parse`.
@@ -84,7 +84,7 @@ class Reference:
 
     @classmethod
     def all_of(cls, names: Names) -> tuple[Reference, ...]:
-        """Return the references of one name or of several, each once.
+        """Return the references of ``names``, which are one name or several, each once.
 
         Raises:
             InvalidReference: as :meth:`parse`.

@@ -100,7 +100,7 @@ class SourceRecord:
         return b"".join(file.start for file in self.files) + strict_json.dumps(rest).encode()
 
     def to_bytes(self) -> bytes:
-        """Return the content of the layer."""
+        """Return the content of the layer: JSON, with :meth:`data` compressed."""
         import zstandard
 
         packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(self.data())
@@ -122,7 +122,7 @@ class SourceRecord:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SourceRecord:
-        """Parse the content of the layer, which is not trusted.
+        """Return the record in the ``content`` of a layer, which is not trusted.
 
         Raises:
             BlobDamaged: it is malformed, too large, or names files that must not be written. The

@@ -100,7 +100,7 @@ def main(out: Path) -> None:
             sys.exit(f"two builds differ: {digests(built)} and {digests(again)}")
     wheel, sdist = sorted(built, key=lambda path: path.suffix == ".gz")
     check(sdist, wheel, names)
-    subprocess.run(["check-wheel-contents", wheel], check=True)
+    subprocess.run([sys.executable, "-m", "check_wheel_contents", wheel], check=True)
     for name, digest in digests(built).items():
         print(f"{digest}  {name}")
 

@@ -29,6 +29,8 @@ def main() -> None:
         sys.exit(f"the environment has optional libraries: {found}")
     # The tests' own reader of transcripts, without putting the checkout on the path.
     spec = spec_from_file_location("transcripts", ROOT / "tests" / "support" / "transcripts.py")
+    if spec is None or spec.loader is None:
+        sys.exit("Python has no loader for its own files")
     transcripts = module_from_spec(spec)
     sys.modules[spec.name] = transcripts
     spec.loader.exec_module(transcripts)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,9 +15,8 @@ import blobstore
 from blobstore.cli.main import program
 from tests.support.objects import running_object_store
 from tests.support.registry import PROGRAM, free_port, running_registry
-from tests.support.transcripts import ROOT, examples, is_as_expected, outputs, pages
+from tests.support.transcripts import PYTHON_BLOCK, ROOT, examples, is_as_expected, outputs, pages
 
-PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LONGEST_LINE = 100
@@ -158,31 +155,6 @@ def test_every_page_of_commands_is_in_the_navigation_and_in_the_table_of_tasks()
     linked = {ROOT / COMMANDS / page for page in re.findall(r"\]\(([\w-]+\.md)\)", table)}
     assert written == set(pages(COMMANDS))
     assert written == linked | {ROOT / COMMANDS / "index.md"}
-
-
-def test_python_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
-    outputs(["python docs/examples/tiny_models.py ."], tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("BLOBSTORE_HOME", raising=False)
-    names: dict[str, object] = {}
-
-    for block in PYTHON_BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block[1], "docs/reference/python.md", "exec"), names)
-
-
-def test_examples_of_the_safetensors_library_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (ROOT / "docs/reference/safetensors.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    for name in ("safetensors", "safetensors.numpy", "safetensors.torch"):
-        monkeypatch.setitem(sys.modules, name, import_module(name))  # and restored at the end
-
-    for block in PYTHON_BLOCK.finditer(text):
-        exec(compile(block[1], "docs/reference/safetensors.md", "exec"), {})
 
 
 @pytest.mark.parametrize("place", python_examples())

@@ -42,3 +42,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         text = (tmp_path / "reference" / page / "index.html").read_text(encoding="utf-8")
         described = re.findall(rf'<h3 id="{module.__name__}\.(\w+)"', text)
         assert sorted(described) == sorted(module.__all__)
+        for name in ("LocalStore.resolve", "Model.state_dict"):
+            assert (f'id="blobstore.{name}"' in text) == (module is blobstore)
+        for name in ("LocalStore.place", "Model.map_hot"):  # dir() does not list them
+            assert f'id="blobstore.{name}"' not in text

@@ -90,7 +90,7 @@ def encode(
     A span without any chunk that its base makes smaller is stored as one without a base.
 
     Args:
-        pieces: the blob's bytes in order. A single piece with all of them is not copied.
+        pieces: the blob's bytes in order. Chunks of which each is within a piece are not copied.
         spans: the content of the blob.
         write: called with the output in order; each buffer is valid until the call returns.
         level: what to optimise for.
@@ -257,21 +257,26 @@ class _Source:
 
     def take(self, size: int) -> memoryview:
         """Return the next bytes: a view, or a copy if they come from several pieces."""
+        if not self._piece:
+            self._piece = self._next()
         if len(self._piece) < size:
             joined = bytearray(self._piece)
             while len(joined) < size:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    raise UsageError("the pieces have fewer bytes than the spans")
-                if self._digester is not None:
-                    self._digester.update(piece)
-                view = memoryview(piece).cast("B")
+                view = self._next()
                 taken = size - len(joined)
                 joined += view[:taken]
                 self._piece = view[taken:]
             return memoryview(joined)
         taken_view, self._piece = self._piece[:size], self._piece[size:]
         return taken_view
+
+    def _next(self) -> memoryview:
+        piece = next(self._pieces, None)
+        if piece is None:
+            raise UsageError("the pieces have fewer bytes than the spans")
+        if self._digester is not None:
+            self._digester.update(piece)
+        return memoryview(piece).cast("B")
 
     def expect_end(self) -> None:
         """Raise an error unless all bytes have been taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from blobstore.compression.quant_rule import QuantRule
     from blobstore.core.tensor import TensorSpec
     from blobstore.gguf.types import GgufType
+    from blobstore.safetensors.header import Header
 
 
 _BLOCKS: Final = {
@@ -31,6 +33,8 @@ _BLOCKS: Final = {
     for fields in FIELDS.values()
 }
 """Types of blocks by their names in the metadata of blobs."""
+_PROBE: Final = 64
+"""Last bytes of spans that are compared first."""
 _MAX_MERGED: Final = 1 << 16
 """Bytes of spans that are merged if they are not sparse: they share tables of codes."""
 
@@ -64,14 +68,25 @@ def spans_of(start: Buffer, size: int) -> list[Span]:
         start: the first bytes of the blob, including its complete header if it has one.
         size: size of the blob.
     """
+    return spans_in(header_of(start, size), size)
+
+
+def header_of(start: Buffer, size: int) -> Header | None:
+    """Return the header of a blob, or None if it has none; the arguments are those of :func:`spans_of`."""
     view = memoryview(start).cast("B")
     try:
         end = PREFIX_SIZE + header_size(view[:PREFIX_SIZE], size)
-        header = parse_header(view[PREFIX_SIZE:end], size)
+        return parse_header(view[PREFIX_SIZE:end], size)
     except InvalidHeader:
+        return None
+
+
+def spans_in(header: Header | None, size: int) -> list[Span]:
+    """Return the spans of a blob of this size, as :func:`spans_of` does, given its header."""
+    if header is None:
         return [Span(size)] if size else []
     return [
-        Span(end),
+        Span(header.data_start),
         *(
             Span(
                 entry.end - entry.begin,
@@ -106,27 +121,35 @@ def mark_duplicates(spans: Sequence[Span], blob: Buffer) -> list[Span]:
     """Return the spans with ``same_as`` set where an earlier one has the same bytes."""
     data = np.frombuffer(memoryview(blob), np.uint8)
     ends = list(accumulate(span.size for span in spans))
-    counts = Counter(span[:2] for span in spans)
+    # Most spans differ from all others in a few bytes, and need not be read for a checksum.
+    probes = [
+        (*span[:2], data[max(end - span.size, end - _PROBE) : end].tobytes())
+        for span, end in zip(spans, ends, strict=True)
+    ]
+    counts = Counter(probes)
     earlier: dict[tuple[object, ...], int] = {}
     marked = []
-    for number, (span, end) in enumerate(zip(spans, ends, strict=True)):
+    for number, (span, probe, end) in enumerate(zip(spans, probes, ends, strict=True)):
         same = None
-        if counts[span[:2]] > 1:
+        if counts[probe] > 1:
             mine = data[end - span.size : end]
             # A collision, accidental or deliberate, costs one comparison and does no harm.
-            other = earlier.setdefault((*span[:2], crc32(mine)), number)
+            other = earlier.setdefault((*probe, crc32(mine)), number)
             theirs = data[ends[other] - span.size : ends[other]]
             same = other if other != number and np.array_equal(mine, theirs) else None
-        marked.append(span._replace(same_as=same))
+        marked.append(span if span.same_as == same else span._replace(same_as=same))
     return marked
 
 
-def merge_small(spans: Sequence[Span]) -> list[Span]:
+def merge_small(spans: Sequence[Span], begins: Sequence[int] = ()) -> list[Span]:
     """Return the spans, with small or sparse neighbours merged that are neighbours in the base, too.
 
     Each span takes an entry of the table and tables of codes, which outweigh the differences of small
     tensors. A chunk of a sparse span takes time that hardly depends on its size, so all sparse neighbours
     share whole chunks. Only spans of one type are merged; untyped ones, such as headers, suit any type.
+
+    Given where the parts of the base begin, and where the last one ends, all spans within one of these are
+    merged instead: then the chunks lie where those of the base lie.
     """
     originals = {span.same_as for span in spans}
     merged: list[Span] = []
@@ -134,7 +157,7 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     """The new number of each span."""
     for number, span in enumerate(spans):
         is_alone = not originals.isdisjoint((number - 1, number))
-        both = None if is_alone or not merged else _merged(merged[-1], span)
+        both = None if is_alone or not merged else _merged(merged[-1], span, begins)
         if both is not None:
             merged[-1] = both
         else:
@@ -146,15 +169,20 @@ def merge_small(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def _merged(one: Span, two: Span) -> Span | None:
+def _merged(one: Span, two: Span, begins: Sequence[int]) -> Span | None:
     """Return the span of both, or None if they cannot be one span."""
     dtype = two.dtype if one.dtype is None else one.dtype
     # A header stays apart, so that blobs of one tensor have chunks at the same places, sparse or not.
     is_sparse = one.is_sparse and two.is_sparse and None not in {one.dtype, two.dtype}
+    if one.base_begin is None or two.base_begin != one.base_begin + one.size:
+        return None
+    if begins:
+        end = two.base_begin + two.size
+        suits = bisect_right(begins, one.base_begin) == bisect_left(begins, end)
+    else:
+        suits = is_sparse or one.size + two.size <= _MAX_MERGED
     if (
-        one.base_begin is None
-        or two.base_begin != one.base_begin + one.size
-        or (not is_sparse and one.size + two.size > _MAX_MERGED)
+        not suits
         or two.dtype not in {None, dtype}
         or any(
             item is not None

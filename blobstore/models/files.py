@@ -126,7 +126,7 @@ class ModelFiles:
         }
 
     def read_file(self, name: str) -> bytes:
-        """Return the content of a small file, after checking its digest.
+        """Return the content of the small file ``name``, after checking its digest.
 
         Raises:
             FileNotFound: the model has no such file.

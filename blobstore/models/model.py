@@ -250,8 +250,9 @@ class Model(ModelFiles, Mapping[str, Array]):
         }
 
     def view(self, name: str) -> TensorView:
-        """Return a tensor's bytes as stored, read-only, independent of the framework.
+        """Return the ``spec`` of the tensor ``name`` and its bytes as stored, read-only, for any framework.
 
+        The bytes are little-endian and in C order; quantized weights are packed.
         Raises as :meth:`__getitem__`.
         """
         if (
@@ -393,13 +394,16 @@ class Model(ModelFiles, Mapping[str, Array]):
         threads: int = THREADS,
         bytes_in_flight: int = IN_FLIGHT,
     ) -> PrefetchLoader:
-        """Start to load tensors in the background. Iterate over the result, or take tensors from it by name.
+        """Start to load tensors in the background.
 
         Args:
             plan: for each name the index of a part, as for :meth:`get_slice`, or None for all of the
                 tensor. Without a plan, all tensors are loaded.
             threads: how many threads load.
             bytes_in_flight: bytes that are loaded, or being loaded, and were not taken yet.
+
+        Returns:
+            The loader. Iterate over it, or take tensors from it by name.
 
         Raises:
             TensorNotFound: the model has no tensor of the plan.

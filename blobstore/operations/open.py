@@ -146,6 +146,9 @@ def open_model(
         plan: open nothing, and return how many bytes would be read.
         progress: called with the bytes that the function waits for.
 
+    Returns:
+        the model, whose tensors are views of its blobs; with ``plan``, the bytes that would be read.
+
     Raises:
         ModelNotFound: the store has no such name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is incomplete or damaged.

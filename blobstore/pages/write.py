@@ -67,6 +67,9 @@ def write_page(
         jobs: number of threads that read them; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
+    Returns:
+        the file, its bytes, and the number of models.
+
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store is not a folder or cannot be read.

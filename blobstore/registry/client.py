@@ -84,8 +84,7 @@ class RegistryClient:
         Args:
             host: ``host[:port]``.
             plain_http: whether to do without TLS; by default only for this machine.
-            credentials: where to look for a login when the registry asks for one; by default in
-                the files of Podman and Docker.
+            credentials: where to look for a login; by default in the files of Podman and Docker.
             limiter: limits the bytes of blobs per second, in both directions together.
             patience: how long to wait and how often to try again.
             part_size: bytes of a blob that one request sends at most; by default 64 MiB.
@@ -97,17 +96,15 @@ class RegistryClient:
             MissingLibrary: the extra ``registry`` is not installed.
         """
         check_host(host)
-        # Not above: a push to object storage imports this module, and needs no HTTP client.
-        with optional_libraries():
+        with optional_libraries():  # here: a push to object storage imports this module too
             from blobstore.registry.transport import Transport
-        self.host = host
+        self.host, self._part_size = host, part_size
         known = credentials or LoginFiles()
-        self._part_size = part_size
-        url = f"https://{_API_HOSTS.get(host, host)}"
+        api_host = _API_HOSTS.get(host, host)
         if plain_http is None:
-            plain_http = protocol.is_loopback(protocol.host_of(url))
+            plain_http = protocol.is_loopback(protocol.host_of(f"https://{api_host}"))
         self._transport = Transport(
-            _API_HOSTS.get(host, host),
+            api_host,
             plain_http=plain_http,
             find_login=lambda repository: known.find(host, repository),
             limiter=limiter,

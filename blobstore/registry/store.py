@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from blobstore.registry.manifest import RemoteManifest
 
 _STREAMS: Final = 8
+_ABOUT_A_MODEL = re.compile(r"sha256-[0-9a-f]{64}(\.|$)")
+"""Tags of lists of referrers and of cosign's signatures, and not of models."""
 
 
 class RemoteSource(NamedTuple):
@@ -200,7 +203,7 @@ def _tags(
     client: RegistryClient, place: RemoteReference
 ) -> list[tuple[RemoteReference, Digest | None]]:
     """Return the tags of the repository of ``place``."""
-    tags = sorted(client.tags(place.repository))
+    tags = sorted(tag for tag in client.tags(place.repository) if not _ABOUT_A_MODEL.match(tag))
     digests = WorkerPool(_STREAMS, None, 0).run(
         tags, lambda tag: client.head_manifest(place.repository, tag), client.abort
     )

@@ -51,9 +51,10 @@ class ReadPlan:
         manifest: Manifest,
         stored_size: Callable[[BlobId], int] = attrgetter("size"),
     ) -> ReadPlan:
-        """Return what reading all blobs of a model takes.
+        """Return what reading all blobs of the ``manifest`` of a model takes.
 
-        ``stored_size`` returns how many bytes are read for a blob that is not local.
+        Those that ``store`` has locally are not read from a remote. ``stored_size`` returns how many bytes are
+        read for each other one.
 
         Raises:
             BlobMissing, BlobDamaged: a blob is nowhere, or damaged.

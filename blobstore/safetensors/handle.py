@@ -34,7 +34,9 @@ class TensorMeta(NamedTuple):
     """What the header says about a tensor."""
 
     dtype: str
+    """The type's name in the file, such as ``F32``."""
     shape: list[int]
+    """The sizes of the dimensions, in elements."""
     data_offsets: tuple[int, int]
     """The range of its bytes, relative to the start of the data."""
 
@@ -165,47 +167,87 @@ class safe_open:  # noqa: N801 - the name that users know
         return self._open
 
     def keys(self) -> list[str]:
-        """Return the names of the tensors, sorted."""
+        """Return the names of the tensors, sorted.
+
+        Raises:
+            SafetensorError: the file is closed.
+        """
         return sorted(self._tensors.table.names)
 
     def offset_keys(self) -> list[str]:
-        """Return the names of the tensors in the order of their bytes."""
+        """Return the names of the tensors in the order of their bytes.
+
+        Raises:
+            SafetensorError: the file is closed.
+        """
         return list(self._tensors.table.names)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the metadata, or None if the file has none."""
+        """Return the metadata, texts by name, or None if the file has none.
+
+        Raises:
+            SafetensorError: the file is closed.
+        """
         metadata = self._tensors.table.metadata
         return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor.
+        """Return a tensor, with the element type and shape that the file states.
+
+        torch packs two F4 values per item, which halves the last dimension. MLX has 8-bit floats as uint8.
+
+        Args:
+            name: the tensor.
 
         Raises:
-            SafetensorError: there is no such tensor, or the framework cannot hold it.
+            SafetensorError: there is no such tensor, the framework cannot hold it, or the file is closed.
+            OSError: the file cannot be read.
         """
         tensors = self._tensors
         return tensors.read(tensors.entry(name))
 
     def get_tensors(self) -> dict[str, Any]:
-        """Return all tensors, in the order of their bytes."""
+        """Return all tensors by name, in the order of their bytes, each as :meth:`get_tensor` does.
+
+        Raises:
+            SafetensorError: the framework cannot hold a tensor, or the file is closed.
+            OSError: the file cannot be read.
+        """
         return self._tensors.read_all()
 
     def get_tensor_meta(self, name: str) -> TensorMeta:
-        """Return type, shape and place of a tensor, without reading it."""
+        """Return type, shape and place of a tensor, without reading it.
+
+        Args:
+            name: the tensor.
+
+        Raises:
+            SafetensorError: there is no such tensor, or the file is closed.
+        """
         spec, begin, end = self._tensors.entry(name)
         return TensorMeta(spec.dtype.value, list(spec.shape), (begin, end))
 
     def sha256(self, name: str) -> str:
-        """Return the digest of a tensor's bytes in the file, as hexadecimal digits.
+        """Return the sha256 of a tensor's bytes in the file, as 64 hexadecimal digits.
+
+        Args:
+            name: the tensor.
 
         Raises:
-            SafetensorError: there is no such tensor.
+            SafetensorError: there is no such tensor, or the file is closed.
             OSError: the file cannot be read.
         """
         return self._tensors.sha256(name)
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a tensor of which slices can be read."""
+        """Return a tensor of which slices can be read. Nothing is read yet.
+
+        Args:
+            name: the tensor.
+
+        Raises:
+            SafetensorError: there is no such tensor, or the file is closed.
+        """
         tensors = self._tensors
         return SafeSlice(tensors, tensors.entry(name).spec)
 
@@ -217,7 +259,16 @@ class safe_open:  # noqa: N801 - the name that users know
         threads: int = THREADS,
         bytes_in_flight: int = IN_FLIGHT,
     ) -> PrefetchLoader:
-        """Start to load tensors in the background; see :func:`prefetch`."""
+        """Start to load tensors in the background.
+
+        ``plan``, ``device``, ``threads`` and ``bytes_in_flight`` are as for :func:`prefetch`.
+
+        Returns:
+            The loader, which hands the tensors out.
+
+        Raises:
+            SafetensorError, TypeError: see :func:`prefetch`; or the file is closed.
+        """
         return prefetch(
             [self], plan, device=device, threads=threads, bytes_in_flight=bytes_in_flight
         )
@@ -263,9 +314,13 @@ def prefetch(
         threads: how many threads read.
         bytes_in_flight: bytes that are loaded, or being loaded, and were not taken yet.
 
+    Returns:
+        The loader, which hands the tensors out.
+
     Raises:
-        SafetensorError: no file has a tensor of the plan, two files have it, an index is not valid, or
-            another argument.
+        SafetensorError: no file has a tensor of the plan, two files have it, a file is closed, or an index or
+            another argument is not valid.
+        TypeError: an argument has the wrong type.
     """
     opened = [file._tensors for file in files]  # noqa: SLF001 - of this module
     if plan is None:

@@ -66,10 +66,13 @@ def save(
     *,
     alignment: int = 8,
 ) -> bytes:
-    """Return a file of arrays as bytes. ``alignment`` is that of :func:`save_file`.
+    """Return a file of arrays as bytes.
+
+    ``tensors``, ``metadata`` and ``alignment`` are as for :func:`save_file`.
 
     Raises:
-        SafetensorError: an array has the name ``__metadata__``.
+        SafetensorError: an array has the name ``__metadata__``, or ``alignment`` is not valid.
+        TypeError: a name is no text, or the metadata are no dict of texts.
     """
     return arrays.save(_as_numpy(tensors), metadata, alignment=alignment)
 
@@ -81,10 +84,17 @@ def save_file(
     *,
     alignment: int = 8,
 ) -> None:
-    """Write a file of arrays; see :func:`blobstore.safetensors.numpy.save_file`.
+    """Write a file of arrays. It replaces an existing one when it is durable.
+
+    Args:
+        tensors: arrays by name, of any shape. They are computed, if they were not.
+        filename: the file.
+        metadata: texts by name.
+        alignment: see :func:`blobstore.safetensors.numpy.save_file`.
 
     Raises:
-        SafetensorError: see :func:`save`; or the file cannot be written.
+        SafetensorError: see :func:`save`; or the file is inside a store, or cannot be written.
+        TypeError: see :func:`save`.
     """
     arrays.save_file(_as_numpy(tensors), filename, metadata, alignment=alignment)
 
@@ -92,8 +102,15 @@ def save_file(
 def load(data: Buffer) -> dict[str, mx.array]:
     """Return the arrays of a file in memory, in memory of MLX.
 
+    Args:
+        data: the bytes of the file.
+
+    Returns:
+        Arrays by name, with types and shapes as from :func:`load_file`.
+
     Raises:
         SafetensorError: the bytes break the format, or MLX cannot hold a tensor.
+        TypeError: the argument is no buffer.
     """
     from blobstore.safetensors.reader import open_memory
 
@@ -102,6 +119,13 @@ def load(data: Buffer) -> dict[str, mx.array]:
 
 def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, mx.array]:
     """Return the arrays of a file, in memory of MLX.
+
+    Args:
+        filename: the file, or what else :class:`~blobstore.safetensors.safe_open` takes.
+        backend: ``mmap`` or ``pread``.
+
+    Returns:
+        Arrays by name, with the types and shapes of the file; 8-bit floats become uint8 with the same bits.
 
     Raises:
         SafetensorError: the file breaks the format, or MLX cannot hold a tensor.

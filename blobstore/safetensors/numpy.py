@@ -105,10 +105,14 @@ def save(
     *,
     alignment: int = 8,
 ) -> bytes:
-    """Return a file of arrays as bytes. ``alignment`` is that of :func:`save_file`.
+    """Return a file of arrays as bytes.
+
+    ``tensor_dict``, ``metadata`` and ``alignment`` are as for :func:`save_file`.
 
     Raises:
-        SafetensorError: an array has a type that the format lacks, or the name ``__metadata__``.
+        SafetensorError: an array has a type that the format lacks, or the name ``__metadata__``; or
+            ``alignment`` is not valid.
+        TypeError: a name is no text, or the metadata are no dict of texts.
     """
     from blobstore.safetensors.serialization import lay_out
 
@@ -126,14 +130,15 @@ def save_file(
     """Write a file of arrays. It replaces an existing one when it is durable.
 
     Args:
-        tensor_dict: arrays by name.
+        tensor_dict: arrays by name, of any shape and strides, and of all types that the format has.
         filename: the file.
         metadata: texts by name.
-        alignment: a power of two from 8 to 1 MiB. If it is over 8, the data begin at a multiple of it, and
+        alignment: bytes, a power of two from 8 to 1 MiB. If it is over 8, the data begin at a multiple of it, and
             tensors whose bytes are a multiple of it precede the others, so that they begin at one too.
 
     Raises:
-        SafetensorError: see :func:`save`; or the file cannot be written.
+        SafetensorError: see :func:`save`; or the file is inside a store, or cannot be written.
+        TypeError: see :func:`save`.
     """
     from blobstore.safetensors.serialization import lay_out, write_file
 
@@ -144,8 +149,15 @@ def save_file(
 def load(data: Buffer) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of a file in memory, as views that are writable if the memory is.
 
+    Args:
+        data: the bytes of the file.
+
+    Returns:
+        Arrays by name, with types and shapes as from :func:`load_file`.
+
     Raises:
         SafetensorError: the bytes break the format, or numpy cannot hold a tensor.
+        TypeError: the argument is no buffer.
     """
     from blobstore.safetensors.reader import open_memory
 
@@ -159,6 +171,13 @@ def load_file(
 
     They are views of a private map, which can be written to without changing the file. With
     ``backend="pread"``, they have memory of their own.
+
+    Args:
+        filename: the file, or what else :class:`~blobstore.safetensors.safe_open` takes.
+        backend: ``mmap`` or ``pread``.
+
+    Returns:
+        Arrays by name, with the types and shapes of the file. Types that numpy lacks are those of ``ml_dtypes``.
 
     Raises:
         SafetensorError: the file breaks the format, or numpy cannot hold a tensor.

@@ -81,7 +81,10 @@ class PrefetchLoader:
         return len(self._names)
 
     def take(self, name: str) -> Any:
-        """Return a tensor, after waiting for it.
+        """Return a tensor, or the part that the plan asks for, after waiting for it.
+
+        Args:
+            name: the tensor.
 
         Raises:
             SafetensorError: it is not in the plan, was taken before, or the loader is closed; or it cannot be

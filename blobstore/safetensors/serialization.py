@@ -21,7 +21,7 @@ from blobstore.core.escape import escape, quote
 from blobstore.core.files import replacing, without_start
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.targets import check_target
-from blobstore.core.tensor import DType
+from blobstore.core.tensor import DTYPES, DType
 from blobstore.core.tensor import TensorSpec as NamedSpec
 from blobstore.errors import BlobstoreError, SafetensorError
 from blobstore.safetensors.arguments import check_metadata, require
@@ -76,8 +76,16 @@ class TensorSpec:
 
     Nothing is kept alive: the memory must stay valid until the tensor has been written.
 
+    Args:
+        dtype: the name that numpy or torch has for the type, such as ``float32``.
+        shape: the sizes of the dimensions, in elements. One element of ``float4_e2m1fn_x2`` is two values.
+        data_ptr: the address of the first byte. The bytes are in C order, and little-endian.
+        data_len: the number of bytes.
+
     Raises:
         SafetensorError: there is no such type.
+        OverflowError: a number is negative, or does not fit into 64 bits.
+        TypeError: a number is no integer, or ``dtype`` no text.
     """
 
     __slots__ = ("_data_len", "_data_ptr", "_dtype", "_shape")
@@ -117,22 +125,6 @@ class TensorSpec:
             f"data_ptr={self._data_ptr}, data_len={self._data_len})"
         )
 
-    def named(self, name: str) -> NamedSpec:
-        """Return name, type and shape, checked against the number of bytes."""
-        spec = NamedSpec(name, self._dtype, tuple(self._shape))
-        is_readable = self._data_ptr or not self._data_len
-        if math.prod(spec.shape) * spec.dtype.bits != self._data_len * 8 or not is_readable:
-            raise SafetensorError(
-                "Error while serializing: invalid shape, data type, or offset for tensor: "
-                f"{quote(name)} of {spec.dtype.value} {self._shape} is given as {self._data_len} "
-                f"bytes at address {self._data_ptr}"
-            )
-        return spec
-
-    def read(self) -> Buffer:
-        """Return the bytes, not copied."""
-        return memory_at(self._data_ptr, self._data_len)
-
 
 def memory_at(address: int, size: int) -> Buffer:
     """Return memory of the process as a buffer, which keeps nothing alive."""
@@ -158,11 +150,17 @@ def serialize(
 ) -> bytes:
     """Return a file of the tensors as bytes.
 
+    Args:
+        tensor_dict: tensors by name.
+        metadata: texts by name.
+
     Raises:
-        SafetensorError: a tensor is not valid, or has the name ``__metadata__``.
+        SafetensorError: the number of bytes of a tensor does not follow from its type and shape, its address
+            is 0, or its name is ``__metadata__``.
+        TypeError: an argument has the wrong type.
     """
     header, tensors = _lay_out_specs(tensor_dict, metadata)
-    return b"".join([header, *(tensor.read() for tensor in tensors)])
+    return b"".join([header, *map(_bytes_of, tensors)])
 
 
 def serialize_file(
@@ -170,22 +168,34 @@ def serialize_file(
     filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tensors to a file.
+    """Write the tensors to a file. It replaces an existing one when it is durable.
+
+    Args:
+        tensor_dict: tensors by name.
+        filename: the path of the file.
+        metadata: texts by name.
 
     Raises:
-        SafetensorError: see :func:`serialize`; or the file cannot be written.
+        SafetensorError: see :func:`serialize`; or the file is inside a store, or cannot be written.
+        TypeError: an argument has the wrong type.
     """
     header, tensors = _lay_out_specs(tensor_dict, metadata)
-    write_file(filename, itertools.chain([header], (tensor.read() for tensor in tensors)))
+    write_file(filename, itertools.chain([header], map(_bytes_of, tensors)))
 
 
 def deserialize(bytes: Buffer) -> list[tuple[str, dict[str, Any]]]:  # noqa: A002 - the public name
-    """Return the tensors of a file in memory: names with ``shape``, ``dtype`` and ``data``.
+    """Return the tensors of a file in memory, in the order of their bytes.
 
-    ``data`` is a view of the bytes.
+    Args:
+        bytes: the bytes of the file.
+
+    Returns:
+        For each tensor its name, and a dict with ``shape``, a list of sizes in elements, ``dtype``, the type's
+        name in the file such as ``F32``, and ``data``, a view of its bytes.
 
     Raises:
         SafetensorError: the bytes break the format.
+        TypeError: the argument is no buffer.
     """
     table = open_memory(bytes).table
     memory = memoryview(bytes).cast("B")
@@ -249,7 +259,24 @@ def _lay_out_specs(
     for name, tensor in tensor_dict.items():
         require(name, str, "tensor_dict")
         require(tensor, TensorSpec, "tensor_dict")
-    return lay_out([(spec.named(name), spec) for name, spec in tensor_dict.items()], metadata)
+    return lay_out([(_named(name, spec), spec) for name, spec in tensor_dict.items()], metadata)
+
+
+def _named(name: str, tensor: TensorSpec) -> NamedSpec:
+    """Return name, type and shape, checked against the number of bytes."""
+    spec = NamedSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
+    is_readable = tensor.data_ptr or not tensor.data_len
+    if math.prod(spec.shape) * spec.dtype.bits != tensor.data_len * 8 or not is_readable:
+        raise SafetensorError(
+            "Error while serializing: invalid shape, data type, or offset for tensor: "
+            f"{quote(name)} of {spec.dtype.value} {tensor.shape} is given as {tensor.data_len} "
+            f"bytes at address {tensor.data_ptr}"
+        )
+    return spec
+
+
+def _bytes_of(tensor: TensorSpec) -> Buffer:
+    return memory_at(tensor.data_ptr, tensor.data_len)
 
 
 def write_file(filename: str | os.PathLike[str], buffers: Iterable[Buffer]) -> None:

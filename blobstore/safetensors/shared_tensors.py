@@ -12,12 +12,26 @@ if TYPE_CHECKING:
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
+    """Return the address of a tensor's storage, a number of bytes.
+
+    Args:
+        tensor: a dense tensor; 0 is returned for one without memory.
+
+    Raises:
+        NotImplementedError: the tensor has no storage, such as a sparse one.
+    """
     return tensor.untyped_storage().data_ptr()
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's storage."""
+    """Return the number of bytes of a tensor's storage, which may be more than those of the tensor.
+
+    Args:
+        tensor: a dense tensor.
+
+    Raises:
+        NotImplementedError: see :func:`storage_ptr`.
+    """
     return tensor.untyped_storage().nbytes()
 
 

@@ -49,7 +49,7 @@ class SafeSlice:
         self._spec = spec
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the whole tensor: the sizes of its dimensions, in elements."""
         return list(self._spec.shape)
 
     def get_dtype(self) -> str:

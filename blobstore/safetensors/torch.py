@@ -166,13 +166,16 @@ def save(
     tied: bool = False,
     alignment: int = 8,
 ) -> bytes:
-    """Return a file of tensors as bytes. ``tied`` and ``alignment`` are those of :func:`save_file`.
+    """Return a file of tensors as bytes.
+
+    ``tensors``, ``metadata``, ``tied`` and ``alignment`` are as for :func:`save_file`.
 
     Raises:
         ValueError: a value is no dense and contiguous tensor.
         RuntimeError: tensors share memory.
         KeyError: the format lacks the type of a tensor.
-        SafetensorError: a tensor has the name ``__metadata__``.
+        TypeError: a name is no text, or the metadata are no dict of texts.
+        SafetensorError: a tensor has the name ``__metadata__``, or ``alignment`` is not valid.
     """
     from blobstore.safetensors.serialization import lay_out
 
@@ -195,7 +198,7 @@ def save_file(
     Tensors on devices are copied to the CPU one after another.
 
     Args:
-        tensors: tensors by name.
+        tensors: dense and contiguous tensors by name, of any shape.
         filename: the file.
         metadata: texts by name.
         tied: whether tensors that share memory are written once. The metadata have, for each name
@@ -203,8 +206,8 @@ def save_file(
         alignment: see :func:`blobstore.safetensors.numpy.save_file`.
 
     Raises:
-        ValueError, RuntimeError, KeyError: see :func:`save`.
-        SafetensorError: see :func:`save`; or the file cannot be written.
+        ValueError, RuntimeError, KeyError, TypeError: see :func:`save`.
+        SafetensorError: see :func:`save`; or the file is inside a store, or cannot be written.
     """
     from blobstore.safetensors.serialization import lay_out, write_file
 
@@ -220,8 +223,15 @@ def load(data: Buffer) -> dict[str, torch.Tensor]:
     They are views if the memory can be written to. Otherwise the file is copied once, because torch
     has no read-only tensors.
 
+    Args:
+        data: the bytes of the file.
+
+    Returns:
+        Tensors on the CPU by name, with types and shapes as from :func:`load_file`.
+
     Raises:
         SafetensorError: the bytes break the format, or torch cannot hold a tensor.
+        TypeError: the argument is no buffer.
     """
     from blobstore.safetensors.reader import open_memory
 
@@ -246,6 +256,10 @@ def load_file(
         backend: ``mmap`` or ``pread``.
         tied: whether names that :func:`save_file` has omitted are returned too, with the tensors that
             stand for them.
+
+    Returns:
+        Tensors by name, with the types and shapes of the file. F4 becomes torch's type with two values per
+        item, which halves the last dimension.
 
     Raises:
         SafetensorError: the file breaks the format, or torch cannot hold a tensor.
@@ -286,8 +300,14 @@ def save_model(
 
     The metadata has, for each name that is omitted, the one that stands for it.
 
+    Args:
+        model: the module.
+        filename: the file.
+        metadata: texts by name; the names that are omitted are added to this dict.
+        force_contiguous: whether tensors that are not contiguous are copied; otherwise they are errors.
+
     Raises:
-        ValueError, RuntimeError, KeyError, SafetensorError: see :func:`save_file`.
+        ValueError, RuntimeError, KeyError, TypeError, SafetensorError: see :func:`save_file`.
     """
     state, found = _written_once(model.state_dict(), metadata)
     if metadata is not None and found is not None:
@@ -354,8 +374,18 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Load a file of :func:`save_model` into a model, and return missing and unexpected names.
 
+    Args:
+        model: the module, whose tensors have the shapes of the file.
+        filename: the file.
+        strict: whether missing and unexpected names are errors.
+        device: where the tensors are loaded before they are copied into the model.
+        backend: ``mmap`` or ``pread``.
+
+    Returns:
+        The names that the file lacks, and those that the model lacks.
+
     Raises:
-        RuntimeError: names or shapes differ, and ``strict`` is true.
+        RuntimeError: shapes differ; or names do, and ``strict`` is true.
         SafetensorError, OSError: see :func:`load_file`.
     """
     state = load_file(filename, device=device, backend=backend)

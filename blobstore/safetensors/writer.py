@@ -84,11 +84,16 @@ class SafetensorsWriter:
         return list(self._places)
 
     def write(self, name: str, tensor: Any) -> None:
-        """Write a tensor: an array of numpy or MLX, a torch tensor, or a buffer with its bytes.
+        """Write a tensor.
+
+        Args:
+            name: a declared tensor.
+            tensor: an array of numpy or MLX or a torch tensor, with the declared type and shape; or a buffer
+                with the bytes, in C order and little-endian.
 
         Raises:
             SafetensorError: there is no such tensor, it was written before, or it has another type, shape
-                or size than declared.
+                or size than declared; or the file cannot be written, or is closed.
         """
         spec, offset = self._take(name)
         try:

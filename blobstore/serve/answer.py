@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from blobstore.serve.hub import hub_response
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.registry import error_response, registry_response
-from blobstore.serve.targets import InvalidTarget, parse_target
+from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.pull_through import PullThrough
+    from blobstore.serve.targets import Target
 
+_WELCOME = b"blobstore serves models here, as the Hub and as a container registry do; see docs/guides/serve.md\n"
 _READS = ("GET", "HEAD")
 _POSTS = "paths-info"
 """The only segment of a path that clients send a form to."""
@@ -40,6 +43,7 @@ def answer(
         NotPrepared: the model was not asked for before; call its ``prepare`` and ask again.
         BlobstoreError: the model is damaged, or the store cannot be read.
     """
+    request = _in_origin_form(request)
     try:
         target = parse_target(request.target)
     except InvalidTarget as error:
@@ -48,16 +52,12 @@ def answer(
         return bytes_response(request, b"ok\n")
     if (refused := access.refusal(request, target)) is not None:
         return refused
+    if target.segments == ("",):
+        return bytes_response(request, _WELCOME)
     if target.segments == ("metrics",):
         return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
-    is_form = request.method == "POST" and _POSTS in target.segments
-    if request.method not in _READS and not is_form:
-        if target.segments[0] == "v2":
-            refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
-            return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
-        return json_response(
-            request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"}
-        )
+    if (refused := _write_refusal(request, target)) is not None:
+        return refused
     if pull_through is not None:
         token = access.upstream_token(request)
         if (refused := pull_through.refusal(request, target, token)) is not None:
@@ -67,3 +67,22 @@ def answer(
         return found
     message = "there is nothing at this address"
     return json_response(request, {"error": message}, 404)
+
+
+def _in_origin_form(request: Request) -> Request:
+    """Return a request whose header has the host that its target may have named."""
+    host, target = split_host(request.target)
+    if host is None:
+        return request
+    return replace(request, target=target, headers={**request.headers, "host": host})
+
+
+def _write_refusal(request: Request, target: Target) -> Response | None:
+    """Return the response to a request that does not read; None if it reads."""
+    is_form = request.method == "POST" and _POSTS in target.segments
+    if request.method in _READS or is_form:
+        return None
+    if target.segments[0] == "v2":
+        refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
+        return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
+    return json_response(request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"})

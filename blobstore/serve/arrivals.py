@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
-    from blobstore.serve.peers import Peers
+    from blobstore.serve.peers import PeerFiles, Peers
     from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
@@ -69,7 +69,11 @@ class ArrivalHost(Protocol):
         ...
 
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> object:
-        """Note durably what is being fetched, and make space for ``size`` bytes. Raises BlobstoreError or Refusal."""
+        """Note durably what is being fetched, and check that ``size`` bytes have space. Raises BlobstoreError or Refusal."""
+        ...
+
+    def bytes_arrived(self, arrival: Arrival) -> object:
+        """Make space for ``arrival.written`` bytes, on any thread. Raises BlobstoreError."""
         ...
 
     def files_listed(self, arrival: Arrival) -> object:
@@ -132,6 +136,11 @@ class Arrival:
         return sum(file.received for file in list(self._files.values()))
 
     @property
+    def written(self) -> int:
+        """Bytes of files that are here."""
+        return sum(file.written for file in list(self._files.values()))
+
+    @property
     def wrong_etags(self) -> list[str]:
         """The validators of the files of which readers may have got wrong bytes."""
         return [file.etag for file in list(self._files.values()) if file.is_wrong]
@@ -162,6 +171,10 @@ class Arrival:
         failed = DamagedSource(f"{self.repository} cannot be fetched")
         for file in self._files.values():
             file.fail(failed)
+        # Circles of references and tracebacks would keep the files open.
+        self._files, self.model = {}, None
+        if self.error is not None:
+            self.error.with_traceback(None)
         self.listed.set()
         self.ended.set()
 
@@ -222,11 +235,11 @@ class Arrival:
         finally:
             source.close()
 
-    def _take(self, answers: Iterable[Mapping[str, Content]]) -> None:
+    def _take(self, answers: Iterable[PeerFiles]) -> None:
         """Put the files together that peers have the blobs of. Those that differ are left to the upstream."""
-        for contents in answers if self._waiting else ():
+        for answer in answers if self._waiting else ():
             for name, file in list(self._waiting.items()):
-                content = contents.get(name)
+                content = answer.files.get(name)
                 if content is None or content.size != file.size:
                     continue
                 self._check_stopped()
@@ -239,7 +252,7 @@ class Arrival:
                     del self._waiting[name]
                     self._fetch(file)
                 else:
-                    self._host.peers.file_differs(self, name)
+                    self._host.peers.file_differs(self, answer, name)
             if not self._waiting:
                 return
 
@@ -274,6 +287,7 @@ class Arrival:
     def _fetch(self, file: ArrivingFile) -> None:
         with self._store.writing():
             file.open()
+            self._host.bytes_arrived(self)
             for attempt in self._client.retry():
                 with attempt:
                     if file.written < file.size:
@@ -281,6 +295,7 @@ class Arrival:
                             self.repository, self.commit, file.name, file.written, file.size
                         ):
                             file.append(piece)
+                            self._host.bytes_arrived(self)
                             attempt.progress()
                     file.finish()
                     return

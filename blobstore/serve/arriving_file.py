@@ -161,7 +161,7 @@ class ArrivingFile:
         if self._is_verified:
             return self.size - begin
         if self._error is not None:
-            raise self._error
+            raise self._error.copy()  # a traceback of its own, which does not hold this file
         return max(min(self.written, self.size - 1) - begin, 0)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Opens the blobs of responses, after checking them once. All of it blocks; nothing here knows of sockets.
 
-A blob is hashed before its first byte is sent, and again if its file has changed since. For hot blobs, the store's
-cache of verified blobs is read and extended. A cold blob is decoded for that, once in each process, and again when
-it is sent: each chunk of it has a checksum, too.
+A blob is hashed before its first byte is sent, and again if its file has changed since. The store's cache of
+verified blobs is read and extended. A cold blob is decoded for that, and again when it is sent: each chunk of it
+has a checksum, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, open_regular
-from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.errors import BlobDamaged, BlobMissing, Damaged
 from blobstore.store.blobs import ADVICE
+from blobstore.store.verified_cache import cold_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -71,7 +72,7 @@ class BlobReader:
         except BlobMissing:
             if not self._store.has_cold(part.digest):
                 raise
-            state = self._cold_state(part.digest, self._bases.get(part.digest.hex))
+            state = cold_state(self._store, part.digest, self._bases.get(part.digest.hex))
             return OpenBlob(None, state, state == known)
         state = FileVersion.of_status(os.fstat(descriptor))
         return OpenBlob(descriptor, state, state == known)
@@ -113,30 +114,26 @@ class BlobReader:
                 self._remember(digest, before, [before])
         finally:
             os.close(descriptor)
-        if time.monotonic() - self._local.saved > _SAVE_SECONDS:
-            cache.save()
-            self._local.saved = time.monotonic()
+        self._save(cache)
         return before
 
     def _verify_cold(self, digest: Digest, size: int) -> object:
         # The checksums of chunks find accidents. Only the digest says that the bytes are those of the blob.
-        begin = _version_of(self._store.cold_path(digest))
-        blob = self._store.open_cold(digest, size)
-        before = self._cold_state(digest, blob.base)
-        blob.check()
-        self._on_verified(size)
-        if before[0] == begin and self._cold_state(digest, blob.base) == before:
+        cache = self._cache()
+        blob, before = cache.open_cold(digest, size)
+        if not cache.has_cold(digest, size):
+            try:
+                blob.check()
+            except Damaged:
+                cache.forget(before)
+                raise
+            cache.note(before)
+            self._on_verified(size)
+        if cold_state(self._store, digest, blob.base) == before.versions:
             self._bases[digest.hex] = blob.base
-            self._remember(digest, before, before)
-        return before
-
-    def _cold_state(self, digest: Digest, base: Digest | None) -> tuple[FileVersion | None, ...]:
-        """Return the states of the files that a cold blob is decoded from."""
-        store = self._store
-        paths = [store.cold_path(digest)]
-        if base is not None:
-            paths += [store.blob_path(base), store.base_path(base), store.cold_path(base)]
-        return tuple(map(_version_of, paths))
+            self._remember(digest, before.versions, before.versions)
+        self._save(cache)
+        return before.versions
 
     def _remember(
         self, digest: Digest, state: object, versions: Sequence[FileVersion | None]
@@ -178,6 +175,12 @@ class BlobReader:
         for cache in self._caches:
             cache.save()
 
+    def _save(self, cache: VerifiedBlobs) -> None:
+        """Keep what this thread has found, from time to time."""
+        if time.monotonic() - self._local.saved > _SAVE_SECONDS:
+            cache.save()
+            self._local.saved = time.monotonic()
+
     def _cache(self) -> VerifiedBlobs:
         """Return the cache of this thread: an instance is not made for several."""
         if not hasattr(self._local, "cache"):
@@ -185,14 +188,6 @@ class BlobReader:
             self._caches.append(self._local.cache)
         cache: VerifiedBlobs = self._local.cache
         return cache
-
-
-def _version_of(path: str) -> FileVersion | None:
-    """Return the version of a file; None if there is none."""
-    try:
-        return FileVersion.of_status(os.stat(path))  # noqa: PTH116 - for each request
-    except OSError:
-        return None
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

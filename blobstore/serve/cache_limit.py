@@ -1,7 +1,8 @@
 """Keeps what was fetched from an upstream within a limit: what was not used for the longest time goes first.
 
 Only blobs that nothing but fetched models references count, uncompressed. Models that the store has of its own,
-those that are being sent, and those with blobs that another process has leased stay.
+those that are being sent, and those with blobs that another process has leased stay. Models are removed as bytes
+arrive, not for what an upstream lists: one that lists more than it sends would empty the cache.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS: Final = 180.0
 """How long a model stays after its last byte was sent: longer than the slowest client may take for the next ones."""
+_STEP: Final = 256 << 20
+"""Bytes that space is made for at least: each look reads all manifests."""
 
 
 @dataclass(slots=True)
@@ -55,10 +58,13 @@ class CacheLimit:
         self._max_size = max_size
         self._on_removed = on_removed
         self._lock = threading.Lock()
-        self._reserved: dict[object, int] = {}
+        self._listed: dict[object, int] = {}
+        """Bytes that arriving models will have."""
+        self._taken: dict[object, int] = {}
+        """Bytes that there is space for now."""
 
     def reserve(self, key: object, size: int) -> None:
-        """Make space for a model that is about to be fetched. The space is taken until :meth:`release`.
+        """Check that space can be made for a model that is about to be fetched. It has a claim until :meth:`release`.
 
         Raises:
             Refusal: there is not enough, or the models that are there are in use.
@@ -75,8 +81,26 @@ class CacheLimit:
                     HTTPStatus.INSUFFICIENT_STORAGE,
                     message=f"the model has {size} bytes, and this server keeps {self._max_size} at most",
                 )
-            self._shrink(self._max_size - size - sum(self._reserved.values()))
-            self._reserved[key] = size
+            if self._oldest(self._max_size - size - sum(self._listed.values()))[1] > 0:
+                raise Refusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE,
+                    message="there is no space for the model while those that are there are in use",
+                )
+            self._listed[key], self._taken[key] = size, 0
+
+    def arrived(self, key: object, size: int) -> None:
+        """Make space for the bytes that have arrived of a model, and for as many more. Raises BlobstoreError.
+
+        If others are in use that were not, the limit is passed until the next model arrives: clients get this one.
+        """
+        with self._lock:
+            if self._max_size is None or size <= self._taken.get(key, size):
+                return
+            taken = min(self._listed[key], max(2 * size, _STEP))
+            others = sum(self._taken.values()) - self._taken[key]
+            for version, only in self._oldest(self._max_size - taken - others)[0]:
+                self._remove(version, only)
+            self._taken[key] = taken
 
     def forget_removed(self) -> None:
         """Remove the records of models that somebody has removed, so that others may get their names.
@@ -99,26 +123,28 @@ class CacheLimit:
     def release(self, key: object) -> None:
         """Take back what was reserved: the model is in the store, or will not be."""
         with self._lock:
-            self._reserved.pop(key, None)
+            self._listed.pop(key, None)
+            self._taken.pop(key, None)
 
-    def _shrink(self, most: int) -> None:
+    def _oldest(self, most: int) -> tuple[list[tuple[_Fetched, set[str]]], int]:
+        """Return what to remove until there are ``most`` bytes, and how many are too many even then.
+
+        With each version come the blobs that no other has. Raises BlobstoreError.
+        """
+        found = []
         fetched, own = self._versions()
         sizes = _all_blobs(fetched)
         total = sum(sizes[one] for one in sizes.keys() - own)
         for version in sorted(fetched, key=lambda one: self._pulled.last_use(one.origin)):
             if total <= most:
-                return
+                break
             others = [one for one in fetched if one is not version]
             only = version.blobs.keys() - own - _all_blobs(others).keys()
             if not self._is_in_use(version, only):
-                self._remove(version, only)
+                found.append((version, only))
                 fetched = others
                 total -= sum(version.blobs[one] for one in only)
-        if total > most:
-            raise Refusal(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                message="there is no space for the model while those that are there are in use",
-            )
+        return found, max(total - most, 0)
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
         """Return what was fetched, and the hex digests of the blobs of all else. Raises BlobstoreError."""

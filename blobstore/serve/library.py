@@ -64,6 +64,10 @@ class NotPrepared(Exception):
         self.key = (prepare, *key)
 
 
+class NotFetched(NotPrepared):
+    """The work waits for another server, which may take its time."""
+
+
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """A version of a model."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
@@ -125,6 +125,15 @@ class Wanted(Protocol):
         """The version."""
 
 
+class PeerFiles(NamedTuple):
+    """The files of a model, as some peers list them; nothing is trusted."""
+
+    files: Mapping[str, Content]
+    """Put together from blobs of this store."""
+    peers: Sequence[Peer]
+    """All that have the same manifest."""
+
+
 class Peers:
     """The peers of a server. Threads may share them."""
 
@@ -163,8 +172,8 @@ class Peers:
     @contextlib.contextmanager
     def files(
         self, wanted: Wanted, size: int, *, first: Peer | None = None
-    ) -> Iterator[Iterator[Mapping[str, Content]]]:
-        """Yield what yields the files of a model, put together from blobs of this store; nothing is trusted.
+    ) -> Iterator[Iterator[PeerFiles]]:
+        """Yield what yields the files of a model.
 
         Peers that list different manifests give different files, so there may be several answers, or none. The
         blobs stay while the block runs.
@@ -184,7 +193,7 @@ class Peers:
         size: int,
         sources: Mapping[Digest, list[_Source]],
         stack: contextlib.ExitStack,
-    ) -> Iterator[Mapping[str, Content]]:
+    ) -> Iterator[PeerFiles]:
         # The version that most peers have comes first.
         for several in sorted(sources.values(), key=len, reverse=True):
             source = several[0].source
@@ -203,7 +212,8 @@ class Peers:
                 if self._is_closed:
                     return
                 fetch.run(ingest)
-                yield model_files(self._store, source.manifest)
+                files = model_files(self._store, source.manifest)
+                yield PeerFiles(files, [one.peer for one in several])
             except BlobstoreError as error:
                 self._note(model=str(wanted.reference), error=f"peers have not sent it: {error}")
                 if isinstance(error, StoreError):
@@ -213,11 +223,14 @@ class Peers:
                     self._running.discard(fetch)
                     self._fetched += fetch.received
 
-    def file_differs(self, wanted: Wanted, name: str) -> None:
+    def file_differs(self, wanted: Wanted, answer: PeerFiles, name: str) -> None:
         """Note that a file of a model has other bytes than the upstream lists."""
-        self._note(
-            model=str(wanted.reference), error=f"peers list other bytes of file {quote(name)}"
-        )
+        for peer in answer.peers:
+            self._note(
+                peer=peer.name,
+                model=str(wanted.reference),
+                error=f"the peer lists other bytes of file {quote(name)}",
+            )
 
     def _sources(
         self, wanted: Wanted, first: Peer | None, stack: contextlib.ExitStack
@@ -237,13 +250,13 @@ class Peers:
 
     def _ask(self, peer: Peer, wanted: Wanted) -> _Source | None:
         """Return what a peer has of a model; None if it does not have this version."""
-        name = RemoteReference.of(wanted.reference)
-        repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
-        # A commit is no tag, and the version decides.
-        tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
-        address = replace(peer.address, repository=repository, tag=tag)
         client = peer.client()
         try:
+            name = RemoteReference.of(wanted.reference)  # registries do not allow all names
+            repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
+            # A commit is no tag, and the version decides.
+            tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
+            address = replace(peer.address, repository=repository, tag=tag)
             source = RemoteSource.resolve(client, address)
             reader = RemoteReader({wanted.reference: source}, self._store)
             record = read_source_record(reader, source.manifest)

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import make_folders
 from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreBusy, StoreError
-from blobstore.manifests.reference import DEFAULT_HOST, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.hub import asked_for, tag_of
-from blobstore.serve.library import NotPrepared, any_tag, name_of
+from blobstore.serve.library import MAIN, NotFetched, any_tag, name_of
 from blobstore.serve.messages import PEER, json_response
 from blobstore.serve.peers import Peers
 from blobstore.serve.registry import asked_of_registry, error_response
@@ -61,6 +61,10 @@ _WAIT_SECONDS: Final = 8.0
 """How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
+_MAX_ARRIVALS: Final = 32
+"""Models that are fetched at once. Each has a thread, and up to eight more."""
+_MAX_PATIENT: Final = 16
+"""Questions for which a busy upstream is waited for. Others hear that it is busy."""
 _REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "NAME_UNKNOWN"}
 
 
@@ -132,6 +136,7 @@ class PullThrough:
         """When an arrival has begun, and from where."""
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
+        self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._removed)
         self._folder = _locked(self._store)
         self._limit.forget_removed()
@@ -141,6 +146,7 @@ class PullThrough:
         with self._lock:
             self._is_closed = True
             arrivals = list(self._arrivals.values())
+        self._upstreams.close()
         self.peers.close()
         for arrival in arrivals:
             arrival.stop()
@@ -182,18 +188,18 @@ class PullThrough:
                 self._check_peer(repository)
             elif revision is None:
                 self._check_repository(repository, token)
-            elif (asked := _asked(repository, revision)) and self._library.is_allowed(
-                asked.reference
-            ):
-                self._check(asked, token, needs_all=is_registry)
+            elif (asked := _asked(repository, revision)) is not None:
+                if self._library.is_allowed(asked.reference):
+                    self._check(asked, token, needs_all=is_registry)
+                elif asked.is_commit and self._held(asked) is not None:  # of a tag that is allowed
+                    self._check_repository(repository, token)
         except Refusal as refusal:
             return _response(request, refusal, is_registry=is_registry)
         return None
 
     def _check_peer(self, repository: Reference) -> None:
         """Check that everyone may read what was fetched of a repository. Peers get nothing else. Raises Refusal."""
-        origins = self._library.pulled.of_repository(name_of(repository))
-        if not all(origin.is_public for origin in origins):
+        if not self._library.pulled.is_public(name_of(repository)):
             raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
 
     def _check(self, asked: _Asked, token: str, *, needs_all: bool) -> None:
@@ -202,47 +208,51 @@ class PullThrough:
         if held is not None and self._is_settled(held):
             return
         now, client = time.monotonic(), _digest(token)
-        refusal, until = self._refusals.get((asked.reference, client), (None, 0.0))
-        if refusal is not None and now < until:
-            raise refusal
+        self._check_refusal(asked.reference, client)
         known = _Known(asked.revision, now + 1) if asked.is_commit else None
         known = known or self._tags.get(asked.reference)
         if known is None or now >= known.until or not self._may_read(asked.repository, client):
-            raise NotPrepared(self._look_up, asked, token)
+            raise NotFetched(self._look_up, asked, token)
         arrival = self._arrivals.get((asked.repository, known.commit))
         if arrival is not None:
             if needs_all:
-                raise NotPrepared(_wait, arrival.ended)
+                raise NotFetched(_wait, arrival.ended)
             if not arrival.listed.is_set():
-                raise NotPrepared(_wait, arrival.listed)
+                raise NotFetched(_wait, arrival.listed)
             if held is None or held.commit != known.commit:  # it lacks this name, or has just ended
-                raise NotPrepared(self._begin, asked, known.commit)
+                raise NotFetched(self._begin, asked, known.commit)
         elif held is not None and held.origin and held.origin.commit == known.commit:
             self._library.pulled.touch(held.origin)
         else:
             failure, until = self._failures.get((asked.repository, known.commit), (None, 0.0))
             if failure is not None and now < until:
-                raise failure
-            raise NotPrepared(self._look_up, asked, token)
+                raise failure.again()
+            raise NotFetched(self._look_up, asked, token)
+
+    def _check_refusal(self, reference: Reference, client: str) -> None:
+        """Repeat what a client was answered lately. Raises Refusal."""
+        refusal, until = self._refusals.get((reference, client), (None, 0.0))
+        if refusal is not None and time.monotonic() < until:
+            raise refusal.again()
 
     def _is_settled(self, held: ServedModel) -> bool:
         """Return whether nobody else says what a name is that the store has a model of."""
-        is_own = held.origin is None
+        if held.origin is None:
+            return True
         # Peers do not: each would give its version to the others.
-        return is_own or (held.manifest is not None and not self._upstreams.has_upstream)
+        is_public = self._library.pulled.is_public(held.origin.repository)
+        return held.manifest is not None and is_public and not self._upstreams.has_upstream
 
     def _check_repository(self, repository: Reference, token: str) -> None:
         """Check that a client may read what was fetched of a repository, whatever its version."""
-        name = name_of(repository)
-        if not self._upstreams.has_upstream:
+        name, pulled = name_of(repository), self._library.pulled
+        if not self._upstreams.has_upstream and pulled.is_public(name):
             return
-        for origin in self._library.pulled.of_repository(name):
+        for origin in pulled.of_repository(name):
             if not self._may_read(name, _digest(token)):
                 asked = _Asked(repository, name, origin.commit)
-                refusal, until = self._refusals.get((repository, _digest(token)), (None, 0.0))
-                if refusal is not None and time.monotonic() < until:
-                    raise refusal
-                raise NotPrepared(self._look_up, asked, token)
+                self._check_refusal(repository, _digest(token))
+                raise NotFetched(self._look_up, asked, token)
             return
 
     def _held(self, asked: _Asked) -> ServedModel | None:
@@ -259,37 +269,61 @@ class PullThrough:
 
     def _look_up(self, asked: _Asked, token: str) -> None:
         """Ask the upstream what a revision is and whether this client may read it, and fetch it."""
-        origin = self._stored(asked)
-        patience = PATIENT if origin is None else IMPATIENT
-        client, key = _digest(token), (asked.reference, _digest(token))
+        origin, client = self._stored(asked), _digest(token)
+        may_read = self._may_read(asked.repository, client)
+        # Who may not read what the store has must not see that it has it.
+        has_answer = origin is not None and (origin.is_public or may_read)
+        is_patient = not has_answer and self._patient.acquire(blocking=False)
         try:
-            found = self._upstreams.find(asked.repository, asked.revision, token, patience)
+            patience = PATIENT if is_patient else IMPATIENT
+            # A peer does not know who may read what the upstream has.
+            with_peers = self._library.pulled.is_public(asked.repository)
+            found = self._upstreams.find(
+                asked.repository, asked.revision, token, patience, with_peers=with_peers
+            )
         except Refusal as refusal:
-            self._refuse(key, refusal)
+            if not token and refusal.is_of_repository:
+                self._library.pulled.note_public(asked.repository, is_public=False)
+            self._refuse(asked, client, refusal)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
-            if origin is None:
-                message = "the upstream cannot be reached, or does not answer as a Hub"
-                self._refuse(key, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
-            elif origin.is_public or self._may_read(asked.repository, client):
+            if origin is not None and has_answer:
                 seconds = min(self._fresh, _RETRY_SECONDS)
-                self._remember(asked, origin.commit, client, seconds)
+                self._remember(asked, origin.commit, client if origin.is_public else None, seconds)
             else:
-                message = "the upstream cannot be asked whether you may read this model"
-                self._refuse(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
+                message = "the upstream cannot be reached, or does not answer as a Hub"
+                self._refuse(asked, client, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
         else:
-            readers = _digest("") if found.is_peer else client
-            self._remember(asked, found.commit, readers, self._fresh)
+            self._note_readers(asked, found, client)
             self._begin(asked, found.commit, found)
+        finally:
+            if is_patient:
+                self._patient.release()
 
-    def _refuse(self, key: tuple[Reference, str], refusal: Refusal) -> None:
-        _bound(self._refusals)[key] = refusal, time.monotonic() + _REFUSED_SECONDS
+    def _note_readers(self, asked: _Asked, found: FoundAt, client: str) -> None:
+        """Remember who may read what was found: this client, or everyone."""
+        everyone, name = _digest(""), asked.repository
+        if found.is_peer:
+            client = everyone
+        elif client == everyone:
+            self._library.pulled.note_public(name, is_public=True)
+        elif self._library.pulled.of_repository(name) and not self._may_read(name, everyone):
+            is_public = self._upstreams.is_public(found, name)
+            self._library.pulled.note_public(name, is_public=is_public)
+            client = everyone if is_public else client
+        self._remember(asked, found.commit, client, self._fresh)
 
-    def _remember(self, asked: _Asked, commit: str, client: str, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
+        until = time.monotonic() + _REFUSED_SECONDS
+        _bound(self._refusals)[asked.reference, client] = refusal.again(), until
+
+    def _remember(self, asked: _Asked, commit: str, client: str | None, seconds: float) -> None:
+        """Remember what a revision is, and that a client may read it; None if that holds as long as it did."""
         # At least as long as it takes to ask for what was just found out.
-        _bound(self._access)[asked.repository, client] = max(until, time.monotonic() + 1)
-        _bound(self._tags)[asked.reference] = _Known(commit, max(until, time.monotonic() + 1))
+        until = time.monotonic() + max(seconds, 1)
+        if client is not None:
+            _bound(self._access)[asked.repository, client] = until
+        _bound(self._tags)[asked.reference] = _Known(commit, until)
 
     def _stored(self, asked: _Asked) -> Origin | None:
         """Return what the store has of a revision, which was fetched earlier."""
@@ -307,7 +341,7 @@ class PullThrough:
         """
         key = (asked.repository, commit)
         with self._lock:
-            if self._is_closed:
+            if self._is_closed or not self._library.is_allowed(asked.reference):
                 return
             arrival = self._arrivals.get(key)
             if arrival is not None:
@@ -316,6 +350,10 @@ class PullThrough:
                     self._library.arriving[asked.reference] = arrival.model
                 return
             if self._has_named(asked, commit) or found is None:
+                return
+            if len(self._arrivals) >= _MAX_ARRIVALS:
+                message = "the server fetches many other models; ask again later"
+                self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
                 return
             arrival = Arrival(self._store, asked.reference, asked.repository, found, self)
             self._arrivals[key], self._names[key] = arrival, {asked.reference}
@@ -347,6 +385,10 @@ class PullThrough:
         self._store.check_name(arrival.reference)
         self._limit.reserve(arrival, size)
         self._library.pulled.keep(origin)
+
+    def bytes_arrived(self, arrival: Arrival) -> None:
+        """See :class:`ArrivalHost`."""
+        self._limit.arrived(arrival, arrival.written)
 
     def files_listed(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -381,8 +423,7 @@ class PullThrough:
             self._fetched_bytes += arrival.fetched
             self._fetched_models += arrival.created is not None
             if arrival.error is not None:
-                failure = _as_refusal(arrival.error)
-                _bound(self._failures)[key] = failure, time.monotonic() + _REFUSED_SECONDS
+                self._fail(key, _as_refusal(arrival.error))
         self._note(
             model=str(arrival.reference),
             commit=arrival.commit,
@@ -391,6 +432,10 @@ class PullThrough:
             seconds=round(time.monotonic() - begun, 3),
             error=str(arrival.error or ""),
         )
+
+    def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
+        until = time.monotonic() + _REFUSED_SECONDS
+        _bound(self._failures)[key] = refusal.again(), until
 
     def _removed(self, origin: Origin, freed: int) -> None:
         self._note(removed=origin.repository, commit=origin.commit, freed=freed)
@@ -427,7 +472,8 @@ def _asked(repository: Reference, revision: str) -> _Asked | None:
         reference = Reference(*repository.parts[:3], tag)
     except InvalidReference:
         return None
-    return _Asked(reference, name_of(repository), revision)
+    # Branches and tags that are one name here have to be one there too: the first to ask decides for all.
+    return _Asked(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
 
 
 def _digest(token: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Self
 
 from blobstore.core import strict_json
@@ -129,6 +129,16 @@ class PulledModels:
     def of_repository(self, repository: str) -> Iterable[Origin]:
         """Return the commits of a repository."""
         return [origin for origin in self.all() if origin.repository == repository]
+
+    def is_public(self, repository: str) -> bool:
+        """Return whether everyone may read all that was fetched of a repository."""
+        return all(origin.is_public for origin in self.of_repository(repository))
+
+    def note_public(self, repository: str, *, is_public: bool) -> None:
+        """Note whether everyone may read a repository now. Raises as :meth:`keep`."""
+        for origin in self.of_repository(repository):
+            if origin.is_public != is_public:
+                self.keep(replace(origin, is_public=is_public))
 
     def origin(self, manifest: Manifest) -> Origin | None:
         """Return the commit that a model was fetched from; None if it is one of the store's own.

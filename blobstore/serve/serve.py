@@ -97,6 +97,8 @@ def serve(
         through = None
         if upstream is not None or peers:
             with optional_libraries():
+                import httpx2  # noqa: F401  (it is missed here, and not by the first request)
+
                 from blobstore.serve.peers import Peer
                 from blobstore.serve.pull_through import PullThrough
                 from blobstore.serve.upstream import Upstream

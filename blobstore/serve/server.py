@@ -23,7 +23,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
-from blobstore.serve.library import NotPrepared
+from blobstore.serve.library import NotFetched, NotPrepared
 from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 
@@ -58,6 +58,10 @@ _RETRY_AFTER = "5"
 _STEPS = 16
 _PREPARERS = 4
 """Models that are prepared at once. Those that are sent already have other threads."""
+_WAITERS = 64
+"""Threads that wait for other servers, so that no model of the store waits for these."""
+_MAX_PREPARING = 1000
+"""Work that is begun or waits, beyond which no other server is asked."""
 _CLIENT_LEFT = 499
 """What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
@@ -95,6 +99,7 @@ class Server:
         self.metrics = Metrics()
         self._executor = ThreadPoolExecutor(threads, "serve")
         self._preparers = ThreadPoolExecutor(_PREPARERS, "prepare")
+        self._waiters = ThreadPoolExecutor(_WAITERS, "wait")
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs, self._executor)
         self._preparing: dict[object, asyncio.Future[Any]] = {}
@@ -155,6 +160,8 @@ class Server:
             for executor in (self._executor, self._preparers):
                 shutdown = partial(executor.shutdown, cancel_futures=True)
                 await loop.run_in_executor(None, shutdown)
+            # The caller ends what these do.
+            self._waiters.shutdown(wait=False, cancel_futures=True)
             self._blobs.save()
             self._flush()
 
@@ -268,6 +275,8 @@ class Server:
                 )
             except NotPrepared as first:
                 future = self._prepared(first)
+                if future is None:
+                    break
                 done, _ = await asyncio.wait([future], timeout=PATIENCE_SECONDS)
                 if not done:
                     break
@@ -280,13 +289,17 @@ class Server:
         message = "the model is being prepared; ask again in a moment"
         return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
 
-    def _prepared(self, first: NotPrepared) -> asyncio.Future[Any]:
-        """Return the work that has to be done, which all requests share."""
+    def _prepared(self, first: NotPrepared) -> asyncio.Future[Any] | None:
+        """Return the work that has to be done, which all requests share; None if there is too much of it."""
         running = self._preparing.get(first.key)
         if running is None:
+            is_elsewhere = isinstance(first, NotFetched)
+            if is_elsewhere and len(self._preparing) >= _MAX_PREPARING:
+                return None
             self.metrics.prepared += 1
             loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._preparers, first.prepare)
+            executor = self._waiters if is_elsewhere else self._preparers
+            running = loop.run_in_executor(executor, first.prepare)
             self._preparing[first.key] = running
 
             def forget(done: asyncio.Future[Any]) -> None:

@@ -14,6 +14,7 @@ MAX_TARGET = 8000
 MAX_FIELDS = 1000
 """Fields of a query or a form."""
 _TARGET = re.compile(r"/[!$&-;=@-Z_a-z~%\[\]?]*", re.ASCII)
+_ABSOLUTE = re.compile(r"https?://([^/?#@]+)(|[/?].*)", re.ASCII | re.IGNORECASE)
 _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})", re.ASCII)
 
 
@@ -30,6 +31,19 @@ class Target(NamedTuple):
     def first(self, name: str, default: str = "") -> str:
         """Return the first value of a field of the query."""
         return self.query.get(name, [default])[0]
+
+
+def split_host(target: str) -> tuple[str | None, str]:
+    """Return the host, with a port, of a target in absolute form, and the target in origin form.
+
+    Any other target is returned as it is, with None. Proxies and some clients send absolute forms, and their host
+    counts instead of the header's (RFC 9112, 3.2.2).
+    """
+    match = _ABSOLUTE.fullmatch(target)
+    if match is None:
+        return None, target
+    host, rest = match.groups()
+    return host, rest if rest.startswith("/") else f"/{rest}"
 
 
 def parse_target(target: str) -> Target:

@@ -59,6 +59,15 @@ class Refusal(Exception):
         self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
         super().__init__(self.message)
 
+    def again(self) -> Refusal:
+        """Return the same without the traceback, which holds what the request had open."""
+        return Refusal(self.status, self.code, self.message)
+
+    @property
+    def is_of_repository(self) -> bool:
+        """Whether not only a revision or a file is refused."""
+        return self.code not in {"RevisionNotFound", "EntryNotFound"}
+
 
 class Revision(NamedTuple):
     """What a revision of a repository is now."""
@@ -161,7 +170,7 @@ class UpstreamClient:
             commit, names = info["sha"], [one["rfilename"] for one in info["siblings"]]
             is_sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
         except (LookupError, TypeError):
-            is_sound = False
+            raise self._malformed(repository) from None
         if not is_sound:
             raise self._malformed(repository)
         if not names:

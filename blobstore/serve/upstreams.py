@@ -7,14 +7,18 @@ peer that has the model is believed about what it is. A token of a client never 
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
 from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from blobstore.registry.retry import Patience
     from blobstore.serve.peers import Peers
 
@@ -47,8 +51,41 @@ class Upstreams:
         self.peers = peers
         self.has_upstream = upstream is not None
         """Whether somebody says what a tag is after the store has a model of that name."""
+        self._lock = threading.Lock()
+        self._clients: set[UpstreamClient] = set()
+        self._is_closed = False
 
-    def find(self, repository: str, revision: str, token: str, patience: Patience) -> FoundAt:
+    def close(self) -> None:
+        """End what other threads ask: they raise Cancelled."""
+        with self._lock:
+            self._is_closed = True
+            clients = list(self._clients)
+        for client in clients:
+            client.abort()
+
+    @contextlib.contextmanager
+    def _client(self, found: FoundAt, patience: Patience | None = None) -> Iterator[UpstreamClient]:
+        """Yield a client of a server, until :meth:`close`."""
+        with found.client(patience) as client:
+            with self._lock:
+                if self._is_closed:
+                    raise Cancelled("stopped")
+                self._clients.add(client)
+            try:
+                yield client
+            finally:
+                with self._lock:
+                    self._clients.discard(client)
+
+    def find(
+        self,
+        repository: str,
+        revision: str,
+        token: str,
+        patience: Patience,
+        *,
+        with_peers: bool = True,
+    ) -> FoundAt:
         """Ask what a revision is, and whether the client with ``token`` may read it.
 
         Raises:
@@ -61,10 +98,10 @@ class Upstreams:
                 return self._ask_upstream(repository, revision, token, patience)
             except RemoteError as error:
                 failure = error
-        for peer in self.peers.alive():
+        for peer in self.peers.alive() if with_peers else ():
             one = FoundAt(revision, Upstream(peer.name), peer.token(), peer, is_peer=True)
             try:
-                with one.client() as client:
+                with self._client(one) as client:
                     return one._replace(commit=client.revision(repository, revision).commit)
             except Refusal:
                 continue
@@ -78,7 +115,7 @@ class Upstreams:
             return True  # others are not given to peers
         one = found._replace(token=self._token)
         try:
-            with one.client(IMPATIENT) as client:
+            with self._client(one, IMPATIENT) as client:
                 client.check_access(repository, client.revision(repository, found.commit))
         except (Refusal, RemoteError):
             return False
@@ -90,7 +127,7 @@ class Upstreams:
         assert self._upstream is not None  # noqa: S101
         token = token or self._token
         found = FoundAt(revision, self._upstream, token, None)
-        with found.client(patience) as client:
+        with self._client(found, patience) as client:
             there = client.revision(repository, revision)
             client.check_access(repository, there)
             peer = None

@@ -8,6 +8,7 @@ their new values. Either is one frame of zstd. The checksum is that of the new b
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import numpy as np
@@ -28,6 +29,8 @@ _WINDOW: Final = 2**27
 _PIECE: Final = 2**20
 _COUNT: Final = 4
 """Bytes of a count, and of a position."""
+_MOST_UNORDERED: Final = 2**20
+"""Positions that may be in any order. Those in order differ, so a small frame does not have many of them."""
 
 
 class Checksum(Protocol):
@@ -38,6 +41,7 @@ class Checksum(Protocol):
 
     def hexdigest(self) -> str:
         """Return it as hexadecimal digits."""
+        ...
 
 
 class _Adler32:
@@ -116,8 +120,8 @@ class Patch:
             np.bitwise_xor(data, np.frombuffer(self._read(len(piece)), np.uint8), out=data)
         else:
             positions, values = self._changes
-            first, last = np.searchsorted(positions, [begin, self._done])
-            data[positions[first:last] - begin] = values[first:last]
+            first, last = (bisect_left(positions, place) for place in (begin, self._done))
+            data[positions[first:last].astype(np.int64) - begin] = values[first:last]
         self._digester.update(piece)
         if self._done == self._nbytes:
             self.finish()
@@ -140,15 +144,25 @@ class Patch:
             raise DamagedSource(
                 f"{self._where}: {count} bytes change of a tensor of {self._nbytes} bytes"
             )
-        positions = np.frombuffer(self._read(_COUNT * count), "<u4")
+        found, before, is_ordered = bytearray(), -1, True
+        while len(found) < _COUNT * count:
+            piece = np.frombuffer(self._read(min(_COUNT * count - len(found), _PIECE)), "<u4")
+            is_ordered &= int(piece[0]) > before and bool((piece[1:] > piece[:-1]).all())
+            before = int(piece[-1])
+            if not is_ordered and count > _MOST_UNORDERED:
+                raise DamagedSource(f"{self._where}: the bytes that change are not in order")
+            found += piece.data
+        positions = np.frombuffer(found, "<u4")
         values = np.frombuffer(self._read(count), np.uint8)
         if count and int(positions.max()) >= self._nbytes:
             raise DamagedSource(
                 f"{self._where}: byte {int(positions.max())} changes of a tensor of {self._nbytes} bytes"
             )
+        if is_ordered:
+            return positions, values
         # Of a byte that is listed twice, the last value counts, as for readers that go from front to back.
         order = np.argsort(positions, kind="stable")
-        return positions[order].astype(np.int64), values[order]
+        return positions[order], values[order]
 
     def _read(self, count: int) -> bytes:
         """Return that many bytes. Memory grows as they arrive, because the count may be that of a liar."""

@@ -68,7 +68,7 @@ class BlobReader:
         return path
 
     def blob_path(self, digest: Digest) -> str:
-        """Return the path of a hot blob; a string, because a model has thousands of blobs."""
+        """Return the path of the hot blob of a ``digest``, as a string; a frozen blob has no file there."""
         return self._layout.blob(digest)
 
     def cold_path(self, digest: Digest) -> str:
@@ -202,7 +202,9 @@ class BlobReader:
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Read the whole blob and compare its digest; ``progress`` receives the bytes of each read.
+        """Read all ``size`` bytes of the blob and compare their ``digest``.
+
+        ``progress`` is called with the number of bytes of each read.
 
         A cold blob is decoded. If the blob is hot and cold, only the hot file is read.
 
@@ -367,7 +369,9 @@ class BlobReader:
         return LoadedRanges(loaded)
 
     def read_blob(self, digest: Digest, size: int, limit: int = limits.SMALL_FILES.one) -> bytes:
-        """Return the bytes of a small blob, such as a config, after checking its digest.
+        """Return the ``size`` bytes of a small blob, such as a config, after checking their ``digest``.
+
+        A blob of more than ``limit`` bytes is damaged.
 
         Raises:
             BlobDamaged: also if the digest differs. Otherwise as :meth:`open_blob`.

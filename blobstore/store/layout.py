@@ -7,9 +7,11 @@ and they stop it from pruning the other. Everything else is in ``.blobstore/``, 
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Literal
 
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 
@@ -112,3 +114,21 @@ class Layout:
             # A path with too few or too many parts raises TypeError, one outside the folder
             # ValueError.
             return None
+
+
+def why_refused(root: Path, error: OSError, *, is_dry: bool = False) -> str:
+    """Return why the system refused to write to a store, or in a dry run to read it."""
+    store = quote(root)
+    place = f" ({quote(error.filename)})" if error.filename else ""
+    denied = f"no permission to {'read' if is_dry else 'write to'} the store {store}{place}"
+    reasons = {
+        errno.EROFS: f"the store {store} is on a read-only file system",
+        errno.EACCES: denied,
+        errno.EPERM: denied,
+        errno.ENOSPC: f"no space left for the store {store}; free some or use another",
+        errno.EDQUOT: f"the disk quota of the store {store} is used up",
+        errno.EXDEV: f"the folders of the store {store} are on different file systems",
+    }
+    attempt = "reading" if is_dry else "writing to"
+    otherwise = f"{attempt} the store {store} failed: {error.strerror}{place}"
+    return reasons.get(error.errno or 0, otherwise)

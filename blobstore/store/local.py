@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from functools import partial
@@ -34,7 +33,7 @@ from blobstore.store.blobs import BlobReader
 from blobstore.store.claims import BlobClaims
 from blobstore.store.history import FormerManifest, History, WholeHistory
 from blobstore.store.ingest import Ingest, WorkerIngest
-from blobstore.store.layout import Layout
+from blobstore.store.layout import Layout, why_refused
 from blobstore.store.locks import LOCK_TIMEOUT, Lease, Leases, Locks, read_leases
 from blobstore.store.partial import bytes_done, remove_partial
 from blobstore.store.remote_cache import RemoteCache
@@ -68,6 +67,12 @@ def default_root() -> Path:
         raise StoreError("there is no home folder; set BLOBSTORE_HOME or give a store") from None
 
 
+_PUBLIC = frozenset(
+    ("blob_path", "check_digest", "exists", "has_model", "lock_timeout", "of", "read_blob")
+) | {"references", "resolve", "root"}
+"""What :func:`dir` lists and docs/reference/python.md describes. Other packages use the rest."""
+
+
 class LocalStore(BlobReader):
     """A folder of blobs and manifests in Ollama's layout.
 
@@ -90,8 +95,15 @@ class LocalStore(BlobReader):
 
     @classmethod
     def of(cls, store: StoreLike) -> LocalStore:
-        """Return ``store`` itself, or the store in that folder; None means :func:`default_root`."""
+        """Return ``store`` itself, or the store in that folder; None means :func:`default_root`.
+
+        Raises:
+            StoreError: None is given, and this user has no home folder.
+        """
         return store if isinstance(store, LocalStore) else cls(store)
+
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name in _PUBLIC or name.startswith("_")]
 
     def __repr__(self) -> str:
         return f"LocalStore({quote(self.root)})"
@@ -235,6 +247,7 @@ class LocalStore(BlobReader):
         """Return the manifest of a model, checked against its config if that can be read.
 
         Raises:
+            InvalidReference: ``reference`` is malformed.
             ModelNotFound: the store has no such model.
             InvalidManifest: the manifest breaks the format, or has changed since it was written; the
                 message begins with its path.
@@ -428,7 +441,11 @@ class LocalStore(BlobReader):
         return former
 
     def has_model(self, reference: str | Reference) -> bool:
-        """Return whether the name exists, whether its manifest can be read or not."""
+        """Return whether the name ``reference`` exists, whether its manifest can be read or not.
+
+        Raises:
+            InvalidReference: it is malformed.
+        """
         return os.path.lexists(self.manifest_path(reference))
 
     def is_taken(self, reference: str | Reference, data: bytes) -> bool:
@@ -576,20 +593,7 @@ class LocalStore(BlobReader):
             yield
         except OSError as error:
             self.check_root()
-            root = quote(self.root)
-            place = f" ({quote(error.filename)})" if error.filename else ""
-            denied = f"no permission to {'read' if is_dry else 'write to'} the store {root}{place}"
-            reasons = {
-                errno.EROFS: f"the store {root} is on a read-only file system",
-                errno.EACCES: denied,
-                errno.EPERM: denied,
-                errno.ENOSPC: f"no space left for the store {root}; free some or use another",
-                errno.EDQUOT: f"the disk quota of the store {root} is used up",
-                errno.EXDEV: f"the folders of the store {root} are on different file systems",
-            }
-            attempt = "reading" if is_dry else "writing to"
-            otherwise = f"{attempt} the store {root} failed: {error.strerror}{place}"
-            raise StoreError(reasons.get(error.errno or 0, otherwise)) from error
+            raise StoreError(why_refused(self.root, error, is_dry=is_dry)) from error
 
 
 StoreLike = LocalStore | str | os.PathLike[str] | None

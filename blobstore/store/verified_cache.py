@@ -1,12 +1,13 @@
 """A cache of blobs that were hashed and found intact, so that they need not be hashed again.
 
 An entry holds the state of a blob's file just before its bytes were hashed: device, inode, size and the
-times of its last changes. While the file still has that state, nobody has written to it. Three traps:
+times of its last changes. While the file still has that state, nobody has written to it. Four traps:
 
 - A file that changes twice within one tick of the clock, before and after it is hashed, looks the same (git
   calls this racily clean). So a file that changed in the last seconds before it was hashed gets no entry;
   the clock is the one that stamps the store's own files.
 - The modification time can be set back, the time of the last inode change cannot: both count.
+- A cold blob that is a delta comes from the files of its base, too: its entry has the states of all of them.
 - Bit rot changes no time, nor does a write through a shared mapping that was already dirty. No cache can
   detect that; callers that must know hash again.
 
@@ -21,7 +22,7 @@ import os
 import secrets
 import stat
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion, open_regular, read_exactly, write_file
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.store.blobs import BlobReader
+    from blobstore.store.cold import ColdBlob
 
 _HEADER = b"verified blobs 1\n"
 _MAX_ENTRIES = 1 << 16
@@ -41,6 +43,15 @@ _MARGIN_NS = 3 * 10**9
 _OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+class BlobState(NamedTuple):
+    """The files that the bytes of a blob come from, as they are now."""
+
+    key: str
+    """What an entry has instead of a name: the hex digest of a hot blob, and other digits for a cold one."""
+    versions: tuple[FileVersion | None, ...]
+    """Of the blob's own file, and of those that its base may have."""
+
+
 class VerifiedBlobs:
     """The cache of one store and user. Call :meth:`save` to keep new entries."""
 
@@ -48,6 +59,9 @@ class VerifiedBlobs:
         self._store = store
         self._path = store._layout.verified(os.geteuid())
         self._new: dict[str, FileVersion | None] = {}
+        self._entries: dict[str, FileVersion] = {}
+        self._read_at: FileVersion | None = None
+        """The version of the cache's file that has these entries."""
 
     def has(self, digest: Digest, size: int) -> bool:
         """Return whether the blob's file has ``size`` bytes and is unchanged since it was found intact."""
@@ -55,6 +69,17 @@ class VerifiedBlobs:
         if known is None:
             return False
         return known == _version(self._store.blob_path(digest)) and known.size == size
+
+    def has_cold(self, digest: Digest, size: int) -> bool:
+        """Return whether the blob is cold alone, and its files are unchanged since it was found intact."""
+        if self._store.has_hot(digest) or not self._store.has_cold(digest):
+            return False
+        try:
+            _, state = self._open_cold(digest, size)
+        except BlobstoreError:
+            return False
+        known = self._known.get(state.key)
+        return known is not None and known == state.versions[0]
 
     @property
     def saved_at(self) -> float:
@@ -67,15 +92,48 @@ class VerifiedBlobs:
     @contextlib.contextmanager
     def noting(self, digest: Digest) -> Iterator[None]:
         """Record whether the blob is intact: whether the block, which reads it, raises Damaged."""
-        # If the file changes from now on, its state before will never match again.
-        latest, before = self._latest, _version(self._store.blob_path(digest))
+        before = self.look(digest)
         try:
             yield
         except Damaged:
-            self._new[digest.hex] = None
+            self.forget(before)
             raise
-        if before is not None and max(before.modified, before.changed) <= latest:
-            self._new[digest.hex] = before
+        self.note(before)
+
+    def look(self, digest: Digest) -> BlobState:
+        """Return the state of a hot blob before it is opened."""
+        _ = self._latest  # of before it is read
+        return BlobState(digest.hex, (_version(self._store.blob_path(digest)),))
+
+    def open_cold(self, digest: Digest, size: int) -> tuple[ColdBlob, BlobState]:
+        """Open a cold blob, and return its state, too.
+
+        Raises:
+            BlobMissing, BlobDamaged, StoreError: it cannot be opened.
+        """
+        _ = self._latest  # of before it is read
+        return self._open_cold(digest, size)
+
+    def _open_cold(self, digest: Digest, size: int) -> tuple[ColdBlob, BlobState]:
+        begin = _version(self._store.cold_path(digest))
+        blob = self._store.open_cold(digest, size)
+        versions = cold_state(self._store, digest, blob.base)
+        if versions[0] != begin:  # it may have been replaced after it was opened
+            versions = (None, *versions[1:])
+        # With other files of its base, it is another entry.
+        bases = [version and tuple(version) for version in versions[1:]]
+        return blob, BlobState(Digest.of(f"cold {digest} {bases}".encode()).hex, versions)
+
+    def note(self, before: BlobState) -> None:
+        """Record that a blob is intact, whose bytes were read after it had this state."""
+        # If a file changes from then on, its state before will never match again.
+        changes = [max(one.modified, one.changed) for one in before.versions if one is not None]
+        if before.versions[0] is not None and max(changes) <= self._latest:
+            self._new[before.key] = before.versions[0]
+
+    def forget(self, before: BlobState) -> None:
+        """Record that a blob is damaged."""
+        self._new[before.key] = None
 
     def save(self) -> None:
         """Write the new entries, or do nothing if the store cannot be written."""
@@ -94,9 +152,14 @@ class VerifiedBlobs:
             with contextlib.suppress(OSError):
                 write_file(self._path, data, mode=0o600, durable=False)
 
-    @functools.cached_property
+    @property
     def _known(self) -> dict[str, FileVersion]:
-        return _read(self._path)
+        version = _version(self._path)
+        if (
+            version != self._read_at
+        ):  # another process, or another thread with an instance of its own, has saved
+            self._entries, self._read_at = _read(self._path), version
+        return self._entries
 
     @functools.cached_property
     def _latest(self) -> int:
@@ -115,7 +178,17 @@ class VerifiedBlobs:
             return 0
 
 
-def _version(path: str) -> FileVersion | None:
+def cold_state(
+    store: BlobReader, digest: Digest, base: Digest | None
+) -> tuple[FileVersion | None, ...]:
+    """Return the versions of the files that a cold blob is decoded from; None for those that are not there."""
+    paths = [store.cold_path(digest)]
+    if base is not None:
+        paths += [store.blob_path(base), store.base_path(base), store.cold_path(base)]
+    return tuple(map(_version, paths))
+
+
+def _version(path: str | Path) -> FileVersion | None:
     try:
         found = os.lstat(path)
     except OSError:

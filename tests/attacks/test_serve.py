@@ -190,7 +190,7 @@ def test_a_host_name_that_may_be_rebound_gets_nothing(server: Serving, host: str
         f"GET {FILE} HTTP/1.1\r\n",
         f"GET {FILE} HTTP/1.0\r\n",
         f"GET {FILE}\r\n",
-        f"GET http://localhost{FILE} HTTP/1.1\r\nHost: localhost\r\n",
+        f"GET http://u@localhost{FILE} HTTP/1.1\r\nHost: localhost\r\n",
         f"GET http://evil.example{FILE} HTTP/1.1\r\nHost: localhost\r\n",
         "CONNECT evil.example:443 HTTP/1.1\r\nHost: localhost\r\n",
         "OPTIONS * HTTP/1.1\r\nHost: localhost\r\n",
@@ -200,6 +200,11 @@ def test_a_host_name_that_may_be_rebound_gets_nothing(server: Serving, host: str
 def test_a_request_in_another_form_is_refused(server: Serving, heads: str) -> None:
     received = exchange(server, f"{heads}Connection: close\r\n\r\n".encode())
     assert received.partition(b" ")[2][:3] in (b"400", b"421"), received[:100]
+
+
+def test_a_target_with_our_host_is_answered(server: Serving, data: bytes) -> None:
+    sent = get(FILE).replace(b"GET /", b"GET http://LOCALHOST:1/")
+    assert exchange(server, sent).endswith(data)
 
 
 @pytest.mark.parametrize(

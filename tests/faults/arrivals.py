@@ -1,4 +1,4 @@
-"""Models that ``serve`` fetches from an upstream while either is killed, the disk is full, or models are removed."""
+"""Models that ``serve`` fetches from an upstream while either, or a peer, is killed, the disk is full, or models are removed."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class Case:
         self.hub.sent = 0
 
     @contextlib.contextmanager
-    def server(self, url: str = "") -> Iterator[Serving]:
+    def server(self, url: str = "", *options: str) -> Iterator[Serving]:
         """Run a server in front of the upstream."""
-        with serving(self.store, self.folder, "--upstream", url or self.hub.url) as running:
+        url = url or self.hub.url
+        with serving(self.store, self.folder, "--upstream", url, *options) as running:
             yield running
 
     def check(self, outcome: Outcome, how: str) -> None:
@@ -162,6 +163,26 @@ def _upstream_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
             case.must_get(server, outcome, "after the upstream was killed")
 
 
+def _peer_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
+    """Kill a peer that has the model at random instants; the rest comes from the upstream."""
+    own, place = case.store, case.folder / "peer"
+    place.mkdir()
+    case.store = LocalStore(place / "store")
+    with case.server() as server:
+        case.must_get(server, outcome, "before a peer was killed")
+    there, case.store = case.store, own
+    for _ in effort:
+        case.forget()
+        with serving(there, place) as peer, case.server("", f"--peers={peer.url}") as server:
+            with _clients(server):
+                time.sleep(case.chance.uniform(0, 1.5))
+                peer.process.send_signal(signal.SIGKILL)
+                peer.process.wait()
+                outcome.injected += 1
+            case.must_get(server, outcome, "after a peer was killed")
+        outcome.notes.append(f"the upstream has sent {case.hub.sent} of {case.size} bytes")
+
+
 def _full(case: Case, effort: Effort, outcome: Outcome) -> None:
     """Let the disk be full at a random byte; make space, and ask again."""
     if reason := disks.why_not():
@@ -202,6 +223,7 @@ def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
 CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
     "serve killed while it fetches a model": _killed,
     "upstream killed while a model is fetched": _upstream_killed,
+    "peer killed while a model is fetched": _peer_killed,
     "disk full while a model is fetched": _full,
     "gc and rm while a model is fetched": _collected,
 }

@@ -6,6 +6,7 @@ import time
 from collections.abc import Container
 from statistics import median
 
+from tests.faults import chains
 from tests.faults.operations import Operation, Scene, operations
 from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import nursery, workspace
@@ -16,9 +17,14 @@ _ATTEMPTS = 50
 most of the fast ones end first."""
 
 
+def victims() -> list[Operation]:
+    """Return the commands that are killed."""
+    return [*operations(), *chains.OPERATIONS]
+
+
 def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
     """Kill every command ``effort.count`` times."""
-    chosen = [item for item in operations() if item.name in only]
+    chosen = [item for item in victims() if item.name in only]
     outcomes = []
     with workspace() as folder:
         for number, operation in enumerate(chosen):

@@ -396,8 +396,8 @@ def test_a_gated_model_is_for_those_whom_the_upstream_lets_in(
     assert "hf_wrong" not in log
     # After a restart, and without the upstream, nobody has been let in.
     with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
-        assert server.request(FILE, Authorization=RIGHT)[0] == 503
-        assert server.request(FILE)[0] == 503
+        assert server.request(FILE, Authorization=RIGHT)[0] in {502, 503}
+        assert server.request(FILE)[0] in {502, 503}
 
 
 def test_the_tokens_of_the_server_never_go_upstream(

@@ -45,6 +45,26 @@ def steps(seed: int, of: int, many: int, count: int = COUNT) -> list[bytes]:
     return found
 
 
+def mixed_steps() -> list[bytes]:
+    """Return three blobs of four tensors: a step changes one of these densely, another one few elements."""
+    base, one, two = steps(5, 1, 3, 1 << 19)
+    quarter = len(base) // 4
+    dense = tuned(6, 1, 1 << 19)[2 * quarter : 3 * quarter]
+    return [
+        blob(
+            *(
+                (str(n), "BF16", (quarter // 2,), whole[n * quarter : (n + 1) * quarter])
+                for n in range(4)
+            )
+        )
+        for whole in (
+            base,
+            one[: 2 * quarter] + dense + one[3 * quarter :],
+            two[: 2 * quarter] + dense + two[3 * quarter :],
+        )
+    ]
+
+
 def layer(name: str, data: bytes) -> bytes:
     """Return a blob of bf16 numbers."""
     return blob((name, "BF16", (len(data) // 2,), data))

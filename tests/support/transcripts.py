@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = "\x1e"
 _VARIES = (
@@ -91,7 +92,7 @@ def outputs(commands: list[str], folder: Path, **environment: str) -> list[str]:
         env={**kept, **home, **environment},
         text=True,
     )
-    shown = done.stdout.replace(f"file://{folder}/", "file:///home/me/")
+    shown = done.stdout.replace(f"file://{folder}/", "file:///srv/")
     return shown.replace(f"{folder}/", "").split(_MARK)[1:]
 
 

@@ -29,6 +29,7 @@ diff(ours, theirs, *, store, jobs, plain_http, progress)
 du(references, *, store)
 export(reference, folder, *, store, shard_size, single, dequantize, force, jobs, progress)
 find(text, *, store)
+follow(reference, source, *, store, interval, keep_last, once, streams, limit_rate, jobs, plain_http, stop, on_error, progress)
 freeze(references, *, store, level, base, find_base, keep_hot, older_than, dry_run, jobs, progress)
 gc(store, *, older_than, dry_run, force)
 gc_remote(address, *, older_than, dry_run, force)
@@ -45,6 +46,7 @@ pack(references, path, *, store, level, overwrite, jobs, progress)
 page(target, references, *, store, measure, jobs, progress)
 pull(remote, name, *, store, streams, limit_rate, jobs, force, cold, dry_run, plain_http, progress)
 push(reference, remote, *, store, layout, max_layers, mount_from, mount, part_size, sign_key, passphrase, cold, level, base, verify, dry_run, plain_http, streams, limit_rate, progress, shape)
+push_version(reference, folder, *, receiver, base, store, jobs, progress)
 read_file(reference, name, *, store)
 remove(references, *, store, dry_run)
 rename(source, target, *, store, force)
@@ -60,8 +62,8 @@ verify(references, *, store, quick, rate, jobs, progress, on_error)
 """
 TYPES = """
 ArchiveReader BlobstoreError CheckedArchive Checkpoint Collected CollectedObjects Comparison Copied CopiedModel
-Created CreatedModel Difference Exported FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
-ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed ReadPlan Reference
+Created CreatedModel Difference Exported Followed FormerModel FoundPlaces Frozen IngestedModel Inspection Linked
+ListedModel LocalStore Model ModelDescription ModelInfo ModelPlan Named Packed Page Pulled Pushed PushedVersion ReadPlan Reference
 RemovedModels Repaired Signed SourceRecord StoreLike StoreUsage Thawed Unpacked Verified
 """
 

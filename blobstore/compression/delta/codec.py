@@ -52,6 +52,8 @@ _SAMPLE: Final = 1 << 14
 """Elements of the sample that classes and forms are chosen from."""
 _DIGITS: Final = np.maximum(np.arange(256) - 126, 0)
 """Bits of a difference after its length, which is the exponent of float32: the sign and lower digits."""
+_UNSIGNED: Final = {bits: np.dtype(f"<u{bits // 8}") for bits in (8, 16, 32, 64)}
+"""Integers by their bits."""
 _HEAD: Final = struct.Struct("<BBB")
 _SEGMENT: Final = struct.Struct("<BBI")
 _PLANE: Final = struct.Struct("<BI")
@@ -78,8 +80,7 @@ SMALL: Final = DeltaSettings(8, 0.0, (Coder.HUFFMAN, Coder.ZSTD), 0.25, MAX_CLAS
 
 def as_elements(data: Any, dtype: DType) -> Array:
     """Return the bytes of a tensor as the integers that the delta codec works on."""
-    width = dtype.bits // 8 if dtype.bits in {8, 16, 32, 64} else 1
-    return np.frombuffer(data, np.dtype(f"<u{width}"))
+    return np.frombuffer(data, _UNSIGNED.get(dtype.bits, _UNSIGNED[8]))
 
 
 def encode_chunk(chunk: Array, predicted: Array, dtype: DType, settings: DeltaSettings) -> bytes:

@@ -42,8 +42,8 @@ def nonzero(mask: Array) -> Array:
     """Return the indexes of the True elements of a mask; this is fast if they are rare."""
     whole = len(mask) & ~7
     words = mask[:whole].view(np.uint64)
-    places = np.flatnonzero(words != 0)
-    within = np.flatnonzero(words.take(places).view(np.bool))
+    places = (words != 0).nonzero()[0]
+    within = words.take(places).view(np.bool).nonzero()[0]
     found: Array = places.take(within >> 3)
     found <<= 3
     within &= 7
@@ -146,10 +146,11 @@ def _low_bits_for(mean: int) -> int:
 def _to_bytes(highs: Array) -> Array:
     if not len(highs) or highs.max() < _MORE:
         return highs.astype(np.uint8)
-    ends = np.cumsum(highs // _MORE + 1)
-    found = np.full(ends[-1], _MORE, np.uint8)
-    found[ends - 1] = highs % _MORE
-    return found
+    long = np.flatnonzero(highs >= _MORE)  # few, and numpy divides slowly
+    times, rest = np.divmod(highs[long], _MORE)
+    found = highs.astype(np.uint8)
+    found[long] = rest
+    return np.insert(found, long.repeat(times), np.uint8(_MORE))
 
 
 def _from_bytes(stored: Array, count: int) -> Array:

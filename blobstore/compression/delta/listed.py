@@ -85,7 +85,7 @@ def _in_words(chunk: Array, predicted: Array, numbers: Array) -> tuple[Array, Ar
     per_word = _WORD // chunk.itemsize
     differences = chunk.view(np.uint64).take(numbers).view(chunk.dtype)
     differences -= predicted.view(np.uint64).take(numbers).view(chunk.dtype)
-    within = np.flatnonzero(differences != 0)
+    within = (differences != 0).nonzero()[0]
     differences = differences.take(within)
     places = numbers.take(within >> per_word.bit_length() - 1)  # numpy divides slowly
     places *= per_word

@@ -236,7 +236,7 @@ def escaped_plane(
     bits, half = _BITS[form], largest(form)
     unsigned = np.dtype(f"<u{differences.itemsize}")
     outside = (differences + differences.dtype.type(half)).view(unsigned) > 2 * half
-    places = np.flatnonzero(outside)
+    places = outside.nonzero()[0]
     small = differences.astype(np.int8)
     small[places] = -half - 1
     return coded_plane(

@@ -96,6 +96,9 @@ def pack_models(
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
 
+    Returns:
+        the file, the models, and the bytes before and after compression.
+
     Raises:
         ModelNotFound: the store has no such model.
         NameConflict: two names differ in case only.

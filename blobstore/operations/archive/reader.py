@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Names
 
 _READ_SIZE = 1 << 20
+_INTERNAL = frozenset(("bases_of", "forget_decoded", "keep_decoded"))
+"""What other modules use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
 
 
 class ArchiveReader:
@@ -90,12 +92,15 @@ class ArchiveReader:
         """Members whose stored digest was right."""
         self._checking: dict[int, threading.Lock] = {}
 
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
     def references(self) -> tuple[Reference, ...]:
         """Return the names of the models."""
         return tuple(self._manifests)
 
     def models(self, references: Names = ()) -> list[ArchivedModel]:
-        """Return the models of these names, by default all.
+        """Return the models of these ``references``, by default all.
 
         If these are all models of the archive, it must hold no blob that none of them needs.
 
@@ -115,16 +120,20 @@ class ArchiveReader:
         return found
 
     def read_manifest(self, reference: str | Reference) -> bytes:
-        """Return the bytes of a manifest.
+        """Return the bytes of the manifest of a ``reference``, as they were packed.
 
         Raises:
+            InvalidReference: it is malformed.
             ModelNotFound: the archive has no such name.
             ArchiveDamaged: the manifest was altered.
         """
         return self.read(self._manifest_of(Reference.of(reference)))
 
     def resolve(self, reference: Reference) -> ArchivedModel:
-        """Return a model by its name. Raises as :meth:`models`."""
+        """Return the model of a ``reference``: its name, the bytes of its manifest, and the manifest parsed.
+
+        Raises as :meth:`models`.
+        """
         number = self._manifest_of(reference)
         # Thousands of names may share one manifest, which is kept once.
         if number not in self._models:
@@ -150,7 +159,11 @@ class ArchiveReader:
         return ArchivedModel(reference, *self._models[number])
 
     def needed(self, models: Iterable[ArchivedModel]) -> list[int]:
-        """Return the numbers of the blobs that the models' manifests list, in archive order."""
+        """Return the numbers of the blobs that the manifests of ``models`` list, in archive order.
+
+        Raises:
+            KeyError: a model is not from this archive.
+        """
         return sorted({self.blobs[blob.digest] for item in models for blob in item.manifest.blobs})
 
     def bases_of(self, number: int) -> Iterator[int]:
@@ -161,7 +174,7 @@ class ArchiveReader:
             base = self.members[base].base
 
     def exists(self, digest: Digest, size: int) -> bool:
-        """Return whether a blob is in the archive.
+        """Return whether the blob of a ``digest``, of ``size`` bytes, is in the archive.
 
         Raises:
             BlobDamaged: it is, with another size.
@@ -177,7 +190,7 @@ class ArchiveReader:
         return True
 
     def read_pieces(self, digest: Digest, size: int) -> Generator[memoryview, None, None]:
-        """Yield the bytes of a blob as :meth:`pieces` does.
+        """Yield the bytes of the blob of a ``digest``, of ``size`` bytes, as :meth:`pieces` does.
 
         Raises:
             BlobMissing: it is not in the archive.
@@ -187,7 +200,9 @@ class ArchiveReader:
         yield from self.pieces(self._blob_of(digest, size))
 
     def read_into(self, digest: Digest, size: int, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with bytes of a blob; only its stored digest is checked.
+        """Fill ``buffer`` with bytes of a blob, from byte ``offset`` on; only its stored digest is checked.
+
+        ``digest`` and ``size`` are as for :meth:`read_pieces`.
 
         Raises as :meth:`read_pieces`; BlobDamaged also if the blob ends before the buffer does.
         """
@@ -211,7 +226,7 @@ class ArchiveReader:
         The digest is checked when the last piece has been used: callers must run to the end.
 
         Args:
-            number: the member.
+            number: the member; that of a blob is ``archive.blobs[digest]``.
             report: called between reads of the file; may raise to stop.
 
         Raises:
@@ -227,7 +242,7 @@ class ArchiveReader:
             yield from self._open_cold(number).pieces()
 
     def read(self, number: int) -> bytes:
-        """Return the bytes of a small member. Raises as :meth:`pieces`."""
+        """Return the bytes of a small member by its ``number``. Raises as :meth:`pieces`."""
         return b"".join(map(bytes, self.pieces(number)))
 
     def _manifest_of(self, reference: Reference) -> int:
@@ -347,6 +362,9 @@ class ArchiveReader:
 @contextlib.contextmanager
 def open_archive(path: str | os.PathLike[str]) -> Iterator[ArchiveReader]:
     """Open an archive. Errors in the block name its path.
+
+    Returns:
+        a context with the archive, which is closed at its end.
 
     Raises:
         NotFound: there is no such file.

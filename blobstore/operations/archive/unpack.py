@@ -4,23 +4,26 @@ The table of the archive is checked first, then the manifests of the models. Eac
 file of the store's ingest, which hashes it. Names are published last, when all blobs are durable. If
 anything is wrong with the archive, no name appears.
 
-Bases are decoded before their deltas, which read them from the files of the ingest. So each member of a
-chain is decoded once.
+Bases are decoded before their deltas, which read them from the files of the ingest, or from files without
+names if the archive is only checked. So each member of a chain is decoded once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import write_file
-from blobstore.core.mmap import map_file
+from blobstore.core.files import write_all, write_file
+from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     ArchiveDamaged,
@@ -29,7 +32,7 @@ from blobstore.errors import (
     NameTaken,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.archive.format import check_case
+from blobstore.operations.archive.format import Kind, check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
 from blobstore.store.local import LocalStore, StoreLike
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from blobstore.operations.archive.reader import ArchiveReader
     from blobstore.signatures.signature import Signature
     from blobstore.store.ingest import Ingest, Ingested
+
+Done = TypeVar("Done")
 
 _MAX_MAPPED: Final = 1 << 14
 """Bases whose decoded files are mapped at most; Linux allows a process four times as many maps."""
@@ -104,6 +109,9 @@ def unpack_archive(
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, the bytes done and the total.
 
+    Returns:
+        the models, and the bytes that were written and present.
+
     Raises:
         NotTrusted: the policy refuses a model.
         InvalidPolicy: the policy cannot be used.
@@ -161,7 +169,22 @@ def check_archive(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> CheckedArchive:
-    """Decode and hash the models of an archive, and write nothing. Args and raises as :func:`unpack_archive`."""
+    """Decode and hash the models of an archive, and leave nothing behind.
+
+    The bases of deltas are decoded once, into files without names next to the archive, if that is possible.
+
+    Args:
+        path: the archive.
+        references: the models to check; by default all.
+        jobs: number of threads; by default one per processor.
+        progress: called with the current step, bytes done and total bytes.
+
+    Returns:
+        the models, and the bytes of their blobs.
+
+    Raises:
+        BlobstoreError: as :func:`unpack_archive`.
+    """
     started = time.monotonic()
     check_jobs(jobs)
     names = Reference.all_of(references)
@@ -172,11 +195,16 @@ def check_archive(
         members = [archive.members[number] for number in numbers]
         workers = WorkerPool(jobs, progress, sum(member.size for member in members))
 
-        def check(number: int) -> None:
-            for _ in _pieces(archive, number, labels[number], workers.report):
-                pass
+        folder, bases = local_path(path, "source").parent, _bases_of(archive, numbers)
 
-        workers.run(numbers, check)
+        def check(number: int) -> None:
+            pieces = _pieces(archive, number, labels[number], workers.report)
+            if number in bases and archive.members[number].kind != Kind.RAW:
+                _check_and_keep(archive, number, pieces, folder)
+            else:
+                deque(pieces, maxlen=0)
+
+        _run_in_order(archive, numbers, workers, check)
     return CheckedArchive(
         path=local_path(path, "source"),
         references=tuple(model.reference for model in models),
@@ -185,6 +213,27 @@ def check_archive(
         stored=sum(member.stored_size for member in members),
         seconds=time.monotonic() - started,
     )
+
+
+def _check_and_keep(
+    archive: ArchiveReader, number: int, pieces: Iterator[memoryview], folder: Path
+) -> None:
+    """Decode a base once for all its deltas, into a file without a name, if there is space for that."""
+    size = archive.members[number].size
+    with contextlib.ExitStack() as files:
+        file = None
+        with contextlib.suppress(OSError):  # nothing can be written there
+            if shutil.disk_usage(folder).free > size:
+                file = files.enter_context(tempfile.TemporaryFile(dir=folder))
+        for piece in pieces:
+            try:
+                if file is not None:
+                    write_all(file.fileno(), piece)
+            except OSError:  # the disk is full
+                file = None
+        if file is not None:
+            with contextlib.suppress(BlobstoreError, OSError):
+                archive.keep_decoded(number, mapped(file.fileno(), size))
 
 
 def _read_signatures(
@@ -243,8 +292,7 @@ def _ingest_blobs(
         else:
             present.append(found)
     size = sum(archive.members[number].size for number in missing)
-    users = (archive.members[number].base for number in missing)
-    bases = set(islice(dict.fromkeys(users), _MAX_MAPPED))
+    bases = _bases_of(archive, missing)
     # Each name has a manifest of its own.
     store.check_space(size + sum(len(model.data) for model in models))
     labels = label_blobs(models, archive)
@@ -263,16 +311,29 @@ def _ingest_blobs(
                 archive.keep_decoded(number, map_file(file, added.size))
         return added
 
-    ingested = present
+    return present + _run_in_order(archive, missing, workers, add)
+
+
+def _bases_of(archive: ArchiveReader, numbers: Sequence[int]) -> set[int | None]:
+    """Return the bases of members whose decoded files can be mapped."""
+    users = (archive.members[number].base for number in numbers)
+    return set(islice(dict.fromkeys(users), _MAX_MAPPED))
+
+
+def _run_in_order(
+    archive: ArchiveReader, numbers: Sequence[int], workers: WorkerPool, do: Callable[[int], Done]
+) -> list[Done]:
+    """Do something with members after their bases, whose decoded files are kept until then."""
+    done: list[Done] = []
     earlier: list[int] = []
     try:
-        for generation in _generations(archive, missing):
-            ingested += workers.run(generation, add)
+        for generation in _generations(archive, numbers):
+            done += workers.run(generation, do)
             archive.forget_decoded(earlier)
             earlier = generation
     finally:
-        archive.forget_decoded(missing)
-    return ingested
+        archive.forget_decoded(numbers)
+    return done
 
 
 def _generations(archive: ArchiveReader, numbers: Sequence[int]) -> list[list[int]]:

@@ -203,6 +203,9 @@ def compare_models(
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
+    Returns:
+        the errors of the tensors that both models have, in the order of the model, and their totals.
+
     Raises:
         NotFound: a model does not exist, or no tensor of either matches a pattern.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.

@@ -112,6 +112,9 @@ def diff_models(
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
         progress: called with the current step, bytes done and total bytes.
 
+    Returns:
+        all tensors and files of both models, with what differs.
+
     Raises:
         ModelNotFound: a model does not exist.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.

@@ -192,6 +192,10 @@ def create(
         progress: called with the name of a blob, bytes done and total bytes; by an executor's jobs
             once per blob.
 
+    Returns:
+        the name, the digest, and what was written; with ``dry_run``, the plan: the blobs, and how each
+        tensor would be stored.
+
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be imported.
         StoreError, StoreBusy, NameConflict: the store cannot be used.

@@ -65,6 +65,9 @@ def create_all(
         progress: called with the model and the current step, bytes done and total bytes.
         options: as for :func:`create`, for all models.
 
+    Returns:
+        what became of each model, sorted by name; a failure is part of the list.
+
     Raises:
         SourceNotFound: there is no such folder.
         SourceError: the folder cannot be read, has no models, or is a model.

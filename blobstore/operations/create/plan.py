@@ -119,7 +119,7 @@ class ModelPlan:
         return sum(blob.size for blob in self.blobs)
 
     def decisions(self) -> Iterator[PlannedTensor]:
-        """Yield how each logical tensor is stored."""
+        """Yield how each logical tensor is stored: its types, and its bytes before and after."""
         for blob in self.blobs:
             for recipe in blob.tensors:
                 name, dtype, shape = recipe.spec

@@ -93,6 +93,9 @@ def save(
         progress: called with the name of a blob, bytes done and total bytes; with ``background`` on
             another thread.
 
+    Returns:
+        the name, the digest, and what was written; with ``background``, a future of it.
+
     Raises:
         UnsupportedSource: a tensor is sparse, distributed, without data, or of a type that safetensors
             files do not have.

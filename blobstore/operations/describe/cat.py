@@ -106,7 +106,12 @@ def read_file(
     *,
     store: StoreLike = None,
 ) -> bytes:
-    """Return the bytes of a file of a model, other than its weights. Args as :func:`open_file`.
+    """Return the bytes of a file of a model, other than its weights.
+
+    Args:
+        reference: the model.
+        name: the name of the file, such as ``config.json``.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
     Raises:
         ModelNotFound: the store has no such model.

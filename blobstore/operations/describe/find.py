@@ -51,6 +51,9 @@ def find_content(text: str, *, store: StoreLike = None) -> FoundPlaces:
             the name of a tensor or file, or a glob. Names are looked for if no digest begins so.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
+    Returns:
+        the places: model, kind, name, size in bytes and digest.
+
     Raises:
         StoreError: the store cannot be read.
     """

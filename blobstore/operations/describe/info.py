@@ -64,6 +64,9 @@ def model_info(
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
+    Returns:
+        what manifest, headers, configs and model card say.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest: the manifest is damaged.

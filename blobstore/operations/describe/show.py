@@ -142,6 +142,9 @@ def describe_model(
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
+    Returns:
+        the tensors and layers, with types, shapes and sizes in bytes.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest: the manifest is damaged.
@@ -236,6 +239,11 @@ def model_source(
     plain_http: bool | None = None,
 ) -> SourceRecord | None:
     """Return what a model was imported from; None if an earlier version imported it.
+
+    Args:
+        reference: the model, or its address.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        plain_http: whether to use HTTP without TLS for a registry; by default only for this machine.
 
     Raises:
         ModelNotFound: the store has no such model.

@@ -76,6 +76,9 @@ def convert_checkpoint(
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
+    Returns:
+        the file, and how many tensors and bytes it has.
+
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be read.
         BlobstoreError: the target exists already, or cannot be written.

@@ -83,6 +83,9 @@ def export_model(
         jobs: number of threads; by default one per processor.
         progress: called with the current step, bytes done and total bytes.
 
+    Returns:
+        the folder, and the numbers of files, tensors and bytes.
+
     Raises:
         ModelNotFound: the store has no model of this name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must

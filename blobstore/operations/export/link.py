@@ -91,6 +91,9 @@ def link_model(
         jobs: number of threads that copy; by default one per processor.
         progress: called with the file being copied, bytes done and total bytes.
 
+    Returns:
+        the folder, and the numbers of files, links and bytes.
+
     Raises:
         ModelNotFound: the store has no model of this name.
         BlobMissing, BlobDamaged, InvalidManifest: the model is damaged, or names files that must

@@ -134,16 +134,18 @@ def read_file(
     file: WeightFile,
     tensors: Mapping[str, FolderTensor],
     report: Callable[[int, str], None],
+    read: Callable[[FolderTensor], Iterator[memoryview]] | None = None,
 ) -> Iterator[Buffer]:
     """Yield the bytes of a weight file in order; a piece is valid until the next one.
 
     ``report`` is called with the bytes and the layer of each piece of a tensor. Digests of blobs are not
-    checked. The tensors are as stored, none of them dequantized.
+    checked, unless ``read``, which yields the bytes of a tensor, does that. The tensors are as stored, none of
+    them dequantized.
 
     Raises:
         BlobMissing, BlobDamaged: a blob is missing, or has another size.
     """
-    buffer = memoryview(bytearray(_BUFFER_SIZE))
+    read = read or partial(read_tensor, store, memoryview(bytearray(_BUFFER_SIZE)))
     parts: list[tuple[int, FolderTensor | bytes]] = [
         *((offset, tensors[name]) for name, offset in file.offsets.items()),
         *file.constants,
@@ -153,12 +155,21 @@ def read_file(
         if isinstance(part, bytes):
             yield part
             continue
-        layer = part.layer
-        for done in range(0, part.spec.nbytes, _BUFFER_SIZE):
-            piece = buffer[: part.spec.nbytes - done]
-            store.read_into(layer.digest, layer.size, part.begin + done, piece)
-            yield from _reciprocal(iter([piece])) if part.is_reciprocal else [piece]
-            report(len(piece), layer.name)
+        pieces = read(part)
+        for piece in _reciprocal(pieces) if part.is_reciprocal else pieces:
+            yield piece
+            report(len(piece), part.layer.name)
+
+
+def read_tensor(
+    store: LocalStore, buffer: memoryview, tensor: FolderTensor
+) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor as stored, in a buffer; see :func:`read_file`."""
+    layer = tensor.layer
+    for done in range(0, tensor.spec.nbytes, len(buffer)):
+        piece = buffer[: tensor.spec.nbytes - done]
+        store.read_into(layer.digest, layer.size, tensor.begin + done, piece)
+        yield piece
 
 
 def _write_blob(
@@ -203,7 +214,7 @@ def _tensor_bytes(
             yield tensor, _dequantized(tensor, region)
         return
     with contextlib.closing(store.read_pieces(layer.digest, layer.size)) as pieces:
-        blob = _BlobReader(pieces)
+        blob = HashedBlob(pieces)
         for tensor in tensors:
             blob.skip(tensor.begin - blob.digester.size)
             data = blob.read(tensor.spec.nbytes)
@@ -234,7 +245,7 @@ def _reciprocal(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         yield memoryview((np.float32(1) / np.frombuffer(b"".join(pieces), "<f4")).tobytes())
 
 
-class _BlobReader:
+class HashedBlob:
     """Reads a blob from start to end, and hashes it on the way."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
@@ -363,7 +374,7 @@ def write_blob(store: LocalStore, layer: Descriptor, path: Path) -> None:
         BlobMissing, BlobDamaged: the blob is missing or damaged.
     """
     with contextlib.closing(store.read_pieces(layer.digest, layer.size)) as pieces:
-        blob = _BlobReader(pieces)
+        blob = HashedBlob(pieces)
         write_new(path, blob.read(layer.size))
     blob.check(store, layer)
 

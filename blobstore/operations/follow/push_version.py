@@ -102,6 +102,9 @@ def push_version(
         jobs: number of threads; by default one per processor.
         progress: called with the current tensor, bytes done and total bytes.
 
+    Returns:
+        the folder and number of the version, and the bytes that were written.
+
     Raises:
         ModelNotFound: the store has no such model, or not the version before.
         BlobMissing, BlobDamaged, InvalidManifest: a model is damaged.

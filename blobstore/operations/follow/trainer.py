@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 SCHEMES: Final = ("slime:", "sglang:", "modelexpress:")
 """What the text begins with. All three have the same form."""
 _BUFFER: Final = 2**20
+_OPEN_FILES: Final = 256
+"""Files of changes that are open at once: a process may not open many more."""
 
 
 class TrainerFolder(ClosedPlace):
@@ -93,7 +95,9 @@ class TrainerFolder(ClosedPlace):
                 chain = chain[current_version(target.store, _manifest(target, base), chain) :]
         if chain:
             fetched += sum(folder_size(version.folder) for version in chain)
-            self._apply(base, chain)
+        for part in _parts(chain):
+            base = self._apply(base, part)
+            _Note(self._source, _text(part[-1].number), base, first).write(target)
         number = _text(newest.number)
         with interrupts.deferred():  # all is done
             now = Digest.of(target.store.read_manifest(target.reference))
@@ -121,8 +125,8 @@ class TrainerFolder(ClosedPlace):
             )
         return note.first, note.first
 
-    def _apply(self, base: Digest, chain: Sequence[WeightVersion]) -> None:
-        """Import the model with the changes of all versions."""
+    def _apply(self, base: Digest, chain: Sequence[WeightVersion]) -> Digest:
+        """Import the model with the changes of all versions, and return its manifest."""
         target = self._target
         store = target.store
         manifest = _manifest(target, base)
@@ -134,7 +138,7 @@ class TrainerFolder(ClosedPlace):
                     for version in chain
                 ]
                 source = PatchedModel(TrainedModel(store, manifest), opened)
-                import_source(
+                created = import_source(
                     source,
                     target.reference,
                     store,
@@ -143,6 +147,7 @@ class TrainerFolder(ClosedPlace):
                     jobs=target.jobs,
                     progress=target.progress,
                 )
+        return created.digest
 
     def _import_full(self, version: WeightVersion) -> Digest:
         """Import a full version, and return its manifest. Its small files are read without following links."""
@@ -257,6 +262,18 @@ def current_version(store: LocalStore, manifest: Manifest, chain: Sequence[Weigh
             if opened.checksums and not different:
                 count = number
     return count
+
+
+def _parts(chain: Sequence[WeightVersion]) -> Iterator[Sequence[WeightVersion]]:
+    """Yield so many versions of a chain at a time as may be open."""
+    begin = count = 0
+    for end, version in enumerate(chain):
+        count += len(version.files)
+        if count > _OPEN_FILES and end > begin:
+            yield chain[begin:end]
+            begin, count = end, len(version.files)
+    if begin < len(chain):
+        yield chain[begin:]
 
 
 def _manifest(target: Target, digest: Digest) -> Manifest:

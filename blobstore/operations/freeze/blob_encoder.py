@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
 from blobstore.operations.freeze.quantized import Blocks, find_rule
 from blobstore.operations.freeze.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
-from blobstore.safetensors.header import PREFIX_SIZE, header_size, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -152,30 +152,32 @@ class BlobEncoder:
         chains: bool = False,
         in_chain: bool = False,
     ) -> None:
-        from blobstore.compression.spans import spans_of  # imports numpy
+        from blobstore.compression.spans import header_of, spans_in  # imports numpy
 
         self._blob = blob
         self._level: Level = level
         self._chains = chains
         self._in_chain = in_chain
         self._data = store.mmap_hot(*blob) if data is None else data
-        self._spans = spans_of(self._data, blob.size)
+        header = header_of(self._data, blob.size)
+        self._spans = spans_in(header, blob.size)
         self._aligned: Sequence[Span] = self._spans
         """The spans, with their offsets in the base."""
         self._base: BaseBlob | None = None
-        if base is None:
+        if base is None or header is None:
             return
         try:
-            end = PREFIX_SIZE + header_size(self._data[:PREFIX_SIZE], blob.size)
-            header = parse_header(self._data[PREFIX_SIZE:end], blob.size)
-            base_header = store.read_blob_header(*base)
             base_blob = store.base(*base, in_chain=in_chain)
+            if _has_header_of(base_blob, self._data, header):
+                base_header = header  # as the steps of a run have
+            else:
+                base_header = store.read_blob_header(*base)
             aligner = _BaseAligner(
                 self._data, header, base_blob, base_header, has_rules=not in_chain
             )
             aligned = aligner.align(self._spans)
         except (InvalidHeader, Damaged, StoreError):
-            return  # no tensors, or the base cannot be read
+            return  # the base has no tensors, or cannot be read
         if any(span.base_begin is not None for span in aligned):
             self._aligned, self._base = aligned, base_blob
 
@@ -213,25 +215,49 @@ class BlobEncoder:
             else span._replace(base_begin=None, factors=None, rule=None)
             for span in mark_duplicates(spans, self._data)
         ]
-        chunks, digest = chunks_of(self._data, report), self._blob.digest
-        return encode(
-            chunks, self._merged(spans), write, level=self._level, digest=digest, base=self._base
-        )
+        spans, digest = self._merged(spans), self._blob.digest
+        pieces = self._pieces(spans, report)
+        return encode(pieces, spans, write, level=self._level, digest=digest, base=self._base)
+
+    def _pieces(self, spans: Sequence[Span], report: Callable[[int], None]) -> Iterator[memoryview]:
+        """Yield the chunks of the blob, which are therefore not copied, and report the size of each."""
+        from blobstore.compression.encoder import parts_of
+
+        begin = 0
+        for part in parts_of(spans):
+            end = begin + part.size
+            for at in range(begin, end, part.chunk_size):
+                piece = self._data[at : min(at + part.chunk_size, end)]
+                yield piece
+                report(len(piece))
+            begin = end
 
     def _merged(self, spans: Sequence[Span]) -> Sequence[Span]:
         """Return the spans with small and sparse ones merged, with chunks where those of the base lie."""
-        from blobstore.compression.encoder import parts_of
         from blobstore.compression.spans import merge_small
 
         if not self._chains:
             return merge_small(spans)
-        merged = merge_small([span._replace(is_sparse=False) for span in spans])
-        if self._base is not None and self._base.table is not None:
-            try:
-                self._base.check_chain(parts_of(merged))
-            except ColdDamaged:  # the base was frozen as a sparse delta
-                return merge_small([span._replace(is_sparse=True) for span in spans])
-        return merged
+        table = None if self._base is None else self._base.table
+        if table is None:
+            return merge_small([span._replace(is_sparse=False) for span in spans])
+        begins = list(accumulate((part.size for part in table.parts), initial=0))
+        return [
+            span if self._suits_base(span) else span._replace(base_begin=None)
+            for span in merge_small(spans, begins)
+        ]
+
+    def _suits_base(self, span: Span) -> bool:
+        """Return whether the chunks of a span lie where those of the base lie, which is a delta."""
+        from blobstore.compression.encoder import parts_of
+
+        if self._base is None or span.base_begin is None:
+            return True
+        try:
+            self._base.check_chain(parts_of([span]))
+        except ColdDamaged:
+            return False
+        return True
 
 
 def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memoryview]:
@@ -240,6 +266,16 @@ def chunks_of(data: memoryview, report: Callable[[int], None]) -> Iterator[memor
         chunk = data[begin : begin + _CHUNK]
         yield chunk
         report(len(chunk))
+
+
+def _has_header_of(base: BaseBlob, data: memoryview, header: Header) -> bool:
+    """Return whether a base in memory has the size and the header of a blob."""
+    end = header.data_start
+    return (
+        base.data is not None
+        and base.identity.size == len(data)
+        and base.data[:end].tobytes() == data[:end].tobytes()
+    )
 
 
 class _BaseAligner:

@@ -83,7 +83,7 @@ class Frozen:
     seconds: float
 
     def count(self, *outcomes: Outcome) -> int:
-        """Return the number of blobs with one of these outcomes."""
+        """Return the number of blobs with one of these ``outcomes``, such as ``frozen`` or ``no gain``."""
         return sum(blob.outcome in outcomes for blob in self.blobs)
 
     @property
@@ -127,6 +127,9 @@ def freeze_models(
         dry_run: write nothing, and estimate the sizes from samples.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a layer, the bytes done and the bytes in total.
+
+    Returns:
+        what became of each blob, its sizes in bytes, and which model is the base of which.
 
     Raises:
         ModelNotFound: a named model does not exist.

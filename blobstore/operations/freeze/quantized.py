@@ -51,11 +51,11 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, entry: TensorEntry, header: Header) -> Blocks | None:
         """Return a tensor of a blob, or None if its type is not one that is quantized without a search."""
-        from blobstore.gguf.quantize import QUANTIZED  # imports numpy
-
         size = entry.end - entry.begin
         if size < MIN_PIECE or not is_blocks(entry.spec, header.metadata):
             return None
+        from blobstore.gguf.quantize import QUANTIZED  # imports numpy
+
         try:
             found = parse_quant_metadata(entry.spec, {}, header.metadata)
         except BlobDamaged:  # reported when the tensor is read

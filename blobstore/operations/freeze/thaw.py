@@ -70,6 +70,9 @@ def thaw_models(
         jobs: number of threads; by default one per processor.
         progress: called with the name of a layer, the bytes done and the bytes in total.
 
+    Returns:
+        the blobs, and the bytes before and after.
+
     Raises:
         ModelNotFound: a model does not exist.
         InvalidManifest: the manifest of a model cannot be read.

@@ -118,6 +118,9 @@ def ingest(
         on_done: called with each model when it has ended, the number of those that have, and of all.
         options: as for :func:`blobstore.create`, for all models; ``jobs`` is 1 by default.
 
+    Returns:
+        what became of each model, in the order of the items; a failure is part of the list.
+
     Raises:
         MissingLibrary: the engine is not installed.
         RemoteError: the cluster cannot be reached.

@@ -66,6 +66,9 @@ def copy_to_store(
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and total bytes.
 
+    Returns:
+        both names, the store, and the bytes that were written and present.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged; nothing is copied.

@@ -138,6 +138,9 @@ def collect_garbage(
         dry_run: remove nothing; report what would be removed.
         force: remove blobs even if there are no manifests, or if these are over 90 % of all blobs.
 
+    Returns:
+        what was removed or kept, with sizes in bytes.
+
     Raises:
         ImplausibleGarbage: so much would be removed that manifests may be missing. Nothing is removed.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown. Nothing is

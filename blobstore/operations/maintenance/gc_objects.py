@@ -70,6 +70,9 @@ def collect_objects(
         dry_run: delete nothing; report what would be deleted.
         force: delete even if there are no manifests, or if these are over 90 % of all blobs.
 
+    Returns:
+        what was removed or kept, with sizes in bytes.
+
     Raises:
         ImplausibleGarbage: so much would be deleted that manifests may be missing.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown.

@@ -87,6 +87,9 @@ def restore_model(
         ident: the start of the former model's ID; by default the latest former model.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
 
+    Returns:
+        the name, the digest of the model, and whether another model had the name.
+
     Raises:
         ModelNotFound: the store has no such name and never had, or has forgotten it.
         NotFound: there is no such former model, or gc has removed its blobs.

@@ -81,6 +81,9 @@ def copy_model(
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: take the name from another model that has it.
 
+    Returns:
+        the name, the digest of the model, and whether another model had the name.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is not intact, judged by sizes.
@@ -100,9 +103,19 @@ def rename_model(
     store: StoreLike = None,
     force: bool = False,
 ) -> Named:
-    """Rename a model. Args and raises as :func:`copy_model`.
+    """Rename a model. If the process is killed in between, both names remain.
 
-    If the process is killed in between, both names remain.
+    Args:
+        source: the name that is given up.
+        target: the new name.
+        store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
+        force: take the name from another model.
+
+    Returns:
+        the name, the digest of the model, and whether another model had the name.
+
+    Raises:
+        BlobstoreError: as :func:`copy_model`.
     """
     return _rename(source, target, LocalStore.of(store), force=force, keeps_source=False)
 
@@ -121,6 +134,9 @@ def remove_models(
         references: the names.
         store: the store or its path; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: remove nothing; report what would be left behind.
+
+    Returns:
+        the names, and the bytes that ``gc`` can free.
 
     Raises:
         ModelNotFound: a name does not exist; nothing is removed.

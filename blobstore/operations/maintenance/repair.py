@@ -131,6 +131,9 @@ def repair_models(
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and bytes in total.
 
+    Returns:
+        the blobs and manifests that were rewritten, and the faults that are left.
+
     Raises:
         ModelNotFound: a model in ``references`` has no manifest; that cannot be repaired.
         SourceError, DamagedSource, SourceNotFound: the source cannot be read at all; or it changed

@@ -113,6 +113,9 @@ def verify_models(
         on_error: called with the error of each folder of manifests that cannot be read, whose models
             are then not checked; by default the first of these errors is raised.
 
+    Returns:
+        the numbers of models, blobs and bytes, and the faults: where, and what.
+
     Raises:
         ModelNotFound: a model in ``references`` does not exist.
         StoreError: the store cannot be listed.

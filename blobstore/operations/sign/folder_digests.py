@@ -1,17 +1,21 @@
 """The digests of the files of a model's folder, mostly without reading a weight.
 
 A small file is a blob, and so is each weight file of a folder of links. The source record may have the
-digests of the files that a model was imported from. All other weight files are put together and hashed.
+digests of the files that a model was imported from. All other weight files are put together and hashed; on
+the way, blobs are hashed that were not verified before.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, Damaged
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
 from blobstore.models.contents import ModelContents
@@ -22,19 +26,29 @@ from blobstore.operations.export.folder import (
 from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.original import plan_original
 from blobstore.operations.export.shards import SHARD_SIZE
-from blobstore.operations.export.writer import read_file
+from blobstore.operations.export.writer import HashedBlob, read_file, read_tensor
 from blobstore.store.verified_cache import VerifiedBlobs
-from blobstore.store.verify_blobs import damaged_blobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Iterator, Sequence
+    from typing import Self
 
+    from typing_extensions import Buffer
+
+    from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.operations.export.folder import FolderTensor
     from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
+    from blobstore.store.verified_cache import BlobState
 
+_PIECE = 4 << 20
+_OPEN_BLOBS = 8
+"""Of a file. Tensors of a few blobs may take turns: those of experts do."""
+_AHEAD = 4
+"""Pieces that wait to be hashed."""
 Layout = Literal["export", "link"]
 """The folder that ``export`` writes without options, or that of ``link``."""
 
@@ -123,23 +137,133 @@ def _hash_files(
             have not changed since, are not hashed again.
     """
     by_name = {tensor.spec.name: tensor for tensor in tensors}
-    needed = {
-        by_name[name].layer.id: by_name[name].layer for file in files for name in file.offsets
-    }
     verified = VerifiedBlobs(store)
-    unknown = [layer for key, layer in needed.items() if not verified.has(*key)]
-    checked = damaged_blobs(store, unknown, jobs=jobs, progress=progress, verified=verified)
-    for layer, error in checked:
-        raise error.at(f"layer {quote(layer.name)}")
+    needed = {by_name[name].layer.id for file in files for name in file.offsets}
+    unknown = {blob for blob in needed if not (verified.has(*blob) or verified.has_cold(*blob))}
     total = sum(by_name[name].spec.nbytes for file in files for name in file.offsets)
     pool = WorkerPool(jobs, progress, total)
 
     def hash_file(file: WeightFile) -> tuple[Digest, int]:
-        digester = Digester()
-        for piece in read_file(store, file, by_name, pool.report):
-            digester.update(piece)
-        return digester.digest(), digester.size
+        with (
+            _OtherThread() as digester,
+            contextlib.closing(_BlobChecks(store, unknown, verified)) as blobs,
+        ):
+            for piece in read_file(store, file, by_name, pool.report, blobs.read):
+                digester.update(piece)
+            blobs.finish()
+            return digester.result()
 
-    found = pool.run(files, hash_file)
+    try:
+        found = pool.run(files, hash_file)
+    finally:
+        verified.save()
     digests = {file.name: digest for file, (digest, _) in zip(files, found, strict=True)}
     return digests, sum(size for _, size in found)
+
+
+class _Check(NamedTuple):
+    """A blob that is being read and hashed."""
+
+    layer: Descriptor
+    before: BlobState
+    pieces: Generator[memoryview, None, None]
+    blob: HashedBlob
+
+
+class _BlobChecks:
+    """Reads the tensors of a file, and hashes their blobs on the way: each is decoded once for both digests."""
+
+    def __init__(self, store: LocalStore, unknown: set[BlobId], verified: VerifiedBlobs) -> None:
+        """Read blobs of ``store``. Those that are checked here are removed from ``unknown``, which files share."""
+        self._store, self._unknown, self._verified = store, unknown, verified
+        self._open: dict[BlobId, _Check] = {}
+        self._buffer = memoryview(bytearray(_PIECE))
+
+    def read(self, tensor: FolderTensor) -> Iterator[memoryview]:
+        """Yield the bytes of a tensor.
+
+        Raises:
+            BlobMissing, BlobDamaged: its blob, or one that was read before, is missing or damaged.
+        """
+        check = self._check(tensor.layer)
+        if check is not None and tensor.begin < check.blob.digester.size:
+            self._finish(check)  # its tensors are not in the order of the file
+            check = None
+        if check is None:
+            yield from read_tensor(self._store, self._buffer, tensor)
+            return
+        with self._explained(check):
+            check.blob.skip(tensor.begin - check.blob.digester.size)
+            yield from check.blob.read(tensor.spec.nbytes)
+
+    def finish(self) -> None:
+        """Check the blobs whose last tensor was read. Raises as :meth:`read`."""
+        for check in list(self._open.values()):
+            self._finish(check)
+
+    def close(self) -> None:
+        """Close all files."""
+        for check in self._open.values():
+            check.pieces.close()
+
+    def _check(self, layer: Descriptor) -> _Check | None:
+        """Return the check of a blob, which may begin now; None if it was checked, or another file does that."""
+        try:
+            self._unknown.remove(layer.id)
+        except KeyError:
+            return self._open.get(layer.id)
+        if len(self._open) >= _OPEN_BLOBS:
+            self._finish(next(iter(self._open.values())))
+        before = self._verified.look(layer.digest)
+        pieces = None
+        if not self._store.has_hot(layer.digest):
+            with contextlib.suppress(BlobstoreError):  # thawed by now, or reading it says why
+                cold, before = self._verified.open_cold(*layer.id)
+                pieces = cold.pieces()
+        pieces = pieces or self._store.read_pieces(*layer.id)
+        check = self._open[layer.id] = _Check(layer, before, pieces, HashedBlob(pieces))
+        return check
+
+    def _finish(self, check: _Check) -> None:
+        with self._explained(check):
+            check.blob.skip(check.layer.size - check.blob.digester.size)
+            check.blob.check(self._store, check.layer)
+        check.pieces.close()
+        self._verified.note(check.before)
+        del self._open[check.layer.id]
+
+    @contextlib.contextmanager
+    def _explained(self, check: _Check) -> Iterator[None]:
+        try:
+            yield
+        except BlobstoreError as error:
+            if isinstance(error, Damaged):
+                self._verified.forget(check.before)
+            raise error.at(f"layer {quote(check.layer.name)}") from error
+
+
+class _OtherThread:
+    """A digest that is computed on another thread, while this one computes those of blobs."""
+
+    def __init__(self) -> None:
+        self._digester = Digester()
+        self._thread = ThreadPoolExecutor(1, "digest")
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def update(self, piece: Buffer) -> None:
+        """Add a piece, which may change afterwards."""
+        if len(self._waiting) >= _AHEAD:
+            self._waiting.popleft().result()
+        self._waiting.append(self._thread.submit(self._digester.update, bytes(piece)))
+
+    def result(self) -> tuple[Digest, int]:
+        """Return the digest and the size of all pieces."""
+        for piece in self._waiting:
+            piece.result()
+        return self._digester.digest(), self._digester.size

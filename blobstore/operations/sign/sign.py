@@ -102,6 +102,9 @@ def sign_model(
         jobs: number of threads that hash; by default one per processor.
         progress: called with the current blob, bytes done and total bytes.
 
+    Returns:
+        the digest of the manifest, the key, and what was hashed.
+
     Raises:
         ModelNotFound: the store has no such model.
         NotFound: there is no such key.

@@ -6,15 +6,17 @@ A blob comes as it is, or in its compressed form. Its digest is checked before i
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import threading
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from blobstore.core.escape import quote
-from blobstore.core.mmap import map_file
+from blobstore.core.files import write_all
+from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import Cancelled
-from blobstore.errors import BlobDamaged, BlobMissing, DamagedSource, RemoteError
+from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, DamagedSource, RemoteError
 from blobstore.registry.protocol import DAMAGED_ADVICE
 
 if TYPE_CHECKING:
@@ -315,7 +317,23 @@ class Download:
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
                 yield BaseBlob.hot(map_file(path, size), digest)
-        yield from self._store.base_files(digest, size, in_chain=True)
+        for base in self._store.base_files(digest, size, in_chain=True):
+            yield base if base.table is None else self._decode(base)
+
+    def _decode(self, base: BaseBlob) -> BaseBlob:
+        """Decode a base that is a delta into a file without a name; return it as it is if there is no space.
+
+        Its chunks may lie at other places than those of the delta against it, which was made elsewhere.
+        """
+        folder = self._store.folder("temporary")
+        with contextlib.suppress(BlobstoreError, OSError):
+            self._store.check_space(base.identity.size)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                for piece in self._store.read_pieces(*base.identity):
+                    write_all(file.fileno(), piece)
+                data = mapped(file.fileno(), base.identity.size)
+            return type(base).hot(data, base.identity.digest)
+        return base
 
     def _end(self, fetch: _Fetch, file: PartialBlob, resumed: int | None = None) -> None:
         """Close the file of a blob that is done."""

@@ -121,6 +121,9 @@ def pull_model(
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
 
+    Returns:
+        the name, the digest, and the bytes that were fetched and present.
+
     Raises:
         BlobDamaged: the registry sent wrong bytes twice, or another length.
         BlobMissing: the registry does not have a blob of the model.

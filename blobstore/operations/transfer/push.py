@@ -156,6 +156,9 @@ def push_model(
             counted apart, with a total of its own.
         shape: the former name of ``layout``.
 
+    Returns:
+        the address, the digest, and the bytes that were sent and present.
+
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged, or ``verify`` found that the

@@ -36,7 +36,7 @@ from blobstore.sources.pytorch.tensors import TensorReader, UnreadableTensor
 from blobstore.sources.pytorch.values import plain_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import Self
 
@@ -52,6 +52,8 @@ _MAX_WORK = 64
 """Limit of the bytes to read, in file sizes: a strided tensor can span all of its storage."""
 _SPARE_WORK = 4 * 2**30
 _SHOWN = 8
+_INTERNAL = frozenset(("check_readable", "header", "read_range", "version"))
+"""What other modules use, and :func:`dir` does not list: docs/reference/python.md does not describe it."""
 
 
 class Checkpoint:
@@ -83,6 +85,9 @@ class Checkpoint:
             os.close(self._descriptor)
             raise
 
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
     def __enter__(self) -> Self:
         return self
 
@@ -91,7 +96,7 @@ class Checkpoint:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors, in the order of their bytes in the file."""
+        """Name, element type and shape of each tensor by name, in the order of their bytes in the file."""
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     @property
@@ -121,8 +126,9 @@ class Checkpoint:
         self.notices = [*self.notices, notice]
 
     def view(self, name: str) -> TensorView:
-        """Return the bytes of a tensor: a view of the mapped file if they are contiguous, else a copy.
+        """Return the tensor ``name`` as its ``spec`` and its bytes, little-endian and in C order.
 
+        The bytes are a view of the mapped file if they are contiguous there, else a copy.
         Checksums are not verified, because that would read the complete file; :meth:`read` does.
 
         Raises:
@@ -142,7 +148,11 @@ class Checkpoint:
             return TensorView(tensor.spec, self._gather(tensor))
 
     def views(self) -> dict[str, TensorView]:
-        """Return :meth:`view` of every tensor."""
+        """Return :meth:`view` of every tensor by name.
+
+        Raises:
+            CheckpointDamaged: as :meth:`view`.
+        """
         memory = self._memory()
         new = tuple.__new__  # in C, unlike the constructors of named tuples
         with gc_paused():
@@ -157,7 +167,17 @@ class Checkpoint:
             }
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in pieces; see :meth:`TensorSource.read`."""
+        """Yield a tensor's bytes in pieces, each valid until the next one, and verify checksums.
+
+        Args:
+            name: the tensor.
+            buffer: memory that pieces may be read into, of 1 byte or more.
+
+        Raises:
+            KeyError: there is no tensor of that name.
+            CheckpointDamaged: the file was truncated, or its checksum differs.
+            SourceError: the file cannot be read.
+        """
         return self.read_range(name, 0, self._tensors[name].nbytes, buffer)
 
     def read_range(
@@ -273,6 +293,9 @@ def open_checkpoint(path: Path | str, *, subtree: str | None = None) -> Checkpoi
         path: the file.
         subtree: the keys, joined by dots, of the part to read; ``"."`` is the whole checkpoint. By
             default it is the model, found by the keys that training programs use.
+
+    Returns:
+        the checkpoint; see :class:`Checkpoint`.
 
     Raises:
         SourceNotFound: the file does not exist.

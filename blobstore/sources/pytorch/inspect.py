@@ -71,6 +71,13 @@ class Inspection:
 def inspect_checkpoint(path: Path | str, *, subtree: str | None = None) -> Inspection:
     """Describe the contents of a file.
 
+    Args:
+        path: a PyTorch checkpoint.
+        subtree: keys, joined by dots, below which tensors are listed; by default of the whole file.
+
+    Returns:
+        the parts, tensors and globals of the checkpoint; why it is refused, if it is.
+
     Raises:
         SourceNotFound: the file does not exist.
         SourceError: it cannot be read.

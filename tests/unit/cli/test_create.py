@@ -377,3 +377,9 @@ def test_keeps_a_source_as_published_on_request(tmp_path: Path, store: LocalStor
         result = run("create", source, "m", "--as-is", *options)
         assert result.stderr == "note: awq, kept as published\n"
     assert run_json("show", "m", "--source")["options"] == {"as_is": True}
+
+
+def test_a_source_that_is_a_model_of_the_store_is_no_repository(stored: LocalStore) -> None:
+    result = run("create", "dense", "other", exit_code=3)
+    assert "the store has a model of this name; 'blobstore cp'" in result.stderr
+    assert "hf://den" in run("create", "den", "other", exit_code=3).stderr

@@ -70,7 +70,7 @@ def test_lists_the_remaining_faults_and_exits_with_4(stored: LocalStore, dense: 
 def test_advises_on_a_source_if_none_is_given(stored: LocalStore) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
     result = run("repair", exit_code=4)
-    assert f"layer {PLAIN}, tensor {PLAIN}: blob " in result.stdout
+    assert f"tensor {PLAIN}: blob " in result.stdout
     assert (
         "note: to rewrite damaged and missing blobs, give --from the source of the model"
         in result.stderr

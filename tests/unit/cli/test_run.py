@@ -92,3 +92,14 @@ def test_transformers_serves_the_folder_of_links(
     assert words == [sys.executable, "-m", "transformers.cli.transformers", "serve"]
     assert (Path(folder).parent, rest) == (tmp_path / "blobstore" / "run", "--port=9")
     assert not Path(folder).exists()
+
+
+@needs_server
+def test_a_model_that_generates_no_text_is_served_on_request_only(
+    store: LocalStore, dense: Path
+) -> None:
+    (dense / "config.json").write_text('{"architectures": ["BertModel"]}')
+    run("create", dense, "bert")
+    result = run("run", "bert", "--dry-run", exit_code=2)
+    assert "bert:latest is a BertModel, which generates no text; --with NAME" in result.stderr
+    run("run", "bert", "--with", "mlx-lm", "--dry-run")

@@ -91,6 +91,9 @@ def test_tags_of_one_manifest_are_read_once(local: LocalStore) -> None:
         for tag in ("v2", "v1"):
             registry.put(local, plan, "team/a", tag)
         registry.put_manifest("team/a", "x", "application/json", b"[]")
+        referrers = f"sha256-{plan.root.digest.hex}"  # no models: these and cosign's signatures
+        for tag in (referrers, f"{referrers}.sig"):
+            registry.put_manifest("team/a", tag, "application/json", b"[]")
         found = read_remote_catalog(f"oci://{registry.host}/team/a")
         requests = Counter(registry.requests)
     assert [entry.address for entry in found] == [

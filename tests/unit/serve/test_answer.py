@@ -12,7 +12,7 @@ from blobstore.serve.answer import answer
 from blobstore.serve.library import Library, NotPrepared
 from blobstore.serve.messages import Request
 from blobstore.store.local import LocalStore
-from tests.support.serve import ask
+from tests.support.serve import ask, body_of
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,30 @@ def test_a_malformed_target_is_a_bad_request(library: Library, target: str) -> N
     assert ask(library, target).status in (400, 404)
 
 
+def test_the_root_says_what_the_server_is(library: Library) -> None:
+    response = ask(library, "/")
+    assert (response.status, response.headers["Content-Type"][:10]) == (200, "text/plain")
+    assert b"docs/guides/serve.md" in body_of(library.store, response)
+    assert ask(library, "/", access=Access(tokens=[b"a-long-token"])).status == 401
+
+
+def test_a_target_may_name_the_host(library: Library) -> None:
+    path = "/org/model/resolve/main/config.json"
+    expected = ask(library, path)
+    local = Access(hosts=())
+    for host in ("localhost", "127.0.0.1:8080"):
+        for target in (f"http://{host}{path}", f"HTTPS://{host}{path}"):
+            response = ask(library, target, headers={"host": "evil.example"}, access=local)
+            assert (response.status, response.parts) == (200, expected.parts)
+    headers = {"host": "localhost"}
+    assert ask(library, f"http://evil.example{path}", headers=headers, access=local).status == 421
+    assert ask(library, "http://localhost", access=local).status == 200
+    for target in (f"http://u@localhost{path}", f"http://{path}", f"ftp://localhost{path}"):
+        assert ask(library, target, headers=headers, access=local).status == 400
+
+
 def test_an_unknown_address_is_absent(library: Library) -> None:
     for target in (
-        "/",
         "/none",
         "/api",
         "/api/whoami-v2",

@@ -12,6 +12,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve import blob_reader
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.messages import BlobPart
+from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.frozen import layer, layers, put, tuned, weights
@@ -26,6 +27,7 @@ def hashed() -> list[int]:
 
 @pytest.fixture
 def reader(store: LocalStore, hashed: list[int], monkeypatch: pytest.MonkeyPatch) -> BlobReader:
+    monkeypatch.setattr(verified_cache, "_MARGIN_NS", 0)
     monkeypatch.setattr(blob_reader, "_MARGIN_NS", 0)  # files of this test do not change by chance
     return BlobReader(store, hashed.append)
 
@@ -58,6 +60,20 @@ def test_a_cold_blob_is_hashed_once(
     assert is_verified(reader, part)
     assert hashed == [part.size]
     assert b"".join(reader.cold_pieces(part)) == layer("a", weights(1))
+
+
+def test_the_next_process_hashes_no_cold_blob_again(
+    store: LocalStore, reader: BlobReader, hashed: list[int]
+) -> None:
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    reader.verify(part.digest, part.size)
+    reader.save()
+    other = BlobReader(store, hashed.append)
+    assert other.verify(part.digest, part.size) == other.open(part).state
+    assert is_verified(other, part)
+    assert hashed == [part.size]
 
 
 def test_a_cold_blob_that_decodes_to_other_bytes_is_damaged(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobstoreError, UsageError
+from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
 from blobstore.serve.serve import serve
 from blobstore.store.local import LocalStore
 
@@ -30,3 +31,12 @@ def test_a_token_file_must_be_there_and_have_tokens(store: LocalStore, tmp_path:
     (tmp_path / "tokens").write_text("short\n")
     with pytest.raises(UsageError, match="line 1"):
         serve(store, token_file=tmp_path / "tokens")
+
+
+def test_a_library_that_peers_need_is_missed_before_the_port_is_open(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+
+    with pytest.raises(MissingLibrary, match="httpx2"):
+        serve(store, peers=["http://localhost:1"], port=0, on_ready=pytest.fail)

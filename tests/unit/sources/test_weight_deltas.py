@@ -77,6 +77,16 @@ def test_a_byte_that_is_listed_twice_gets_its_last_value() -> None:
     assert applied(patch(frame, "overwrite", new), bytes(7), 3) == new
 
 
+def test_a_small_frame_does_not_become_many_positions() -> None:
+    count = 2**20 + 1
+    payload = np.array([count], "<u4").tobytes() + bytes(5 * count)
+    frame = zstandard.ZstdCompressor().compress(payload)
+    assert len(frame) < 2000
+    old = bytes(count)
+    with pytest.raises(DamagedSource, match="here: the bytes that change are not in order"):
+        applied(Patch(iter([memoryview(frame)]), "overwrite", count, "adler32", "", "here"), old, 1)
+
+
 def test_an_empty_tensor_has_a_checksum_too() -> None:
     frame = zstandard.ZstdCompressor().compress(b"")
     patch(frame, "xor", b"").finish()

@@ -3,16 +3,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import FileVersion
 from blobstore.errors import BlobDamaged, StoreError
+from blobstore.manifests.descriptor import Descriptor
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store import verified_cache as verified
 from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
-from tests.support import sandbox
+from tests.support import frozen, sandbox
+from tests.support.models import add_blobs
 
 DATA = b"bytes of a blob"
 DIGEST = Digest.of(DATA)
@@ -132,6 +137,17 @@ def test_a_blob_that_changed_just_before_it_was_hashed_is_not_noted(
     assert not has(store)
 
 
+def test_it_counts_when_a_blob_was_opened_not_when_all_of_it_was_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_MARGIN_NS", 3600 * 10**9)
+    blobs = VerifiedBlobs(store)
+    with blobs.noting(DIGEST):
+        monkeypatch.setattr(verified, "_MARGIN_NS", 0)  # as if reading it took an hour
+    blobs.save()
+    assert not has(store)
+
+
 def test_a_blob_from_the_future_is_not_noted(store: LocalStore) -> None:
     year = 365 * 86400 * 10**9
     found = path_of(store).stat()
@@ -158,6 +174,93 @@ def test_only_damage_makes_the_cache_forget_a_blob(
         raise error(str(DIGEST))
     blobs.save()
     assert has(store) is is_kept
+
+
+# Cold blobs
+
+
+@pytest.fixture
+def delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalStore, Descriptor]:
+    """Return a store with a cold blob that is a delta, and was found intact."""
+    monkeypatch.setattr(verified, "_MARGIN_NS", 0)
+    store = LocalStore(tmp_path / "frozen")
+    frozen.put(store, "base", {"a": 1})
+    add_blobs(store, "tuned", {"a": frozen.layer("a", frozen.tuned(2, of=1))})
+    freeze_models(["tuned"], store=store, base="base")
+    layer = frozen.layers(store, "tuned")["a"]
+    assert store.open_cold(*layer.id).base
+    note_cold(store, layer)
+    assert VerifiedBlobs(store).has_cold(*layer.id)
+    return store, layer
+
+
+def note_cold(store: LocalStore, layer: Descriptor) -> None:
+    blobs = VerifiedBlobs(store)
+    _, before = blobs.open_cold(*layer.id)
+    blobs.note(before)
+    blobs.save()
+
+
+def test_a_cold_blob_is_not_trusted_as_another_form_or_size(
+    delta: tuple[LocalStore, Descriptor],
+) -> None:
+    store, layer = delta
+    blobs = VerifiedBlobs(store)
+    assert not blobs.has(*layer.id)
+    assert not blobs.has_cold(layer.digest, layer.size + 1)
+    frozen.flip(store.cold_path(layer.digest))
+    assert not blobs.has_cold(*layer.id)
+
+
+def test_a_delta_is_not_trusted_if_its_base_has_changed(
+    delta: tuple[LocalStore, Descriptor],
+) -> None:
+    store, layer = delta
+    base = store.open_cold(*layer.id).base
+    assert base is not None
+    frozen.flip_in_place(store.blob_path(base))
+    assert not VerifiedBlobs(store).has_cold(*layer.id)
+
+
+def test_a_thawed_blob_is_not_trusted(delta: tuple[LocalStore, Descriptor]) -> None:
+    store, layer = delta
+    thaw_models(["tuned"], store=store)
+    blobs = VerifiedBlobs(store)
+    assert not blobs.has_cold(*layer.id)
+    assert not blobs.has(*layer.id)
+
+
+def test_a_cold_blob_that_was_replaced_after_it_was_opened_is_not_noted(
+    delta: tuple[LocalStore, Descriptor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layer = delta
+    real = store.open_cold
+
+    def opened(*arguments: Any) -> Any:
+        blob = real(*arguments)
+        frozen.flip(store.cold_path(layer.digest), -1)
+        frozen.flip(store.cold_path(layer.digest), -1)
+        return blob
+
+    monkeypatch.setattr(store, "open_cold", opened)
+    note_cold(store, layer)
+    monkeypatch.undo()
+    assert not VerifiedBlobs(store).has_cold(*layer.id)
+
+
+def test_a_cold_blob_that_is_damaged_is_forgotten(delta: tuple[LocalStore, Descriptor]) -> None:
+    store, layer = delta
+    blobs = VerifiedBlobs(store)
+    blobs.forget(blobs.open_cold(*layer.id)[1])
+    blobs.save()
+    assert not VerifiedBlobs(store).has_cold(*layer.id)
+
+
+def test_what_another_instance_has_saved_is_seen(store: LocalStore) -> None:
+    blobs = VerifiedBlobs(store)
+    assert not blobs.has(DIGEST, SIZE)
+    note(store)
+    assert blobs.has(DIGEST, SIZE)
 
 
 # The cache file

@@ -45,7 +45,16 @@ from tests.readers.archives import read_archive
 from tests.support import sandbox
 from tests.support.archives import Parts, put_family
 from tests.support.cold import cold, noise
-from tests.support.frozen import flip, layer, layers, spoil_deltas, steps, tuned, weights
+from tests.support.frozen import (
+    flip,
+    layer,
+    layers,
+    mixed_steps,
+    spoil_deltas,
+    steps,
+    tuned,
+    weights,
+)
 from tests.support.models import add_blobs, dense_tensors, write_folder
 
 CHILDREN = ("one", "two", "three")
@@ -518,3 +527,20 @@ def test_packs_from_a_store_that_cannot_lease(store: LocalStore, path: Path) -> 
     store.folder("leases").write_bytes(b"")
     pack_models(["base"], path, store=store)
     check_archive(path)
+
+
+def test_a_step_next_to_a_frozen_one_is_a_small_delta(tmp_path: Path, path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    run = ["base", "one", "two"]
+    for name, data in zip(run, mixed_steps(), strict=True):
+        add_blobs(store, name, {"x": data})
+    freeze_models(["one"], store=store, base="base")
+    packed = pack_models(run, path, store=store)
+    assert (packed.deltas, packed.fallbacks) == (2, 0)
+    with open_archive(path) as archive:
+        numbers = [archive.blobs[layers(store, name)["x"].digest] for name in run]
+        last = archive.members[numbers[2]]
+        assert last.base == numbers[1]
+        assert last.stored_size < 0.03 * last.size
+    check_archive(path)
+    read_archive(path.read_bytes())

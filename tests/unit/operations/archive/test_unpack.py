@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,9 +343,30 @@ def test_decodes_each_member_of_a_chain_once(
     monkeypatch.setattr("blobstore.compression.decoder.decode_chunk", counted)
     unpack_archive(path, store=store, jobs=jobs)
     assert len(decoded) == 6 * 2  # of each, the header and the weights
+    before = os.listdir(tmp_path)
+    check_archive(path, jobs=jobs)
+    assert len(decoded) == 2 * 6 * 2
+    assert os.listdir(tmp_path) == before
     for name in run:
         for blob in store.resolve(name).blobs:
             store.check_digest(*blob.id)
+
+
+def test_a_chain_is_checked_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, path = LocalStore(tmp_path / "run"), tmp_path / "run.bsar"
+    for number, data in enumerate(steps(5, 1, 3)):
+        add_blobs(origin, f"run:{number}", {"x": layer("x", data)})
+    pack_models([f"run:{number}" for number in range(3)], path, store=origin)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for place, name in ((tempfile, "TemporaryFile"), (unpack, "write_all")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, refused)
+            assert check_archive(path).blobs == 4  # the models share a config
 
 
 def test_a_chain_whose_decoded_files_cannot_be_mapped_is_unpacked(

@@ -28,7 +28,7 @@ from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export import writer
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.export.writer import _BlobReader
+from blobstore.operations.export.writer import HashedBlob
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
@@ -444,11 +444,11 @@ def test_reports_the_place_at_which_a_blob_cannot_be_read(
     descriptor = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
     monkeypatch.setattr(store._hot, "open", lambda *_: descriptor)
     with pytest.raises(BlobDamaged, match="cannot be read at byte 0: Is a directory"):
-        list(_BlobReader(store.read_pieces(Digest.of(b""), 8)).read(8))
+        list(HashedBlob(store.read_pieces(Digest.of(b""), 8)).read(8))
 
 
 def test_pieces_are_cut_where_tensors_end() -> None:
-    reader = _BlobReader(memoryview(piece) for piece in (b"abc", b"defg", b"h"))
+    reader = HashedBlob(memoryview(piece) for piece in (b"abc", b"defg", b"h"))
     read = [b"".join(map(bytes, reader.read(size))) for size in (0, 2, 4, 1)]
     assert read == [b"", b"ab", b"cdef", b"g"]
     with pytest.raises(BlobDamaged, match="ended at byte 8, 1 bytes too early"):

@@ -26,7 +26,9 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.operations.create.create import create
+from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
+from blobstore.sources.weight_versions import OpenChanges, WeightVersion
 from blobstore.store.local import LocalStore
 from tests.readers.weight_versions import INDEX, Trainer
 from tests.support.damage import blob_path, flip
@@ -94,6 +96,35 @@ def test_versions_that_were_missed_come_in_one_step(run: Run) -> None:
     (followed,) = run.follow(keep_last=1)
     assert (followed.version, str(followed.kept)) == ("000003", "policy:latest-v000003")
     run.check()
+
+
+def test_more_versions_are_made_up_for_than_files_may_be_open(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = 0
+    most = 0
+
+    class Counted(OpenChanges):
+        def __init__(self, version: WeightVersion) -> None:
+            nonlocal opened, most
+            super().__init__(version)
+            opened += len(version.files)
+            most = max(most, opened)
+
+        def close(self) -> None:
+            nonlocal opened
+            opened -= len(self.version.files)
+            super().close()
+
+    monkeypatch.setattr(trainer, "_OPEN_FILES", 3)
+    monkeypatch.setattr(trainer, "OpenChanges", Counted)
+    for _ in range(8):
+        run.step()
+    (followed,) = run.follow()
+    assert followed.version == "000008"
+    assert 0 < most <= 3
+    run.check()
+    assert run.follow() == []
 
 
 def test_without_its_note_a_store_finds_out_which_version_it_has(run: Run) -> None:

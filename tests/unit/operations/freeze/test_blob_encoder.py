@@ -11,7 +11,7 @@ from blobstore.errors import BlobMissing
 from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from tests.support.frozen import COUNT, layer, steps, tuned, weights
+from tests.support.frozen import COUNT, layer, mixed_steps, steps, tuned, weights
 from tests.support.models import add_blobs, blob
 
 
@@ -167,6 +167,24 @@ def test_a_delta_against_a_frozen_sparse_delta_has_chunks_where_that_has_them(
     cold = encode(encoder)
     cold.give_base(store.base(*one, in_chain=True))
     assert b"".join(map(bytes, cold.pieces())) == run[2]
+
+
+def test_each_tensor_has_chunks_where_a_base_that_is_partly_sparse_has_them(
+    store: LocalStore,
+) -> None:
+    base, one, two = mixed_steps()
+    ids = [add(store, data) for data in (base, one, two)]
+    add_blobs(store, "base", {"x": base})
+    add_blobs(store, "one", {"x": one})
+    freeze_models(["one"], store=store, base="base")
+    sizes = [part.size for part in store.open_cold(*ids[1]).container.table.parts[1:]]
+    assert sizes == [1 << 19, 1 << 18, 1 << 18]  # the first two share chunks
+    cold = encode(BlobEncoder(store, ids[2], "fast", ids[1], chains=True, in_chain=True))
+    assert [part.size for part in cold.table.parts[1:]] == sizes
+    assert all(part.base_begin is not None for part in cold.table.parts)
+    assert len(cold.data) < 0.03 * cold.size
+    cold.give_base(store.base(*ids[1], in_chain=True))
+    assert b"".join(map(bytes, cold.pieces())) == two
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +91,32 @@ def test_a_model_with_similar_layers_is_pushed_and_pulled_as_deltas(
     assert target.read_manifest("twins") == origin.read_manifest("twins")
     assert pushed.bytes_cold < len(data)
     assert pulled.bytes_saved > len(data)
+
+
+@pytest.mark.parametrize("has_space", [True, False])
+def test_a_step_is_pulled_as_a_delta_onto_a_frozen_one(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch, has_space: bool
+) -> None:
+    origin, target = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "target")
+    for name, data in zip(("base", "one", "two"), frozen.mixed_steps(), strict=True):
+        add_blobs(origin, name, {"x": data})
+        if name != "two":
+            add_blobs(target, name, {"x": data})
+    blobstore.freeze("one", store=target, base="base")
+    blobstore.push("two", remote, store=origin, cold=True, base="one")
+    if not has_space:
+        monkeypatch.setattr(tempfile, "TemporaryFile", _no_space)
+    pulled = blobstore.pull(remote, "two", store=target)
+    size = frozen.layers(target, "two")["x"].size
+    assert (pulled.bytes_fetched < 0.03 * size) == has_space
+    assert len(pulled.notices) == (not has_space)
+    assert target.read_manifest("two") == origin.read_manifest("two")
+    target.check_digest(*frozen.layers(target, "two")["x"].id)
+    assert not list(target.folder("temporary").glob("*"))
+
+
+def _no_space(**_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_registry_may_list_compressed_forms_itself(case: ColdCase) -> None:

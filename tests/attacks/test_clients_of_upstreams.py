@@ -1,0 +1,194 @@
+"""Clients of ``blobstore serve --upstream`` that want what is not theirs, or more than there is."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer
+from tests.support.models import write_folder
+from tests.support.raw_server import RawServer, Received, reply
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+NAME = "org/model"
+FILE = f"/{NAME}/resolve/main/model.safetensors"
+RIGHT = "Bearer hf_right"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return made(tmp_path / "source", 1)
+
+
+@pytest.fixture
+def hub(folder: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add(NAME, folder)
+        yield server
+
+
+def made(folder: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+    return write_folder(folder, {"weight": random.standard_normal((64, 64), dtype=np.float32)})
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def fetch(server: Serving, token: str = "") -> str:
+    """Let the server fetch the model, and return its commit."""
+    status, found, _ = server.request(FILE, Authorization=token)
+    assert status == 200
+    server.wait_for_log("written")
+    return found["x-repo-commit"]
+
+
+def until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def restrict(hub: HubServer) -> None:
+    hub.repos[NAME].token, hub.repos[NAME].gated = "hf_right", True
+
+
+# Restricted models
+
+
+def test_a_commit_of_a_restricted_model_whose_tag_is_allowed_is_for_its_readers(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url, "--allow", "org/model:latest") as server:
+        commit = fetch(server, RIGHT)
+        assert server.request(FILE.replace("main", commit))[0] == 403
+        assert server.request(FILE.replace("main", commit), Authorization=RIGHT)[0] == 200
+
+
+def test_a_restricted_model_stays_restricted_when_the_server_has_peers_alone(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        commit = fetch(server, RIGHT)
+    (blob,) = store.resolve(NAME).layers[:1]
+    with serving(store, tmp_path, "--peers", "http://127.0.0.1:9") as server:
+        for target in (
+            FILE,
+            FILE.replace("main", commit),
+            f"/api/models/{NAME}/tree/{commit}",
+            f"/v2/{NAME}/manifests/latest",
+            f"/v2/{NAME}/blobs/{blob.digest}",
+        ):
+            assert server.request(target)[0] in {403, 404, 502, 503}, target
+
+
+def test_a_model_that_is_no_longer_public_is_given_to_no_peer_either(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        commit = fetch(server)
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 200
+        restrict(hub)
+        until(lambda: server.request(FILE)[0] == 403)
+        assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
+        assert server.request(f"/v2/{NAME}/manifests/latest", X_Blobstore_Peer="1")[0] == 404
+    # Neither when the upstream is gone.
+    with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
+        assert server.request(FILE)[0] in {502, 503}
+        assert server.request(FILE.replace("main", commit))[0] in {502, 503}
+
+
+def test_a_peer_with_a_model_of_the_same_name_opens_no_restricted_one(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(made(tmp_path / "made", 2), NAME, store=other)
+    (tmp_path / "log").mkdir()
+    restrict(hub)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        commit = fetch(server, RIGHT)
+    with (
+        serving(other, tmp_path / "log") as peer,
+        serving(store, tmp_path, "--upstream", "http://127.0.0.1:9", "--peers", peer.url) as server,
+    ):
+        server.request(FILE)
+        assert server.request(FILE.replace("main", commit))[0] in {403, 404, 502, 503}
+
+
+# Other versions than those that were asked for
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("latest", "main"), ("refs%2Fheads%2Flatest", "main")]
+)
+def test_a_branch_that_is_spelled_as_the_default_one_is_here_is_not_sent_for_it(
+    hub: HubServer,
+    folder: Path,
+    store: LocalStore,
+    tmp_path: Path,
+    first: str,
+    second: str,
+) -> None:
+    hub.branch(NAME, "latest", made(tmp_path / "branch", 3))
+    hub.branch(NAME, "refs/heads/latest", made(tmp_path / "branch2", 4))
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        server.request(FILE.replace("main", first))
+        status, _, data = server.request(FILE.replace("main", second))
+    assert (status, data) == (200, weights(folder))
+
+
+# More than there is
+
+
+def test_questions_to_a_silent_upstream_do_not_keep_the_stores_own_models_waiting(
+    folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    create(folder, "own", store=store)
+
+    def silent(_: Received) -> bytes:
+        time.sleep(30)
+        return reply(404)
+
+    with (
+        RawServer(silent) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}") as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        asked = [pool.submit(server.request, f"/org/m{n}/resolve/main/f") for n in range(12)]
+        until(lambda: server.metric("open_requests") >= 12)
+        assert server.request("/own/resolve/main/model.safetensors")[0] == 200
+        for one in asked:
+            assert one.result()[0] == 503
+
+
+def test_refused_models_leave_no_file_open(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    names = [f"org/m{number}" for number in range(20)]
+    for name in names:
+        hub.add(name, folder, gone={"config.json"})
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        files = Path(f"/proc/{server.process.pid}/fd")
+        server.request("/org/none/resolve/main/f")
+        before = len(list(files.iterdir()))
+        for name in names:
+            with contextlib.suppress(http.client.IncompleteRead):
+                server.request(f"/{name}/resolve/main/model.safetensors")
+        until(lambda: server.metric("arriving_models") == 0)
+        # Each has had two of its own.
+        assert len(list(files.iterdir())) < before + len(names)
