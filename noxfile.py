@@ -86,6 +86,12 @@ def share(session: nox.Session) -> None:
     session.run("python", "release/share.py", *(session.posargs or ["build/share"]))
 
 
+@nox.session(venv_backend="none")
+def container(session: nox.Session) -> None:
+    """Build the image from the wheel in ``dist``, and run it, where root has buildah and mmdebstrap (4 minutes)."""
+    session.run(".ci/container", external=True)
+
+
 @nox.session
 def faults(session: nox.Session) -> None:
     """Kill, fill and cut off each operation at every step: ``-- --help`` lists what can be chosen."""

@@ -188,6 +188,8 @@ def _verify(root: Path, found: Findings, when: str) -> None:
 
 def _check_collection(root: Path, found: Findings) -> None:
     """Collect all garbage, and check that it was all and nothing else."""
+    if not root.exists():
+        return
     before, names = _blobs(root), _names(root)
     reached = _reached(root, names)
     reached |= bases_of(root, reached)

@@ -54,6 +54,7 @@ class StoreProtocol(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="blobstore-faults-", dir=place_in_memory()))
         self.root = self.folder / "store"
+        self.root.mkdir()  # commands refuse a store that is not there
         self.names: dict[str, Known] = {}
         self.damaged: set[Path] = set()
         """Blobs that are not whole, all of models that are in the dictionary."""
