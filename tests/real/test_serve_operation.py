@@ -96,11 +96,12 @@ def test_the_unit_starts_a_server_and_knows_how_it_ends(tmp_path: Path) -> None:
 
 
 def test_the_container_starts_a_server(tmp_path: Path) -> None:
-    file = block("dockerfile")
+    file = (ROOT / "release" / "Containerfile").read_text(encoding="utf-8")
     program, *arguments = json.loads(setting(file, "ENTRYPOINT")) + json.loads(setting(file, "CMD"))
     assert program == "blobstore"
-    assert setting(file, "VOLUME") == arguments[arguments.index("--store") + 1]
-    served(arguments, tmp_path)
+    folder = setting(file, "VOLUME")
+    assert f"BLOBSTORE_HOME={folder}" in setting(file, "ENV PATH")
+    served([*arguments, "--store", folder], tmp_path)
 
 
 @contextlib.contextmanager
