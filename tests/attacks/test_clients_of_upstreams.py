@@ -79,14 +79,16 @@ def test_a_commit_of_a_restricted_model_whose_tag_is_allowed_is_for_its_readers(
         assert server.request(FILE.replace("main", commit), Authorization=RIGHT)[0] == 200
 
 
-def test_a_restricted_model_stays_restricted_when_the_server_has_peers_alone(
-    hub: HubServer, store: LocalStore, tmp_path: Path
+@pytest.mark.parametrize("options", [["--peers", "http://127.0.0.1:9"], []])
+def test_a_restricted_model_stays_restricted_when_the_server_has_no_upstream(
+    options: list[str], hub: HubServer, store: LocalStore, tmp_path: Path
 ) -> None:
     restrict(hub)
     with serving(store, tmp_path, "--upstream", hub.url) as server:
         commit = fetch(server, RIGHT)
     (blob,) = store.resolve(NAME).layers[:1]
-    with serving(store, tmp_path, "--peers", "http://127.0.0.1:9") as server:
+    create(made(tmp_path / "own", 2), "org/own", store=store)
+    with serving(store, tmp_path, *options) as server:
         for target in (
             FILE,
             FILE.replace("main", commit),
@@ -95,6 +97,8 @@ def test_a_restricted_model_stays_restricted_when_the_server_has_peers_alone(
             f"/v2/{NAME}/blobs/{blob.digest}",
         ):
             assert server.request(target)[0] in {403, 404, 502, 503}, target
+        assert server.request("/org/own/resolve/main/model.safetensors")[0] == 200
+        assert server.request("/org/absent/resolve/main/model.safetensors")[0] in {404, 502}
 
 
 def test_a_model_that_is_no_longer_public_is_given_to_no_peer_either(
