@@ -26,7 +26,7 @@ from blobstore.gguf.file import is_gguf
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.open import open_model
-from blobstore.remotes.addresses import find_model, is_address, is_in_objects
+from blobstore.remotes.addresses import find_model, is_address
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _MAX_BARE: Final = 4 << 30
 """Bytes that bare reads read at most."""
 _WAYS: Final[tuple[dict[str, Any], ...]] = ({}, {"prefetch": "read"}, {"read": "pread"})
 """The options of ``open`` that are compared."""
-_REMOTE_WAYS: Final[tuple[dict[str, Any], ...]] = ({}, {"prefetch": "read"})
+_REMOTE_WAYS: Final = _WAYS[:2]
 _FEW: Final = 1 << 30
 _PASSES: Final = 3
 """The fastest of so many measurements counts, if there are few bytes."""
@@ -257,21 +257,20 @@ def _measure_remote(
     with find_model(address, plain_http=plain_http, with_files=True) as source:
         ranges = list(_ranges([(blob.id, blob.size) for blob in source.blobs]))
         size = sum(count for _, _, count in ranges)
-        ways = _REMOTE_WAYS if is_in_objects(address) else ()
         threads = tuple(dict.fromkeys((1, jobs)))
         for number, count in enumerate(threads):
-            later = size * (len(threads) - number - 1 + len(ways))
+            later = size * (len(threads) - number - 1 + len(_REMOTE_WAYS))
             pool = steps.begin(size, later, count)
             read = _range_reader(source, pool)
             done.append(_bare("network", count, size, pool, ranges, read))
-    for number, way in enumerate(ways):
-        pool = steps.begin(size, size * (len(ways) - number - 1))
+    opened = address.replace("oci://", "http://", 1) if plain_http else address
+    for number, way in enumerate(_REMOTE_WAYS):
+        pool = steps.begin(size, size * (len(_REMOTE_WAYS) - number - 1))
         # A store of its own has none of the blobs.
         with tempfile.TemporaryDirectory(prefix="blobstore-") as folder:
-            done.append(_opened("network", address, way, store=LocalStore(folder), cache="none"))
+            done.append(_opened("network", opened, way, store=LocalStore(folder), cache="none"))
         pool.report(size, done[-1].how)
-    notices = [] if ways else ["open reads no registries, so it was not measured; 'pull' does"]
-    return _result(address, done, notices)
+    return _result(address, done, ())
 
 
 def _range_reader(

@@ -77,14 +77,16 @@ def test_remotes_are_read_as_if_the_store_had_nothing(store: LocalStore, tmp_pat
     ]
 
 
-def test_bare_reads_of_a_registry_are_measured(store: LocalStore, tmp_path: Path) -> None:
+def test_a_registry_is_measured(store: LocalStore, tmp_path: Path) -> None:
     with running_registry(tmp_path / "registry") as server:
         push_model("dense", f"{server.host}/dense", store=store)
         found = measure_reading(f"oci://{server.host}/dense")
 
-    assert [one.how for one in found.measurements] == ["1 thread", "16 threads"]
-    assert found.advice == ()
-    assert "'pull'" in found.notices[0]
+    ways = ["1 thread", "16 threads", "open()", 'open(prefetch="read")']
+    assert [(one.place, one.how) for one in found.measurements] == [
+        ("network", way) for way in ways
+    ]
+    assert found.notices == ()
 
 
 def test_what_cannot_be_read_is_an_error(store: LocalStore, tmp_path: Path) -> None:
