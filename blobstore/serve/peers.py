@@ -313,7 +313,7 @@ class PeerFetch:
         """
         self._store, self._sources, self._host = store, [*sources, *others], host
         self._listed: dict[Digest, _Source] = {}
-        """Who has a compressed form: peers freeze on their own."""
+        """The peers that have a compressed form, by blob: each peer freezes on its own."""
         self._lock = threading.Lock()
         self._blobs = sources[0].source.blobs
         self.data = sources[0].source.data

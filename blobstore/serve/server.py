@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -127,6 +128,7 @@ class Server:
         manager = web.Server(
             handle,
             access_log=None,
+            logger=_logger(self._note),
             keepalive_timeout=IDLE_SECONDS,
             max_line_size=MAX_HEAD,
             max_field_size=MAX_HEAD,
@@ -402,6 +404,21 @@ async def _until(is_reached: Callable[[], bool]) -> None:
     """Wait for what nobody announces: a handler of signals must not touch the loop."""
     while not is_reached():  # noqa: ASYNC110 - see above
         await asyncio.sleep(interrupts.POLL)
+
+
+def _logger(note: Callable[..., None]) -> logging.Logger:
+    """Return a logger that notes the failures of aiohttp. Their texts may have tokens of requests."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            error = record.exc_info[1] if record.exc_info else None
+            if not isinstance(error, ConnectionError):  # the request has a line of its own
+                name = "" if error is None else type(error).__name__
+                note(error=": ".join(filter(None, (record.getMessage(), name))))
+
+    logger = logging.Logger("blobstore.serve", logging.WARNING)  # noqa: LOG001 - for one server
+    logger.addHandler(Notes())
+    return logger
 
 
 class _Refusal(asyncio.Protocol):

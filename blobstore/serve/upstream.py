@@ -162,7 +162,7 @@ class UpstreamClient:
         """Ask what a revision is.
 
         Raises:
-            Refusal: there is none for this client.
+            Refusal: there is no such revision, or this client may not read it.
             RemoteError: the upstream cannot be reached, or is not a Hub.
         """
         info = next(self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}"))

@@ -89,7 +89,7 @@ class Upstreams:
         """Ask what a revision is, and whether the client with ``token`` may read it.
 
         Raises:
-            Refusal: there is none for this client.
+            Refusal: there is no such revision, or this client may not read it.
             RemoteError: nobody can be reached, or is a Hub.
         """
         failure: RemoteError | None = None

@@ -115,3 +115,5 @@ def serving(
             finally:
                 process.kill()
         process.communicate()
+    # All that happens has a line of JSON.
+    assert "Traceback" not in log_file.read_text(encoding="utf-8", errors="replace")

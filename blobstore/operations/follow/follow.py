@@ -107,7 +107,7 @@ def follow(
         progress: called with the current blob, bytes done and total bytes.
 
     Raises:
-        UsageError: an argument is invalid, or the place is none that can be followed.
+        UsageError: an argument is invalid, or nothing can follow such a place.
         MissingLibrary: a library that the place needs is not installed.
         BlobstoreError: with ``once``, why there is no version; otherwise the store cannot be used.
     """
