@@ -157,7 +157,7 @@ def _run(words: Sequence[str], followed: Followed, store: LocalStore) -> bool:
     environment = {
         **os.environ,
         # Its commands of ours are about the store that follows, which --store may have chosen.
-        "BLOBSTORE_HOME": os.path.abspath(store.root),
+        "BLOBSTORE_HOME": str(store.root.absolute()),
         "BLOBSTORE_NAME": str(followed.reference),
         "BLOBSTORE_DIGEST": str(followed.digest),
         "BLOBSTORE_PREVIOUS": "" if followed.previous is None else str(followed.previous),
