@@ -102,7 +102,7 @@ class TrainerFolder(ClosedPlace):
         with interrupts.deferred():  # all is done
             now = Digest.of(target.store.read_manifest(target.reference))
             _Note(self._source, number, now, first).write(target)
-        return Installed(number, f"v{number}", fetched)
+        return Installed(number, fetched, label=f"v{number}")
 
     def _base(
         self, note: _Note | None, chain: Sequence[WeightVersion], *, begins_again: bool
