@@ -95,9 +95,7 @@ def serve(
 
     with contextlib.ExitStack() as stack:
         through = None
-        # What was fetched for some clients stays for them, also without the upstream that knows them.
-        has_restricted = not all(origin.is_public for origin in library.pulled.all())
-        if upstream is not None or peers or has_restricted:
+        if upstream is not None or peers:
             with optional_libraries():
                 import blobstore.registry.transport  # noqa: F401 - httpx2 is missed here, not by the first request
                 from blobstore.serve.peers import Peer

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
+from blobstore.serve.library import MAIN
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
-from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, Upstream, UpstreamClient
+from blobstore.serve.refusal import Refusal
+from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,10 +130,24 @@ class Upstreams:
         token = token or self._token
         found = FoundAt(revision, self._upstream, token, None)
         with self._client(found, patience) as client:
-            there = client.revision(repository, revision)
+            try:
+                there = client.revision(repository, revision)
+            except Refusal as refusal:
+                if not refusal.is_of_repository:
+                    _check_repository(client, repository)
+                raise
             client.check_access(repository, there)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(self._upstream.url, token)
         return found._replace(commit=there.commit, peer=peer)
+
+
+def _check_repository(client: UpstreamClient, repository: str) -> None:
+    """Raise Refusal if a client may not read a repository: then it must not hear which revisions there are either."""
+    try:
+        client.check_access(repository, client.revision(repository, MAIN))
+    except Refusal as refusal:
+        if refusal.is_of_repository:
+            raise

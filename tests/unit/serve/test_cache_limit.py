@@ -17,7 +17,7 @@ from blobstore.serve import cache_limit
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
-from blobstore.serve.upstream import Refusal
+from blobstore.serve.refusal import Refusal
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
@@ -38,7 +38,7 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         weights = np.full(COUNT, number, np.float32)
         source: Any = open_source(write_folder(tmp_path / name, {"weight": weights}))
         source.repository, source.commit = f"org/{name}", str(number) * 40
-        library.pulled.keep(Origin(source.repository, source.commit))
+        library.pulled.keep(Origin(source.repository, source.commit, is_public=True))
         with contextlib.closing(source):
             reference = Reference.parse(source.repository)
             import_source(source, reference, store, ImportOptions(), started=0.0)
