@@ -62,6 +62,8 @@ _WAIT_SECONDS: Final = 8.0
 """How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
+_MAX_REFUSALS: Final = 4096
+"""Those that anybody can cause, by any name. Each takes about a KiB."""
 _MAX_ARRIVALS: Final = 32
 """Models that are fetched at once. Each has a thread, and up to eight more."""
 _MAX_PATIENT: Final = 16
@@ -334,7 +336,7 @@ class PullThrough:
 
     def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._refusals)[asked.reference, client] = refusal.again(), until
+        _bound(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
 
     def _remember(self, asked: _Asked, commit: str, client: str | None, seconds: float) -> None:
         """Remember what a revision is, and that a client may read it; None if that holds as long as it did."""
@@ -454,7 +456,7 @@ class PullThrough:
 
     def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._failures)[key] = refusal.again(), until
+        _bound(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
 
     def _removed(self, origin: Origin, freed: int) -> None:
         self._note(removed=origin.repository, commit=origin.commit, freed=freed)
@@ -503,9 +505,9 @@ def _wait(event: threading.Event) -> None:
     event.wait(_WAIT_SECONDS)
 
 
-def _bound(known: dict[_Key, _Value]) -> dict[_Key, _Value]:
+def _bound(known: dict[_Key, _Value], most: int = _MAX_KNOWN) -> dict[_Key, _Value]:
     """Return a dictionary that has space for one more."""
-    if len(known) >= _MAX_KNOWN:
+    if len(known) >= most:
         known.clear()
     return known
 

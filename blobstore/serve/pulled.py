@@ -109,7 +109,7 @@ class PulledModels:
         with self._lock:
             if self._is_own:
                 return
-            version = _version_of(self._folder)
+            version = FileVersion.of(self._folder)
             if version is not None and version == self._version:
                 return
             now = time.time_ns()
@@ -117,7 +117,7 @@ class PulledModels:
             for name in list_names(self._folder):
                 path = self._folder / name
                 # A file with a dot is one of a process that writes it, or was killed while it did.
-                if name.startswith(".") or (found := _version_of(path)) is None:
+                if name.startswith(".") or (found := FileVersion.of(path)) is None:
                     continue
                 known = self._files.get(name)
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
@@ -211,13 +211,6 @@ def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
     """Return the commit that a model was imported from, if its source has one. Raises BlobMissing or BlobDamaged."""
     record = read_source_record(store, manifest)
     return (record.repository, record.commit) if record and record.commit else None
-
-
-def _version_of(path: Path) -> FileVersion | None:
-    try:
-        return FileVersion.of_status(path.stat())
-    except OSError:
-        return None
 
 
 def _read_record(path: Path) -> Origin:
