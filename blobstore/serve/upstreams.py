@@ -97,7 +97,9 @@ class Upstreams:
         failure: RemoteError | None = None
         if self._upstream is not None:
             try:
-                return self._ask_upstream(repository, revision, token, patience)
+                return self._ask(
+                    self._upstream, repository, revision, token or self._token, patience
+                )
             except RemoteError as error:
                 failure = error
         for peer in self.peers.alive() if with_peers else ():
@@ -123,12 +125,10 @@ class Upstreams:
             return False
         return True
 
-    def _ask_upstream(
-        self, repository: str, revision: str, token: str, patience: Patience
+    def _ask(
+        self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience
     ) -> FoundAt:
-        assert self._upstream is not None  # noqa: S101
-        token = token or self._token
-        found = FoundAt(revision, self._upstream, token, None)
+        found = FoundAt(revision, upstream, token, None)
         with self._client(found, patience) as client:
             try:
                 there = client.revision(repository, revision)
@@ -140,7 +140,7 @@ class Upstreams:
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
-                    peer = Peer.parse(self._upstream.url, token)
+                    peer = Peer.parse(upstream.url, token)
         return found._replace(commit=there.commit, peer=peer)
 
 
