@@ -305,6 +305,7 @@ class PullThrough:
         except Refusal as refusal:
             if not token and refusal.is_of_repository:
                 self._library.pulled.note_public(asked.repository, is_public=False)
+            self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)
             self._refuse(asked, client, refusal)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))

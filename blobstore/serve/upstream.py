@@ -36,6 +36,8 @@ _ANSWER: Final = Rule(is_hint=False, success=(200,), absent=REFUSALS)
 _FILE: Final = Rule(is_hint=False, success=(200, 206), absent=REFUSALS)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
 _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=REFUSALS)
+_MAIN: Final = "main"
+"""The branch that each repository of the Hub has."""
 _MAX_REDIRECTS: Final = 5
 _MAX_PAGES: Final = 2000
 """Pages of a list; each page of the Hub has a thousand files."""
@@ -163,6 +165,14 @@ class UpstreamClient:
             if not protocol.has_same_origin(url, self._url):
                 return  # the upstream has sent the client to the file
         raise RemoteError(f"{quote(repository)}: {quote(self._url)} redirects too often")
+
+    def check_repository(self, repository: str) -> None:
+        """Raise Refusal if this client may not read a repository: then it must not hear of its revisions either."""
+        try:
+            self.check_access(repository, self.revision(repository, _MAIN))
+        except Refusal as refusal:
+            if refusal.is_of_repository:
+                raise
 
     def listing(self, repository: str, commit: str) -> Listing:
         """Return the files of a commit. Raises as :meth:`revision`."""

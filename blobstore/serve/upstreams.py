@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
-from blobstore.serve.library import MAIN
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
 from blobstore.serve.refusal import Refusal
@@ -134,7 +133,7 @@ class Upstreams:
                 there = client.revision(repository, revision)
             except Refusal as refusal:
                 if not refusal.is_of_repository:
-                    _check_repository(client, repository)
+                    client.check_repository(repository)
                 raise
             client.check_access(repository, there)
             peer = None
@@ -142,12 +141,3 @@ class Upstreams:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
         return found._replace(commit=there.commit, peer=peer)
-
-
-def _check_repository(client: UpstreamClient, repository: str) -> None:
-    """Raise Refusal if a client may not read a repository: then it must not hear which revisions there are either."""
-    try:
-        client.check_access(repository, client.revision(repository, MAIN))
-    except Refusal as refusal:
-        if refusal.is_of_repository:
-            raise
