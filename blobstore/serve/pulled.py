@@ -80,8 +80,8 @@ class Origin:
 class PulledModels:
     """The records of a store. Threads may share it.
 
-    Whoever asks for records gets those that another process has written by now, until :meth:`own`. All that asks
-    raises StoreError if one is damaged: without it, a model would be served to everyone.
+    Until :meth:`own`, each question finds what another process has written by then, and raises StoreError if a
+    record is damaged: without it, a model would be served to everyone.
     """
 
     def __init__(self, store: LocalStore) -> None:
