@@ -65,6 +65,10 @@ class NotPrepared(Exception):
         self.key = (prepare, *key)
 
 
+class UnknownSource(NotPrepared):
+    """It has to be read what names were fetched from. Metrics that count this would show that there are such names."""
+
+
 class NotFetched(NotPrepared):
     """The work waits for another server, which may take its time."""
 
@@ -292,7 +296,7 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        return self._origins([reference]).get(reference) if self.pulled.all() else None
+        return None if self.pulled.is_empty() else self._origins([reference]).get(reference)
 
     def _visible(self, references: Iterable[Reference]) -> list[Reference]:
         """Return those of names in the store that may be served. Raises NotPrepared."""
@@ -321,7 +325,7 @@ class Library:
             elif version is not None and known is not None:
                 found[reference] = self.pulled.get(known[1])
         if changed:
-            raise NotPrepared(self._find_sources, tuple(changed))
+            raise UnknownSource(self._find_sources, tuple(changed))
         return found
 
     def distrust(self, etags: Sequence[str]) -> None:

@@ -92,8 +92,10 @@ class PulledModels:
         self._is_own = False
         self._version: FileVersion | None = None
         """Of the folder, when the records were read, if a later change is another version."""
-        self._files: dict[str, tuple[FileVersion, Origin]] = {}
+        self._files: dict[str, tuple[FileVersion | None, Origin]] = {}
         self._records: dict[Commit, Origin] = {}
+        """They are replaced, and never changed, so that no reader needs the lock."""
+        self._restricted: frozenset[str] = frozenset()
         self._used: dict[Commit, float] = {}
         """When models were last used by this process, and when that was noted."""
         self._noted: dict[Commit, float] = {}
@@ -117,19 +119,25 @@ class PulledModels:
             for name in list_names(self._folder):
                 path = self._folder / name
                 # A file with a dot is one of a process that writes it, or was killed while it did.
-                if name.startswith(".") or (found := FileVersion.of(path)) is None:
+                if name.startswith("."):
                     continue
-                known = self._files.get(name)
+                found, known = FileVersion.of(path), self._files.get(name)
                 with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-                    files[name] = (
-                        known if known and known[0] == found else (found, _read_record(path))
-                    )
+                    if known is None or found is None or known[0] != found:
+                        known = found, _read_record(path)
+                    files[name] = known
             self._files = files
             origins = [origin for _, origin in files.values()]
-            self._records = {(one.repository, one.commit): one for one in origins}
+            self._set({(one.repository, one.commit): one for one in origins})
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
+
+    def _set(self, records: dict[Commit, Origin]) -> None:
+        self._records = records
+        self._restricted = frozenset(
+            one.repository for one in records.values() if not one.is_public
+        )
 
     def keep(self, origin: Origin) -> None:
         """Note durably that a commit is being fetched, or what is known about it now.
@@ -142,19 +150,19 @@ class PulledModels:
             make_folders(self._folder, self._store.root)
             write_file(path, [origin.to_bytes()])
         with self._lock:
-            self._records[origin.repository, origin.commit] = origin
+            self._set(self._records | {(origin.repository, origin.commit): origin})
 
     def forget(self, origin: Origin) -> None:
         """Remove the record of a commit that the store has no model of any more. Raises OSError."""
         self._path(origin).unlink(missing_ok=True)
         with self._lock:
-            self._records.pop((origin.repository, origin.commit), None)
+            key = (origin.repository, origin.commit)
+            self._set({one: found for one, found in self._records.items() if one != key})
 
     def all(self) -> list[Origin]:
         """Return what was fetched, or is being fetched."""
         self._look()
-        with self._lock:
-            return list(self._records.values())
+        return list(self._records.values())
 
     def of_repository(self, repository: str) -> Iterable[Origin]:
         """Return the commits of a repository."""
@@ -162,11 +170,17 @@ class PulledModels:
 
     def is_public(self, repository: str) -> bool:
         """Return whether everyone may read all that was fetched of a repository."""
-        return all(origin.is_public for origin in self.of_repository(repository))
+        return repository not in self.restricted()
 
-    def restricted(self) -> set[str]:
+    def restricted(self) -> frozenset[str]:
         """Return the repositories that not everyone may read."""
-        return {origin.repository for origin in self.all() if not origin.is_public}
+        self._look()
+        return self._restricted
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was fetched."""
+        self._look()
+        return not self._records
 
     def note_public(self, repository: str, *, is_public: bool) -> None:
         """Note whether everyone may read a repository now. Raises as :meth:`keep`."""
@@ -180,7 +194,7 @@ class PulledModels:
         Raises:
             BlobMissing, BlobDamaged: its source layer cannot be read.
         """
-        return self.get(source_of(self._store, manifest)) if self.all() else None
+        return None if self.is_empty() else self.get(source_of(self._store, manifest))
 
     def get(self, commit: Commit | None) -> Origin | None:
         """Return the record of a commit; None if it was not fetched."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +54,15 @@ HUB_ROUTES = (
     "/{}/resolve",
     "/registry.ollama.ai/{}/resolve/main/model.safetensors",
     "/registry.ollama.ai.{}/resolve/main/model.safetensors",
+    "/{lower}/resolve/main/model.safetensors",
+    "/{upper}/resolve/main/model.safetensors",
+    "/{quoted}/resolve/main/model.safetensors",
+    "/{encoded}/resolve/main/model.safetensors",
+    "/{parts}/resolve/main/model.safetensors",
+    "//{}/resolve/main/model.safetensors",
+    "/./{}/resolve/main/model.safetensors",
+    "/x/../{}/resolve/main/model.safetensors",
+    "/{}/../{}/resolve/main/model.safetensors",
     "/{}/raw/main/config.json",
     "/{}/tree/main",
     "/{}",
@@ -93,6 +104,12 @@ REGISTRY_ROUTES = (
     "/v2/{}/referrers/DIGEST?artifactType=x",
     "/v2/{}/manifests/latest?ns=registry.ollama.ai",
     "/v2/registry.ollama.ai/{}/blobs/DIGEST",
+    "/v2/{lower}/blobs/DIGEST",
+    "/v2/{lower}/manifests/latest",
+    "/v2/{upper}/blobs/DIGEST",
+    "/v2/{parts}/blobs/DIGEST",
+    "/v2/{quoted}/blobs/DIGEST",
+    "/v2/x/../{}/blobs/DIGEST",
     "/v2/{}/blobs/uploads/",
     "/v2/{}/none",
 )
@@ -148,13 +165,22 @@ def until_there(server: Serving, store: LocalStore, name: str) -> None:
     assert store.has_model(name)
 
 
+def counters(server: Serving) -> list[str]:
+    """Return the metrics that do not count bytes of responses or requests."""
+    lines = server.request("/metrics")[2].decode().splitlines()
+    return [line for line in lines if "requests" not in line and "sent" not in line]
+
+
 def response(
     server: Serving, route: str, method: str, headers: dict[str, str], name: str, about: Known
 ) -> tuple[int, dict[str, str], bytes]:
     """Return the response to a request for a model, without its date."""
 
     def filled(text: str) -> str:
-        text = text.replace("{}", name).replace("COMMIT", about.commit)
+        text = text.replace("{}", name).replace("{lower}", name.lower())
+        text = text.replace("{upper}", name.upper()).replace("{quoted}", name.replace("/", "%2F"))
+        text = text.replace("{encoded}", "".join(f"%{ord(one):02x}" for one in name))
+        text = text.replace("{parts}", name.replace("o", "%6F")).replace("COMMIT", about.commit)
         return text.replace("DIGEST", about.digest).replace("ETAG", about.etag)
 
     sent = {key: filled(value) for key, value in headers.items()}
@@ -190,10 +216,53 @@ def test_a_model_that_is_not_for_a_client_is_answered_as_one_that_is_absent(
         assert server.request(FILE.format(GATED), Authorization=RIGHT)[0] == status
 
 
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+def test_no_metric_says_that_a_restricted_model_is_there(
+    options: list[str],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    changes = []
+    for name in (ABSENT, GATED, PRIVATE):
+        with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+            for route in (FILE, "/v2/{}/blobs/DIGEST", "/v2/{}/tags/list"):
+                response(server, route, "GET", {}, name, known[GATED])
+            changes.append(counters(server))
+    assert changes[1:] == changes[:1] * 2
+
+
+def test_a_restricted_model_is_not_shown_while_it_arrives(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    create(made(tmp_path / "own", 9), UNPUBLISHED, store=store)
+    gate = hub.repos[GATED].gates["model.safetensors"] = (100, threading.Event())
+    about = Known(hub.repos[GATED].commit, f"sha256:{'0' * 64}", '"0"')
+    with (
+        serving(store, tmp_path, "--upstream", hub.url) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reader = pool.submit(server.request, FILE.format(GATED), Authorization=RIGHT)
+        try:
+            target = f"/api/models/{GATED}"
+            while server.request(target, Authorization=RIGHT)[0] != 200:
+                assert not reader.done()
+            for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+                for headers in ({}, {"X_Blobstore_Peer": "1"}):
+                    expected = response(server, route, "GET", headers, ABSENT, about)
+                    found = response(server, route, "GET", headers, GATED, about)
+                    assert found == expected, (route, headers)
+            assert b"gated" not in server.request("/api/models")[2]
+        finally:
+            gate[1].set()
+        assert reader.result()[0] == 200
+
+
 def test_the_answer_is_the_same_if_the_upstream_is_gone(
     known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
-    with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9", *ALLOWED) as server:
+    with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
         for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
             expected = response(server, route, "GET", {}, ABSENT, known[GATED])
             for name in (GATED, PRIVATE):
