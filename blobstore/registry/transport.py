@@ -373,10 +373,11 @@ class Transport:
         if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and "range" in request.headers:
             # The body may be shorter than announced; see protocol.range_of.
             return BlobDamaged(f"{request.what}: has fewer bytes than expected")
-        if status == HTTPStatus.BAD_REQUEST and self._is_tls_server():  # of Go, and nginx
-            return self._tls_expected(request)
         with contextlib.suppress(httpx2.TransportError, TransientError):
             body = self._read(request, response, 0)
+        # As servers in Go and nginx answer. The text alone may be anybody's.
+        if status == HTTPStatus.BAD_REQUEST and b"HTTPS" in body and self._is_tls_server():
+            return self._tls_expected(request)
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
