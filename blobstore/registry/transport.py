@@ -375,8 +375,9 @@ class Transport:
             return BlobDamaged(f"{request.what}: has fewer bytes than expected")
         with contextlib.suppress(httpx2.TransportError, TransientError):
             body = self._read(request, response, 0)
-        # As servers in Go and nginx answer. The text alone may be anybody's.
-        if status == HTTPStatus.BAD_REQUEST and b"HTTPS" in body and self._is_tls_server():
+        # So do servers in Go and nginx. The text alone may be anybody's, and HEAD gets none.
+        may_be_tls = b"HTTPS" in body or request.method == "HEAD"
+        if status == HTTPStatus.BAD_REQUEST and may_be_tls and self._is_tls_server():
             return self._tls_expected(request)
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
