@@ -296,14 +296,14 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        return None if self.pulled.is_empty() else self._origins([reference]).get(reference)
+        return self.origins([reference]).get(reference)
 
     def _visible(self, references: Iterable[Reference]) -> list[Reference]:
         """Return those of names in the store that may be served. Raises NotPrepared."""
         allowed = list(filter(self.is_allowed, references))
         if not (restricted := self.pulled.restricted()):
             return allowed
-        origins = self._origins(allowed)
+        origins = self.origins(allowed)
         return [one for one in allowed if self._shows(one, origins.get(one), restricted)]
 
     def _shows(
@@ -314,10 +314,11 @@ class Library:
             return True
         return origin.repository not in (restricted or self.pulled.restricted())
 
-    def _origins(self, references: Sequence[Reference]) -> dict[Reference, Origin | None]:
-        """Return what names in the store were fetched from. Raises NotPrepared."""
-        found, changed = {}, []
-        for reference in references:
+    def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
+        """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
+        found: dict[Reference, Origin | None] = {}
+        changed = []
+        for reference in () if self.pulled.is_empty() else references:
             version = self.store.manifest_version(reference)
             known = self._sources.get(reference)
             if version is not None and (known is None or known[0] != version):

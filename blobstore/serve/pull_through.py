@@ -274,7 +274,7 @@ class PullThrough:
         """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
         tags = self._library.for_readers.tags(repository)
         is_recorded = self._library.pulled.of_repository(name_of(repository))
-        return bool(tags) and not is_recorded and not any(map(self._library.origin, tags))
+        return bool(tags) and not is_recorded and not any(self._library.origins(tags).values())
 
     def _held(self, asked: _Asked, library: Library) -> ServedModel | None:
         """Return the model that a name or a commit is now. Raises NotPrepared."""
