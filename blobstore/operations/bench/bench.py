@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import mmap
 import os
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core import interrupts
 from blobstore.core.escape import quote, quote_url
 from blobstore.core.files import open_regular
+from blobstore.core.mmap import new_buffer
 from blobstore.core.system import available_memory, can_drop_pages, direct_flag, drop_pages
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, NotFound, UnsupportedSource, UsageError
@@ -279,7 +279,7 @@ class _FileReader:
     def __call__(self, item: tuple[Path, int, int]) -> None:
         path, begin, count = item
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = memoryview(mmap.mmap(-1, _REQUEST))
+            self._local.buffer = new_buffer(_REQUEST)
         self._read(path, begin, count)
         self._pool.report(count, "bare reads")
 

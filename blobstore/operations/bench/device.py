@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
-from blobstore.core.system import available_memory, may_have_gpu, use_large_pages
+from blobstore.core.mmap import new_buffer
+from blobstore.core.system import available_memory, may_have_gpu
 from blobstore.errors import BlobstoreError, MissingLibrary, UnsupportedSource, UsageError
 from blobstore.models.device import transfer
 from blobstore.models.frameworks import ArrayTarget
@@ -191,12 +191,10 @@ def _one_by_one(device: str, specs: Sequence[TensorSpec], source: Any) -> _Copy:
 
 
 def _in_threads(size: int, source: Any, pool: WorkerPool) -> object:
-    """Copy bytes into one region of this process, as a load that reads does."""
+    """Copy bytes into new memory of this process, as a load that reads does."""
     import numpy as np
 
-    region = mmap.mmap(-1, size)
-    use_large_pages(region)
-    target, values = np.frombuffer(region, np.uint8), source.numpy()
+    target, values = np.frombuffer(new_buffer(size), np.uint8), source.numpy()
 
     def copy(begin: int) -> None:
         at = begin % len(values)
