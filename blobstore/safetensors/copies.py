@@ -58,8 +58,13 @@ def synchronize(device: str) -> None:
 
 
 def source_of_copies(size: int, *, is_pinned: bool) -> torch.Tensor | None:
-    """Return host memory to copy ``size`` bytes from, or None if the system has no pinned memory."""
-    source = host_buffer(min(size, _SOURCE), is_pinned=is_pinned)
+    """Return host memory to copy ``size`` bytes from, or None if the system refuses pinned memory.
+
+    Raises:
+        BlobstoreError: the host is out of memory.
+    """
+    with failures(torch.device("cpu")):
+        source = host_buffer(min(size, _SOURCE), is_pinned=is_pinned)
     if is_pinned and not source.is_pinned():
         return None
     return source.fill_(1)  # memory that was never written to is one page of zeros

@@ -110,7 +110,6 @@ def measure_reading(
     """
     check_jobs(jobs)
     notices: list[str] = []
-    target = target_of(device)
     is_named = device not in (AUTO, NONE)
     if is_address(subject):
         if is_named:
@@ -128,6 +127,7 @@ def measure_reading(
             f"{quote(files.name)} is no model of a store and no GGUF file, which are loaded onto a device",
             advice="'blobstore create' imports models",
         )
+    target = None if files.openable is None else target_of(device)
     runs = _runs(files, target, jobs or 8, notices, is_optional=not is_named)
     return _result(files.name, measure_all(runs, progress, notices), notices)
 
@@ -240,7 +240,9 @@ def _open_run(
     place: Place, before: Callable[[], object], files: _Files, way: dict[str, Any]
 ) -> Run:
     def measure(pool: WorkerPool) -> Measurement:
-        return _opened(place, files.openable, way, pool, store=files.store)
+        found = _opened(place, files.openable, way, pool, store=files.store)
+        pool.report(files.size - found.size, found.how)  # headers
+        return found
 
     return Run(measure=measure, before=before, size=files.size, passes=passes_of(files.size))
 

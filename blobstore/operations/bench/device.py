@@ -117,30 +117,34 @@ def runs_to(
     total = sum(spec.nbytes for spec in specs)
     if not total:
         raise UnsupportedSource("the model has no bytes to copy")
-    host = available_memory()
     free = free_memory(target.device)
-    free = host if free is None else free
-    limit = free // 2
-    parts = 1 if fits(total, free) else -(-total // max(limit, 1))
-    largest = max(specs, key=lambda spec: spec.nbytes)
-    if parts > 1:
-        if largest.nbytes > limit:
-            raise BlobstoreError(
-                f"{target.device} has {free / 1e6:,.0f} MB of free memory, too little to load tensor "
-                f"{quote(largest.name)} of {largest.nbytes / 1e6:,.0f} MB"
-            )
-        notices.append(
-            f"{target.device} has {free / 1e9:,.1f} GB of free memory, so about {total / parts / 1e9:,.1f} of "
-            f"{total / 1e9:,.1f} GB were loaded"
-        )
+    free = available_memory() if free is None else free
+    parts = 1 if fits(total, free) else _parts(specs, target.device, free, notices)
     if parts > 1:  # the others bring all of the model into memory of the host
         ways = [way for way in ways if not way or ("read" in way and target.has_stream)]
-    runs = _copies(target, _first(specs, min(limit, _MAX_COPIED)), jobs, notices)
+    runs = _copies(target, _first(specs, min(free // 2, _MAX_COPIED)), jobs, notices)
     size = total // parts
     for place, way in itertools.product(before, ways):
         load = functools.partial(_loaded, target, subject, store, place, way, parts)
         runs.append(Run(measure=load, before=before[place], size=size, passes=passes_of(size)))
     return runs
+
+
+def _parts(specs: Sequence[TensorSpec], device: str, free: int, notices: list[str]) -> int:
+    """Return of how many parts of a large model one fits into the memory that is free."""
+    largest, total = max(spec.nbytes for spec in specs), sum(spec.nbytes for spec in specs)
+    if largest > free // 2:
+        raise BlobstoreError(
+            f"{device} has {free / 1e6:,.0f} MB of free memory, too little for a tensor of "
+            f"{largest / 1e6:,.0f} MB"
+        )
+    # A part may have half a tensor more than its share.
+    parts = -(-total // (free // 2))
+    notices.append(
+        f"{device} has {free / 1e6:,.0f} MB of free memory, so about {total / parts / 1e6:,.0f} of "
+        f"{total / 1e6:,.0f} MB were loaded"
+    )
+    return parts
 
 
 def _first(specs: Sequence[TensorSpec], limit: int) -> list[TensorSpec]:
