@@ -40,7 +40,7 @@ def free_memory(device: str) -> int | None:
 
 
 def release(device: str) -> None:
-    """Give back the device memory that torch keeps for reuse, so that the next load allocates its own."""
+    """Free the device memory that torch keeps for reuse, so that the next load allocates its own."""
     if torch.device(device).type == "cuda":
         torch.cuda.empty_cache()
 

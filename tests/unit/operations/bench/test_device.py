@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.models.frameworks import ArrayTarget
 from blobstore.operations.bench import bench, device
 from blobstore.operations.bench.bench import measure_reading
 from blobstore.operations.bench.measurements import Measurement
@@ -221,7 +222,7 @@ def test_the_first_cuda_device_is_chosen_if_there_is_one(
 ) -> None:
     chosen: list[str] = []
     monkeypatch.setattr(copies, "has_cuda", lambda: True)
-    monkeypatch.setattr(device.ArrayTarget, "of", lambda _, name: chosen.append(name))
+    monkeypatch.setattr(ArrayTarget, "of", lambda _, name: chosen.append(name))
     with pytest.raises(UsageError):
         device.target_of("auto")
     assert chosen == ["cuda:0"]
