@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
 from blobstore.core.progress import of_items
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
+from blobstore.operations.transfer.attached import attached
 from blobstore.operations.transfer.pull import Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.registry.reference import SCHEME, RemoteReference
@@ -22,9 +27,11 @@ from blobstore.store.name_patterns import is_pattern
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
 
 _MAX_NAME_PARTS: Final = 3
+_STREAMS: Final = 8
 _Result = TypeVar("_Result", Pushed, Pulled)
 
 
@@ -80,7 +87,8 @@ def pull_models(
 ) -> list[Transferred[Pulled]]:
     """Fetch several models, which get the names that they have there, and return what became of each.
 
-    A repository of more parts than a name has gives the model its host and its last two parts.
+    Models that have bases of others' compressed forms come first. A repository of more parts than a name
+    has gives the model its host and its last two parts.
 
     Args:
         addresses: what :func:`find_remote_models` returned.
@@ -92,15 +100,53 @@ def pull_models(
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
+    entries = _bases_first(local, addresses, options.get("plain_http"))
+    expected: set[BlobId] = set()
 
     def pull(number: int, step: Progress | None) -> Pulled:
-        entry = addresses[number]
+        entry = entries[number]
         if entry.error is not None:
             raise entry.error
-        return pull_model(entry.address, store=local, progress=step, **options)
+        pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
+        expected.update(blob.id for blob in entry.blobs)
+        return pulled
 
-    sizes = [entry.size or 0 for entry in addresses]
-    return list(_each([entry.address for entry in addresses], sizes, progress, pull))
+    sizes = [entry.size or 0 for entry in entries]
+    return list(_each([entry.address for entry in entries], sizes, progress, pull))
+
+
+def _bases_first(
+    store: LocalStore, entries: Sequence[RemoteEntry], plain_http: bool | None
+) -> Sequence[RemoteEntry]:
+    """Return the models with those first that have bases of others' compressed forms.
+
+    The order stays if models have bases of each other.
+    """
+    found = WorkerPool(_STREAMS, None, 0).run(entries, partial(_bases, store, plain_http))
+    homes: dict[BlobId, int] = {}
+    for number, entry in enumerate(entries):
+        for blob in entry.blobs:
+            homes.setdefault(blob.id, number)
+    needs = {
+        number: {homes[base] for base in bases if base in homes} - {number}
+        for number, bases in enumerate(found)
+    }
+    with contextlib.suppress(CycleError):
+        return [entries[number] for number in TopologicalSorter(needs).static_order()]
+    return entries
+
+
+def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> set[BlobId]:
+    """Return the bases of a model's compressed forms; none if the store has its blobs, or they cannot be read."""
+    if entry.error is None and not store.has_blobs(entry.blobs):
+        with (
+            contextlib.suppress(BlobstoreError),  # the pull reports it
+            find_model(entry.address, plain_http=plain_http, with_files=True) as source,
+        ):
+            _, fetch_layers = attached(source, source.root.digest, lambda _: None)
+            own = {blob.id for blob in entry.blobs}
+            return {layer.base for layer in fetch_layers().values() if layer.base} - own
+    return set()
 
 
 def find_remote_models(
