@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
-from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from blobstore.core.escape import quote
@@ -16,7 +15,7 @@ from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, No
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
 from blobstore.operations.transfer.attached import attached
-from blobstore.operations.transfer.pull import Pulled, pull_model
+from blobstore.operations.transfer.pull import WITHOUT_BASES, Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.registry.reference import SCHEME, RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
@@ -100,7 +99,12 @@ def pull_models(
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
-    entries = _bases_first(local, addresses, options.get("plain_http"))
+    find = partial(_bases, local, options.get("plain_http"))
+    bases = WorkerPool(_STREAMS, None, 0).run(addresses, find)
+    blobs = [{blob.id for blob in entry.blobs} for entry in addresses]
+    order = _bases_first(bases, blobs)
+    entries = [addresses[number] for number in order]
+    coming = set().union(*blobs)
     expected: set[BlobId] = set()
 
     def pull(number: int, step: Progress | None) -> Pulled:
@@ -108,32 +112,39 @@ def pull_models(
         if entry.error is not None:
             raise entry.error
         pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
-        expected.update(blob.id for blob in entry.blobs)
+        expected.update(blobs[order[number]])
+        if bases[order[number]] <= coming:  # nothing else is to be pulled first
+            others = [text for text in pulled.notices if not text.startswith(WITHOUT_BASES)]
+            return replace(pulled, notices=tuple(others))
         return pulled
 
     sizes = [entry.size or 0 for entry in entries]
     return list(_each([entry.address for entry in entries], sizes, progress, pull))
 
 
-def _bases_first(
-    store: LocalStore, entries: Sequence[RemoteEntry], plain_http: bool | None
-) -> Sequence[RemoteEntry]:
-    """Return the models with those first that have bases of others' compressed forms.
+def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> list[int]:
+    """Return the numbers of models so that each follows those that have its bases, except in cycles.
 
-    The order stays if models have bases of each other.
+    Args:
+        bases: those of the compressed forms of each model.
+        blobs: the blobs of each model.
     """
-    found = WorkerPool(_STREAMS, None, 0).run(entries, partial(_bases, store, plain_http))
     homes: dict[BlobId, int] = {}
-    for number, entry in enumerate(entries):
-        for blob in entry.blobs:
-            homes.setdefault(blob.id, number)
-    needs = {
-        number: {homes[base] for base in bases if base in homes} - {number}
-        for number, bases in enumerate(found)
-    }
-    with contextlib.suppress(CycleError):
-        return [entries[number] for number in TopologicalSorter(needs).static_order()]
-    return entries
+    for number, own in enumerate(blobs):
+        for blob in own:
+            homes.setdefault(blob, number)
+    needs = [sorted({homes[base] for base in found if base in homes}) for found in bases]
+    order: dict[int, None] = {}
+    for start in range(len(needs)):
+        path = {start: None}
+        while path:
+            last = next(reversed(path))
+            if rest := [number for number in needs[last] if number not in order | path]:
+                path[rest[0]] = None
+            else:
+                path.popitem()
+                order[last] = None
+    return list(order)
 
 
 def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> set[BlobId]:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
 
+WITHOUT_BASES: Final = "compressed forms whose bases are not here"
+"""How the notice about them begins."""
 STREAMS: Final = 8
 """Blobs, or parts of blobs, that are fetched at once by default."""
 
@@ -334,10 +336,7 @@ class _Pull:
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
-    notice = (
-        f"compressed forms whose bases are not here: {without_base}; pull the base model first to "
-        "fetch less"
-    )
+    notice = f"{WITHOUT_BASES}: {without_base}; pull the base model first to fetch less"
     return (notice,) if without_base else ()
 
 

@@ -123,28 +123,27 @@ def test_bases_come_before_what_is_compressed_against_them(
     ]
 
 
-def test_models_with_bases_of_each_other_are_pulled_in_their_order(
+def test_of_models_with_bases_of_each_other_only_one_is_fetched_whole(
     bucket: str, tmp_path: Path
 ) -> None:
     origin = LocalStore(tmp_path / "origin")
-    add_blobs(
-        origin,
-        "one",
-        {"a": frozen.layer("a", frozen.weights(1)), "b": frozen.layer("b", frozen.tuned(6, 2))},
-    )
-    add_blobs(
-        origin,
-        "two",
-        {"a": frozen.layer("a", frozen.tuned(5, 1)), "b": frozen.layer("b", frozen.weights(2))},
-    )
-    push_models(["one"], bucket, store=origin, cold=True, base="two")
-    push_models(["two"], bucket, store=origin, cold=True, base="one")
+    for number in range(4):
+        add_blobs(origin, f"m{number}", {"a": frozen.layer("a", frozen.tuned(number + 5, 1))})
+    for number, base in enumerate(("m1", "m2", "m1", "m0")):
+        push_models([f"m{number}"], bucket, store=origin, cold=True, base=base)
     found = find_remote_models([bucket], all_models=True)
 
     pulled = pull_models(found, store=tmp_path / "other")
 
-    assert [model.name for model in pulled] == [f"{bucket}/one:latest", f"{bucket}/two:latest"]
-    assert [model.error for model in pulled] == [None, None]
+    assert [model.name for model in pulled] == [
+        f"{bucket}/m{number}:latest" for number in (2, 1, 0, 3)
+    ]
+    results = [model.result for model in pulled if model.result]
+    assert [bool(result.bytes_saved) for result in results] == [False, True, True, True]
+    assert [result.notices for result in results] == [()] * 4
+    (alone,) = pull_models(found[3:], store=tmp_path / "third")
+    assert alone.result
+    assert "pull the base model first" in alone.result.notices[0]
 
 
 def test_repositories_below_an_address_are_listed_and_pulled_however_deep(
