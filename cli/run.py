@@ -112,7 +112,7 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if str(folder) in " ".join(words):
+    if str(folder) in " ".join(words) and not _is_whole(folder):
         from blobstore.cli.thaw import thaw_whole
         from blobstore.operations.export.link import link_model
 
@@ -151,6 +151,11 @@ def _folder(store: LocalStore, model: Reference) -> Path:
     digest = Digest.of(store.read_manifest(model))
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "blobstore", "run", digest.hex[:32])
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the folder is there, which is named by its content, and its links lead to files."""
+    return folder.is_dir() and all(path.exists() for path in folder.rglob("*"))
 
 
 def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:

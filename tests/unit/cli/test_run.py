@@ -93,12 +93,20 @@ def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
 
-    first, again = (run_process("run", "tiny", **variables) for _ in range(2))
+    first = run_process("run", "tiny", **variables)
+    thawed = not store.frozen()
+    run("freeze", "tiny")
+    again = run_process("run", "tiny", **variables)  # from the file that was written then
 
     assert first.stdout == again.stdout == content
     assert b"note: tiny:latest was frozen, and llama.cpp reads files: it is thawed" in first.stderr
     assert b"frozen" not in again.stderr
-    assert not store.frozen()
+    assert thawed
+    assert store.frozen()
+    (file,) = (tmp_path / "cache").rglob("*.gguf")
+    file.unlink()
+    file.symlink_to("gone")
+    assert run_process("run", "tiny", **variables).stdout == content
 
 
 @pytest.mark.skipif(
