@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from typing import Final, Self
 
 
@@ -99,3 +99,24 @@ class TensorView(NamedTuple):
 
     spec: TensorSpec
     data: memoryview
+
+
+class FileLayout(NamedTuple):
+    """Where the tensors of a weight file are."""
+
+    tensors: Mapping[str, tuple[TensorSpec, int, int]]
+    """Each tensor with its first byte and the byte after its last one, by name, in the order of the bytes."""
+    data_start: int
+    """Bytes of the header, its padding included."""
+    alignment: int = 1
+    """Gaps of fewer bytes are padding, which is zeros unless a source layer says otherwise."""
+
+    def gaps(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield the first byte of each gap in a file of ``size`` bytes, and the byte after its last one."""
+        at = self.data_start
+        for _, begin, end in self.tensors.values():
+            if begin > at:
+                yield at, begin
+            at = end
+        if size > at:
+            yield at, size

@@ -6,7 +6,6 @@ limits, and digests are compared. Redirects lead to http and https only, and nev
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote as percent_encoded
@@ -21,6 +20,7 @@ from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
+from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,6 @@ _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=_REFUSALS)
 _MAX_REDIRECTS: Final = 5
 _MAX_PAGES: Final = 2000
 """Pages of a list; each page of the Hub has a thousand files."""
-_WEIGHTS: Final = re.compile(r".*\.(safetensors|bin|gguf|pt|pth|ckpt)")
 _MESSAGES: Final = {
     "RepoNotFound": "there is no such model",
     "RevisionNotFound": "the model has no such revision",
@@ -79,7 +78,7 @@ class Revision(NamedTuple):
     @property
     def probe(self) -> str:
         """The name of a file that shows whether a client may read the model."""
-        return next((name for name in self.names if _WEIGHTS.fullmatch(name)), self.names[0])
+        return next((name for name in self.names if name.endswith(WEIGHTS)), self.names[0])
 
 
 class Upstream(NamedTuple):
