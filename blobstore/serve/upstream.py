@@ -6,7 +6,6 @@ limits, and digests are compared. Redirects lead to http and https only, and nev
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote as percent_encoded
@@ -22,6 +21,7 @@ from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
 from blobstore.serve.refusal import REFUSALS, Refusal
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
+from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,6 @@ _MAIN: Final = "main"
 _MAX_REDIRECTS: Final = 5
 _MAX_PAGES: Final = 2000
 """Pages of a list; each page of the Hub has a thousand files."""
-_WEIGHTS: Final = re.compile(r".*\.(safetensors|bin|gguf|pt|pth|ckpt)")
 
 
 class Revision(NamedTuple):
@@ -54,7 +53,7 @@ class Revision(NamedTuple):
     @property
     def probe(self) -> str:
         """The name of a file that shows whether a client may read the model."""
-        return next((name for name in self.names if _WEIGHTS.fullmatch(name)), self.names[0])
+        return next((name for name in self.names if name.endswith(WEIGHTS)), self.names[0])
 
 
 class Upstream(NamedTuple):
