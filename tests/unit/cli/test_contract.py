@@ -66,7 +66,7 @@ ARGUMENTS = {
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
     "run": ("dense", "--dry-run"),
-    "bench": ("dense",),
+    "bench": ("dense", "--device=cpu"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "login", "logout", "completion")
@@ -96,6 +96,7 @@ VARIANTS = {
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),
+    "unpack --list": ("unpack", "@models.bsar", "--list"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
