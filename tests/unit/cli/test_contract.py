@@ -96,6 +96,7 @@ VARIANTS = {
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),
+    "unpack --list": ("unpack", "@models.bsar", "--list"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
