@@ -241,7 +241,7 @@ def _open_run(
 ) -> Run:
     def measure(pool: WorkerPool) -> Measurement:
         found = _opened(place, files.openable, way, pool, store=files.store)
-        pool.report(files.size - found.size, found.how)  # headers
+        pool.report(max(files.size - found.size, 0), found.how)  # headers
         return found
 
     return Run(measure=measure, before=before, size=files.size, passes=passes_of(files.size))
