@@ -308,7 +308,7 @@
   const link = (hash, text) => el("a", { href: hash }, text);
   const modelLink = name => link("#model/" + encodeURIComponent(name), name);
   const heading = (question, lead) => [el("h2", {}, question), el("p", { class: "lead" }, lead)];
-  const hint = () => el("p", { class: "hint" }, "Arrow keys move, Enter opens, + and \u2212 zoom; so does the wheel with Ctrl.");
+  const hint = () => el("p", { class: "hint typed" }, "Arrow keys move, Enter opens, + and \u2212 zoom; so does the wheel with Ctrl.");
 
   // The store
 
@@ -676,7 +676,7 @@
       const button = (name, sign, factor) => el("button", { type: "button", "aria-label": name, onclick: () => scale(factor) }, sign);
       section.append(el("div", { class: "tools" }, el("span", { class: "group push" }, button("Zoom out", "\u2212", .8), button("Zoom in", "+", 1.25))),
         el("div", { class: "wide whole", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
-      if (sides.length) section.append(el("p", { class: "hint kept" }, "A dashed line joins models of which one is compressed against the other. It says how they are stored, not which descends from which."));
+      if (sides.length) section.append(el("p", { class: "hint" }, "A dashed line joins models of which one is compressed against the other. It says how they are stored, not which descends from which."));
       if (alone) section.append(el("p", { class: "hint" }, `${plural(alone, "model")} without relatives: not shown.`));
       section.append(behind("Models and their bases", ["Model", "Relation", "Base", "#On disk", "#Shared", "#As differences", "#Own", "Compressed against", "Evidence"],
         () => nodes.filter(node => isFound(node.name)).map(node => [node.name, node.relation || (node.outside ? "not in the store" : "base"), node.above >= 0 ? nodes[node.above].name : "", bytes(node.size), ...(node.relation ? [bytes(node.shared), bytes(node.delta), bytes(node.own)] : ["", "", ""]), node.against ? node.against[0] : "", node.evidence || ""])));

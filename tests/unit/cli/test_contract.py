@@ -66,7 +66,7 @@ ARGUMENTS = {
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
     "run": ("dense", "--dry-run"),
-    "bench": ("dense",),
+    "bench": ("dense", "--device=cpu"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "login", "logout", "completion")
