@@ -11,7 +11,14 @@ from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
 from blobstore.core.progress import of_items
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidReference,
+    MissingLibrary,
+    ModelNotFound,
+    NotFound,
+    UsageError,
+)
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
 from blobstore.operations.transfer.attached import attached
@@ -257,6 +264,8 @@ def _each(
         step = of_items(progress, "models", names, sizes, number)
         try:
             result = transfer(number, step)
+        except MissingLibrary:
+            raise  # none of them could be transferred
         except BlobstoreError as error:
             if isinstance(error, UsageError) and not isinstance(error, InvalidReference):
                 raise  # an option is wrong, for all of them

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobMissing, ModelNotFound, NotFound, UsageError
+from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
 from blobstore.operations.transfer.many import find_remote_models, pull_models, push_models
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -93,6 +94,14 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
         for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
     ]
     assert [str(model.result.reference) for model in pulled if model.result] == names
+
+
+def test_a_missing_library_is_reported_once_and_not_for_each_model(
+    local: LocalStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingLibrary, match="obstore is not installed"):
+        push_models(list(local.references()), bucket, store=local)
 
 
 @pytest.mark.parametrize("is_registry", [True, False])
