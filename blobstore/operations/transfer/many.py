@@ -11,7 +11,14 @@ from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
 from blobstore.core.progress import of_items
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidReference,
+    MissingLibrary,
+    ModelNotFound,
+    NotFound,
+    UsageError,
+)
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
 from blobstore.operations.transfer.attached import attached
@@ -26,7 +33,7 @@ from blobstore.store.name_patterns import is_pattern
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from blobstore.core.digest import BlobId
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
 
 _MAX_NAME_PARTS: Final = 3
@@ -68,11 +75,18 @@ def push_models(
     """
     local = LocalStore.of(store)
     names = list(dict.fromkeys(map(Reference.of, references)))
-    sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
+    blobs = [local.resolve(name).blobs for name in names]
+    sizes = [sum(blob.size for blob in own) for own in blobs]
     places = [None if remote is None else place_of(remote, name) for name in names]
+    expected: set[Digest] = set()
 
     def push(number: int, step: Progress | None) -> Pushed:
-        return push_model(names[number], places[number], store=local, progress=step, **options)
+        pushed = push_model(
+            names[number], places[number], store=local, progress=step, expected=expected, **options
+        )
+        if remote is not None and options.get("mount", True):
+            expected.update(blob.digest for blob in blobs[number])
+        return pushed
 
     return list(_each([str(name) for name in names], sizes, progress, push))
 
@@ -257,6 +271,8 @@ def _each(
         step = of_items(progress, "models", names, sizes, number)
         try:
             result = transfer(number, step)
+        except MissingLibrary:
+            raise  # none of them could be transferred
         except BlobstoreError as error:
             if isinstance(error, UsageError) and not isinstance(error, InvalidReference):
                 raise  # an option is wrong, for all of them

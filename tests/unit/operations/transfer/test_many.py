@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobMissing, ModelNotFound, NotFound, UsageError
-from blobstore.operations.transfer.many import find_remote_models, pull_models, push_models
+from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
+from blobstore.operations.transfer.many import (
+    Transferred,
+    find_remote_models,
+    pull_models,
+    push_models,
+)
+from blobstore.operations.transfer.push import Pushed
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.damage import blob_path
@@ -93,6 +100,31 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
         for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
     ]
     assert [str(model.result.reference) for model in pulled if model.result] == names
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+def test_a_dry_run_counts_what_models_share_once(
+    is_registry: bool, local: LocalStore, remote: str, bucket: str
+) -> None:
+    place, names = remote if is_registry else bucket, list(local.references())
+
+    planned = push_models(names, place, store=local, dry_run=True)
+    pushed = push_models(names, place, store=local)
+
+    def sent(models: list[Transferred[Pushed]]) -> list[int]:
+        return [model.result.bytes_sent for model in models if model.result]
+
+    assert sent(planned) == sent(pushed)
+    assert len(sent(pushed)) == 3
+    assert sent(pushed)[1] < sent(pushed)[0]
+
+
+def test_a_missing_library_is_reported_once_and_not_for_each_model(
+    local: LocalStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingLibrary, match="obstore is not installed"):
+        push_models(list(local.references()), bucket, store=local)
 
 
 @pytest.mark.parametrize("is_registry", [True, False])
