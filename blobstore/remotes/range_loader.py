@@ -109,7 +109,7 @@ class RangeLoader:
             self._load_wave(wave, pool)
 
     def _load_wave(self, loads: Sequence[_Load], pool: WorkerPool) -> None:
-        """Fill memory with blobs that are no bases of each other."""
+        """Fill memory with blobs, none of which is decoded against another one of them."""
         if self._cache is None:
             self._read_loads(loads, None, pool)
             return
@@ -249,7 +249,9 @@ class RangeLoader:
         if jobs:
             WorkerPool(min(STREAMS, len(jobs)), None, 0).run(jobs, lambda job: job())
 
-    def _usable_layer(self, blob: BlobId, together: Container[BlobId] = ()) -> ColdLayer | None:
+    def _usable_layer(
+        self, blob: BlobId, together: Container[tuple[Digest, int]] = ()
+    ) -> ColdLayer | None:
         """Return the compressed form of a blob, unless its base is neither in the store nor read with it."""
         layer = self._layers.get(blob.digest)
         # The list of compressed forms is not trusted: it may state another size.
