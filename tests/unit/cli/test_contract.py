@@ -221,7 +221,9 @@ def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 def test_every_command_has_a_contract() -> None:
     commands = program.list_commands(click.Context(program))
-    assert list(ARGUMENTS) == [name for name in commands if name not in UNTIL_STOPPED]
+    assert list(ARGUMENTS) == [name for name in commands if name not in UNTIL_STOPPED], (
+        "ARGUMENTS has a row for each command, in the order of the help"
+    )
     assert [name for name in (*ARGUMENTS, *VARIANTS) if name not in TEXT_ONLY] == list(JSON)
 
 
