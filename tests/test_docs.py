@@ -13,7 +13,7 @@ import pytest
 
 import blobstore
 from blobstore.cli.main import program
-from tests.support.objects import running_object_store
+from tests.support.objects import ObjectServer
 from tests.support.registry import PROGRAM, free_port, running_registry
 from tests.support.transcripts import PYTHON_BLOCK, ROOT, examples, is_as_expected, outputs, pages
 
@@ -78,16 +78,11 @@ def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> 
         check_examples("docs/guides/registries.md", tmp_path / "work", server.host)
 
 
-def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path) -> None:
-    with running_object_store(tmp_path / "objects") as server:
-        (tmp_path / "work").mkdir()
-        check_examples(
-            "docs/guides/object-storage.md",
-            tmp_path / "work",
-            server.endpoint,
-            OBJECTS,
-            **server.environment,
-        )
+def test_commands_print_what_the_document_of_object_storage_says(
+    object_server: ObjectServer, tmp_path: Path
+) -> None:
+    page = "docs/guides/object-storage.md"
+    check_examples(page, tmp_path, object_server.endpoint, OBJECTS, **object_server.environment)
 
 
 @pytest.mark.skipif(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -164,20 +165,28 @@ def test_questions_to_a_silent_upstream_do_not_keep_the_stores_own_models_waitin
 ) -> None:
     create(folder, "own", store=store)
 
+    ends = Event()
+
     def silent(_: Received) -> bytes:
-        time.sleep(30)
+        ends.wait(300)
         return reply(404)
 
+    patience = {"server.PATIENCE_SECONDS": 1}
     with (
         RawServer(silent) as upstream,
-        serving(store, tmp_path, "--upstream", f"http://{upstream.host}") as server,
+        serving(
+            store, tmp_path, "--upstream", f"http://{upstream.host}", limits=patience
+        ) as server,
         ThreadPoolExecutor(12) as pool,
     ):
         asked = [pool.submit(server.request, f"/org/m{n}/resolve/main/f") for n in range(12)]
-        until(lambda: server.metric("open_requests") >= 12)
-        assert server.request("/own/resolve/main/model.safetensors")[0] == 200
-        for one in asked:
-            assert one.result()[0] == 503
+        try:
+            until(lambda: len(upstream.requests) >= 12)
+            assert server.request("/own/resolve/main/model.safetensors")[0] == 200
+            for one in asked:
+                assert one.result()[0] == 503
+        finally:
+            ends.set()
 
 
 def test_refused_models_leave_no_file_open(

@@ -130,16 +130,21 @@ def test_a_wrong_digest(hub: Hub, server: Serving, store: LocalStore) -> None:
 
 
 def test_who_got_wrong_bytes_does_not_go_on_after_them(
-    hub: Hub, server: Serving, store: LocalStore
+    hub: Hub, store: LocalStore, tmp_path: Path
 ) -> None:
     right = hub.files["model.safetensors"]
     hub.files["model.safetensors"] = bytes(len(right))
-    fetched(server)
-    server.wait_for_log("error")
-    hub.files["model.safetensors"] = right
-    status = 502
-    while status == 502:  # the failure is repeated to others for a few seconds
-        status, headers, data = server.request(WEIGHTS, Range="bytes=1000-")
+    limits = {"pull_through._REFUSED_SECONDS": 1}
+    with (
+        RawServer(hub.answer) as upstream,
+        serving(store, tmp_path, "--upstream", f"http://{upstream.host}", limits=limits) as server,
+    ):
+        fetched(server)
+        server.wait_for_log("error")
+        hub.files["model.safetensors"] = right
+        status = 502
+        while status == 502:  # the failure is repeated to others for a while
+            status, headers, data = server.request(WEIGHTS, Range="bytes=1000-")
     assert (status, data) == (200, right)
     assert "content-range" not in headers
 

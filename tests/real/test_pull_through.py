@@ -177,12 +177,12 @@ def test_an_upstream_that_is_gone_is_answered_for_by_the_store(
         assert server.request("/org/other/resolve/main/config.json")[0] == 502
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize(("status", "seconds"), [(429, "1"), (500, "0"), (503, "0")])
 def test_a_busy_upstream_is_waited_for(
-    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path, status: int
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path, status: int, seconds: str
 ) -> None:
     repo = hub.repos[NAME]
-    repo.retry_after = "1"
+    repo.retry_after = seconds
     for what in ("info", "tree", "model-00001-of-00002.safetensors"):
         repo.statuses[what] = [status]
     with serving(store, tmp_path, "--upstream", hub.url) as server:
@@ -314,7 +314,7 @@ def test_a_model_that_is_too_large_is_refused_and_removes_none(
 def test_models_in_use_are_not_removed(hub: HubServer, store: LocalStore, tmp_path: Path) -> None:
     for number in (1, 2):
         hub.add(f"org/m{number}", write_folder(tmp_path / f"m{number}", other_tensors(number)))
-    limits = {"cache_limit.IDLE_SECONDS": 0}
+    limits = {"cache_limit.IDLE_SECONDS": 0, "pull_through._REFUSED_SECONDS": 0.1}
     options = ("--upstream", hub.url, "--max-size=100kB")
     with serving(store, tmp_path, *options, limits=limits) as server:
         server.request("/org/m1/resolve/main/model.safetensors")
