@@ -188,6 +188,18 @@ def test_documents_wrap_at_100_columns(path: Path) -> None:
     assert long == []
 
 
+@pytest.mark.parametrize("front", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=name_of)
+def test_the_front_pages_link_to_all_guides(front: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", front.read_text(encoding="utf-8"))
+    linked = {(front.parent / link).resolve() for link in links}
+    guides = {
+        *(ROOT / "docs").glob("guides/**/*.md"),
+        *(ROOT / "docs").glob("getting-started/*.md"),
+    }
+
+    assert guides - linked == set()
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_links_between_documents_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")

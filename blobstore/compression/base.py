@@ -102,7 +102,8 @@ class BaseBlob(NamedTuple):
         """Return a range of its bytes, aligned, not to be changed, valid until this thread's next call."""
         if self.data is not None:
             found = np.frombuffer(self.data[begin : begin + size], np.uint8)
-            if len(found) == size and found.ctypes.data % _ALIGNMENT == 0:
+            first = found[:_ALIGNMENT]
+            if len(found) == size >= _ALIGNMENT and first.view(np.uint64).flags.aligned:
                 return found
         # To read a chain, all of its bases are read at the same time.
         out = scratch(f"base {self.depth}", size)

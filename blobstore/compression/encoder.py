@@ -240,7 +240,7 @@ def _prediction(span: Span, part: Part, base: BaseBlob | None) -> Prediction | N
 def _aligned(chunk: memoryview, width: int) -> Bytes:
     """Return a chunk as an array, copied if its elements are not aligned in memory."""
     array = np.frombuffer(chunk, np.uint8)
-    if array.ctypes.data % width == 0:
+    if array.view(f"<u{width}").flags.aligned:
         return array
     copy = scratch("unaligned", len(array))
     np.copyto(copy, array)

@@ -59,6 +59,8 @@ class Coder(enum.Enum):
     ZSTD = 3
     ZSTD_SMALL = 19
 
+    __hash__ = object.__hash__  # as fast as identity, for members are singletons
+
 
 class Plane(NamedTuple):
     """A plane in stored form. A raw plane is a view of the original."""

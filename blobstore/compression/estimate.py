@@ -49,6 +49,10 @@ _SAMPLED_MATRICES: Final = 4
 """Matrices of a stack that are tried before all of them are."""
 _SPARSE: Final = 1 / 8
 """A span is sparse if at most this part of a sample of its elements differs."""
+_SPARSE_TINY: Final = 1 / 2
+"""That part of a tiny span: codes that do not suit it cost less than a part and a chunk of its own."""
+_TINY: Final = 1 << 9
+"""Elements of a tiny span."""
 _SPARSE_SLICES: Final = 8
 _SPARSE_SLICE: Final = 1 << 9
 """Elements of a slice of that sample."""
@@ -137,8 +141,10 @@ def fit_low_rank(
 
 def _is_sparse(elements: Array, reader: _Reader) -> bool:
     """Return whether few elements of a sample differ from those of the base."""
-    count, width = 1, len(elements)
-    if width > _SPARSE_SLICES * _SPARSE_SLICE:
+    count, width, most = 1, len(elements), _SPARSE
+    if width <= _TINY:
+        most = _SPARSE_TINY
+    elif width > _SPARSE_SLICES * _SPARSE_SLICE:
         width = _SPARSE_SLICE
         is_cheap = reader.is_in_memory  # each slice of a cold base costs a chunk
         count = min(
@@ -152,7 +158,7 @@ def _is_sparse(elements: Array, reader: _Reader) -> bool:
     else:
         begins = range(middle, count * step, step)
         theirs = np.stack([reader(begin, begin + width).copy() for begin in begins])
-    return int(np.count_nonzero(mine != theirs)) <= _SPARSE * mine.size
+    return int(np.count_nonzero(mine != theirs)) <= most * mine.size
 
 
 def _with_factors(data: memoryview, span: Span, reader: _Reader, level: Level) -> Span:
@@ -189,6 +195,9 @@ class _Reader:
         self.size = span.size
         """Bytes of the span."""
         self._elements: Array | None = None
+        if base.data is not None:
+            there = as_elements(base.data[self._begin : self._begin + self.size], self._dtype)
+            self._elements = there if there.flags.aligned else None
         self.keep(MAX_CHUNK)  # reading a few rows of a cold base decodes at least a chunk
 
     def keep(self, most: int) -> None:

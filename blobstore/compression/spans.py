@@ -184,12 +184,13 @@ def _merged(one: Span, two: Span, begins: Sequence[int]) -> Span | None:
     if (
         not suits
         or two.dtype not in {None, dtype}
-        or any(
-            item is not None
-            for span in (one, two)
-            for item in (span.factors, span.rule, span.same_as)
-        )
-        or (dtype is not None and any(8 * span.size % dtype.bits for span in (one, two)))
+        or not (_is_plain(one) and _is_plain(two))
+        or (dtype is not None and (8 * one.size % dtype.bits or 8 * two.size % dtype.bits))
     ):
         return None
     return Span(one.size + two.size, dtype, base_begin=one.base_begin, is_sparse=is_sparse)
+
+
+def _is_plain(span: Span) -> bool:
+    """Return whether a span is predicted by bytes of the base as they are, if by any."""
+    return span.same_as is None and span.factors is None and span.rule is None

@@ -76,7 +76,7 @@ def test_a_commit_of_a_restricted_model_whose_tag_is_allowed_is_for_its_readers(
     restrict(hub)
     with serving(store, tmp_path, "--upstream", hub.url, "--allow", "org/model:latest") as server:
         commit = fetch(server, RIGHT)
-        assert server.request(FILE.replace("main", commit))[0] == 403
+        assert server.request(FILE.replace("main", commit))[0] == 401
         assert server.request(FILE.replace("main", commit), Authorization=RIGHT)[0] == 200
 
 
@@ -97,7 +97,7 @@ def test_a_restricted_model_stays_restricted_when_the_server_has_no_upstream(
             f"/v2/{NAME}/manifests/latest",
             f"/v2/{NAME}/blobs/{blob.digest}",
         ):
-            assert server.request(target)[0] in {403, 404, 502, 503}, target
+            assert server.request(target)[0] == 404, target
         assert server.request("/org/own/resolve/main/model.safetensors")[0] == 200
         assert server.request("/org/absent/resolve/main/model.safetensors")[0] in {404, 502}
 
@@ -109,7 +109,7 @@ def test_a_model_that_is_no_longer_public_is_given_to_no_peer_either(
         commit = fetch(server)
         assert server.request(FILE, X_Blobstore_Peer="1")[0] == 200
         restrict(hub)
-        until(lambda: server.request(FILE)[0] == 403)
+        until(lambda: server.request(FILE)[0] == 401)
         assert server.request(FILE, X_Blobstore_Peer="1")[0] == 404
         assert server.request(f"/v2/{NAME}/manifests/latest", X_Blobstore_Peer="1")[0] == 404
     # Neither when the upstream is gone.

@@ -36,13 +36,16 @@ _HIGH_BITS: Final = 3
 _MORE: Final = 255
 """A byte of a high part that is followed by another one, to be added."""
 _PLANE: Final = struct.Struct("<BI")
+_BRANCHED: Final = 9
+_RARE: Final = 1 << 6
+"""numpy branches on elements if at most a tenth are True, which costs time if more than so many are."""
 
 
 def nonzero(mask: Array) -> Array:
     """Return the indexes of the True elements of a mask; this is fast if they are rare."""
     whole = len(mask) & ~7
     words = mask[:whole].view(np.uint64)
-    places = (words != 0).nonzero()[0]
+    places = _true(words != 0)
     within = words.take(places).view(np.bool).nonzero()[0]
     found: Array = places.take(within >> 3)
     found <<= 3
@@ -51,6 +54,22 @@ def nonzero(mask: Array) -> Array:
     if whole == len(mask):
         return found
     return np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
+
+
+def _true(flags: Array) -> Array:
+    """Return the indexes of the True elements of flags.
+
+    numpy branches on each element if at most a tenth are True, which takes longer than to look at all unless
+    they are very rare. So some more are appended.
+    """
+    count = len(flags)
+    found = int(np.count_nonzero(flags))
+    if not count // _RARE < found <= count // _BRANCHED:
+        return flags.nonzero()[0]
+    longer = scratch("delta flags", count + count // _BRANCHED + 1).view(np.bool)
+    longer[:count] = flags
+    longer[count:] = True
+    return longer.nonzero()[0][:found]
 
 
 def counts_of(ranks: Array, sizes: Sequence[int]) -> list[int]:

@@ -63,12 +63,16 @@ def find(chunk: Array, predicted: Array, words: Array, share: float) -> tuple[Ar
         if np.count_nonzero(differs) > share * len(chunk):
             return None
         places = gaps.nonzero(differs)
+        blocks = _blocks(places, BLOCK)
         differences = chunk.take(places) - predicted.take(places)
     else:
         numbers = gaps.nonzero(words)
         whole = len(words) * _WORD // chunk.itemsize
+        blocks = _blocks(
+            numbers, chunk.itemsize * BLOCK // _WORD
+        )  # these are those of the elements
         # Each word has at least one element that differs, and the rest is in at most one more block.
-        if many > share * BLOCK * (_blocks(numbers, chunk.itemsize * BLOCK // _WORD) + 1):
+        if many > share * BLOCK * (blocks + 1):
             return None
         places, differences = _in_words(chunk[:whole], predicted[:whole], numbers)
         if whole < len(chunk):
@@ -76,7 +80,8 @@ def find(chunk: Array, predicted: Array, words: Array, share: float) -> tuple[Ar
             last = np.flatnonzero(rest)
             places = np.concatenate([places, last + whole])
             differences = np.concatenate([differences, rest[last]])
-    most = share * min(_blocks(places, BLOCK) * BLOCK, len(chunk))
+            blocks = _blocks(places, BLOCK)
+    most = share * min(blocks * BLOCK, len(chunk))
     return (places, differences) if 0 < len(places) <= most else None
 
 
@@ -134,16 +139,18 @@ def encode(
     counts = gaps.counts_of(ranks, sizes)
     stored = gaps.encode(ranks, counts, sizes, coders[:1])
     places = Plane(Method.RAW, stored, len(stored))
+    magnitudes = planes.magnitudes(differences)
     if form is None:
-        form = _form_by_size(differences)
+        form = _form_by_size(magnitudes)
     if form >= Form.BYTES:
         inner = planes.encode(differences, counts, form, coders)
         return Segment(inner.form + Form.GAPS, [places, *inner.planes])
-    if form == Form.CRUMBS and np.all(np.abs(differences) == 1):
+    escapes = (magnitudes > planes.largest(form)).nonzero()[0]
+    if form == Form.CRUMBS and not len(escapes):
         signs = encode_plane(differences.astype(np.int8).view(np.uint8).data, (Coder.BITS,))
         if signs.method == Method.BITS:
             return Segment(Form.ESCAPED + Form.GAPS, [places, signs])
-    plane, escapes = escaped_plane(differences, counts, form, coders)
+    plane = escaped_plane(differences, escapes, counts, form, coders)
     if not len(escapes):
         return Segment(form + Form.GAPS, [places, plane])
     split = differences[escapes].view(np.uint8).reshape(len(escapes), -1).T.ravel()
@@ -151,14 +158,12 @@ def encode(
     return Segment(form + Form.GAPS, [places, plane, rest], len(escapes))
 
 
-def _form_by_size(differences: Array) -> int:
-    """Return a form that suits nonzero differences, in little time."""
-    sizes = np.abs(differences)
+def _form_by_size(magnitudes: Array) -> int:
+    """Return a form that suits nonzero differences of these magnitudes, in little time."""
     for form, share in _FEW_ESCAPES.items():
-        largest = planes.largest(form)
-        if np.count_nonzero(sizes > largest) <= share * len(differences):
+        if np.count_nonzero(magnitudes > planes.largest(form)) <= share * len(magnitudes):
             return form
-    return Form.BYTES + differences.itemsize - 1
+    return Form.BYTES + magnitudes.itemsize - 1
 
 
 def decode(

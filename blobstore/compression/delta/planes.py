@@ -225,23 +225,25 @@ def encode(differences: Array, sizes: Sequence[int], form: int, coders: Sequence
                 if not rest.any():
                     break
         return Segment(Form.BYTES + len(planes) - 1, planes)
-    plane, places = escaped_plane(differences, sizes, form, coders)
-    return Segment(form, [plane], len(places), differences[places].tobytes())
+    escapes = (magnitudes(differences) > largest(form)).nonzero()[0]
+    plane = escaped_plane(differences, escapes, sizes, form, coders)
+    return Segment(form, [plane], len(escapes), differences[escapes].tobytes())
+
+
+def magnitudes(differences: Array) -> Array:
+    """Return the distances of signed differences from zero, unsigned."""
+    found: Array = np.abs(differences).view(f"<u{differences.itemsize}")
+    return found
 
 
 def escaped_plane(
-    differences: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]
-) -> tuple[Plane, Array]:
-    """Return the plane of a form with escapes, and the places of these."""
-    bits, half = _BITS[form], largest(form)
-    unsigned = np.dtype(f"<u{differences.itemsize}")
-    outside = (differences + differences.dtype.type(half)).view(unsigned) > 2 * half
-    places = outside.nonzero()[0]
+    differences: Array, escapes: Array, sizes: Sequence[int], form: int, coders: Sequence[Coder]
+) -> Plane:
+    """Return the plane of a form with escapes, which are at these places."""
+    bits = _BITS[form]
     small = differences.astype(np.int8)
-    small[places] = -half - 1
-    return coded_plane(
-        _pack(small.view(np.uint8), bits), _block_starts(sizes, bits), coders
-    ), places
+    small[escapes] = -largest(form) - 1
+    return coded_plane(_pack(small.view(np.uint8), bits), _block_starts(sizes, bits), coders)
 
 
 def decode(form: int, planes: Iterator[tuple[int, memoryview]], escaped: Array, out: Array) -> None:
@@ -295,7 +297,7 @@ def coded_plane(plane: Array, starts: Sequence[int], coders: Sequence[Coder]) ->
     coded = encode_plane(plane.data, coders[:1], block_starts=starts)
     if len(coders) > 1 and coded.size < len(plane) // 3:  # it may have long repetitions
         coded = min(coded, encode_plane(plane.data, coders[1:]), key=lambda one: one.size)
-    return coded._replace(data=bytes(coded.data))
+    return coded if coded.method else Plane(coded.method, bytes(coded.data), coded.size)
 
 
 def _plane(planes: Iterator[tuple[int, memoryview]], size: int) -> Array:

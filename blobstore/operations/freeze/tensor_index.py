@@ -133,7 +133,7 @@ class BlobIndex:
         Args:
             piece: the piece, of at least ``MIN_PIECE`` bytes.
             read: reads the other blob.
-            preferred: an offset of as many bytes to look at first.
+            preferred: the offset of a piece of this kind to look at first.
 
         Raises what reading the blobs raises.
         """
@@ -141,9 +141,9 @@ class BlobIndex:
             self._pieces[probe_of(own, self._read)].append(own)
         probe = probe_of(piece, read)
         candidates = self._pieces.get(probe, [])[:_MAX_COMPARED]
-        if is_constant(piece, probe, read):
+        if not candidates or is_constant(piece, probe, read):
             return None
-        if preferred is not None:
+        if preferred is not None and preferred != candidates[0].begin:
             there = piece._replace(begin=preferred)
             if probe_of(there, self._read) == probe:
                 candidates.insert(0, there)
