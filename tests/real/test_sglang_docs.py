@@ -58,8 +58,9 @@ def test_the_page_on_sglang_is_right(tmp_path: Path) -> None:
 
     ours = [line for line in commands(PAGE) if not line.startswith("sglang serve ")]
     shown = [run(in_python(line)) for line in ours]
-    linked = run([sys.executable, "-c", program(PAGE)])
-    original = run([sys.executable, "-c", program(PAGE).replace("./llama-files", "./llama-3.2-1b")])
+    source = program(PAGE).replace("./llama-files", "./llama-3.2-1b")
+    both = run([sys.executable, "-c", f"{program(PAGE)}\n{source}"])
+    linked, original = both.splitlines()
 
     assert "created llama-3.2:1b" in shown[0]
     assert len(linked.split()) >= 8
