@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
 import threading
 import time
@@ -51,6 +52,8 @@ MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
 """How long the blobs of a model are kept from gc after it was last asked for."""
+_DAMAGED_SECONDS = 5.0
+"""How long it is not looked again what a damaged model was fetched from."""
 
 
 class NotPrepared(Exception):
@@ -117,8 +120,8 @@ class Library:
         self._distrusted: set[str] = set()
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
-        self._sources: dict[Reference, tuple[FileVersion, Commit | None]] = {}
-        """The commits that names were imported from, with the versions of their manifests."""
+        self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
+        """The commits that names were imported from, with the versions of their manifests, and until when that holds."""
         self._commits: dict[tuple[Reference, str], Digest] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
@@ -158,6 +161,9 @@ class Library:
         found = self._models.get(known[1]) if known and known[0] == version else None
         if found is None:
             raise NotPrepared(self._read, reference, version)
+        # What it was fetched from may not have been readable when its name was looked at.
+        if not self._shows(reference, found.origin):
+            return None
         return self._used(found, with_digests=with_digests)
 
     def at_commit(
@@ -200,7 +206,7 @@ class Library:
             found = self._artifacts.get((reference, version, self._signed_at(known[1])))
         if found is None:
             raise NotPrepared(self._make_artifact, reference, version)
-        return found
+        return found if self._shows(reference, found.origin) else None
 
     def _image(self, tag: Reference) -> Artifact | None:
         reference = Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
@@ -210,7 +216,7 @@ class Library:
         found = self._artifacts.get((tag, version))
         if found is None:
             raise NotPrepared(self._make_image, tag, reference, version)
-        return found
+        return found if self._shows(reference, found.origin) else None
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
         """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
@@ -318,10 +324,11 @@ class Library:
         """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
         found: dict[Reference, Origin | None] = {}
         changed = []
+        now = time.monotonic()
         for reference in () if self.pulled.is_empty() else references:
             version = self.store.manifest_version(reference)
             known = self._sources.get(reference)
-            if version is not None and (known is None or known[0] != version):
+            if version is not None and (known is None or known[0] != version or now >= known[2]):
                 changed.append(reference)
             elif version is not None and known is not None:
                 found[reference] = self.pulled.get(known[1])
@@ -379,20 +386,24 @@ class Library:
         for reference in references:
             version = self.store.manifest_version(reference)
             if version is not None:
-                self._sources[reference] = version, self._source(reference)
+                self._sources[reference] = version, *self._source(reference)
 
-    def _source(self, reference: Reference, data: bytes | None = None) -> Commit | None:
-        """Return the commit that a model was imported from, if its source has one."""
+    def _source(
+        self, reference: Reference, data: bytes | None = None
+    ) -> tuple[Commit | None, float]:
+        """Return the commit that a model was imported from, if its source has one, and until when that holds."""
         try:
             return source_of(
                 self.store,
                 Manifest.from_bytes(data) if data is not None else self.store.resolve(reference),
-            )
+            ), math.inf
         except BlobstoreError:
-            # It is damaged. If it may have been fetched, it is for those alone who may read that.
+            # It is damaged, or cannot be read now. If it may have been fetched, it is for those
+            # alone who may read that.
             fetched = self.pulled.of_repository(name_of(reference))
             found = min(fetched, key=lambda one: one.is_public, default=None)
-            return (found.repository, found.commit) if found else None
+            commit = (found.repository, found.commit) if found else None
+            return commit, time.monotonic() + _DAMAGED_SECONDS
 
     def _read(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
@@ -457,7 +468,7 @@ class Library:
     def _find_commit(self, repository: Reference, commit: str) -> None:
         for reference in self.stored_tags(repository):
             for data in self._versions(reference):
-                origin = self.pulled.get(self._source(reference, data))
+                origin = self.pulled.get(self._source(reference, data)[0])
                 if not self._shows(reference, origin):
                     continue
                 if commit == (origin.commit if origin else commit_of(Digest.of(data))):

@@ -268,7 +268,7 @@ class PullThrough:
             if library.tags(repository):  # others than those that were fetched
                 return library
             raise
-        raise NotFetched(self._look_up, asked, token)
+        raise NotFetched(self._ask, asked, token)
 
     def _is_own(self, repository: Reference) -> bool:
         """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
@@ -290,6 +290,12 @@ class PullThrough:
 
     def _look_up(self, asked: _Asked, token: str) -> None:
         """Ask the upstream what a revision is and whether this client may read it, and fetch it."""
+        found = self._ask(asked, token)
+        if found is not None:
+            self._begin(asked, found.commit, found)
+
+    def _ask(self, asked: _Asked, token: str) -> FoundAt | None:
+        """Ask the upstream what a revision is and whether this client may read it; None if it cannot be fetched."""
         origin, client = self._stored(asked), _digest(token)
         may_read = self._may_read(asked.repository, client)
         # Who may not read what the store has must not see that it has it.
@@ -317,10 +323,11 @@ class PullThrough:
                 self._refuse(asked, client, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
         else:
             self._note_readers(asked, found, client)
-            self._begin(asked, found.commit, found)
+            return found
         finally:
             if is_patient:
                 self._patient.release()
+        return None
 
     def _note_readers(self, asked: _Asked, found: FoundAt, client: str) -> None:
         """Remember who may read what was found: this client, or everyone."""

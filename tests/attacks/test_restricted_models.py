@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from blobstore.errors import BlobMissing
+from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.names import copy_model
+from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import write_folder
+from tests.support.serve import ask, json_of
 from tests.support.serve_process import Serving, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
@@ -291,6 +297,25 @@ def test_a_copy_of_a_restricted_model_is_for_nobody_else_either(
                     found = response(server, route, "GET", headers, name, known[GATED])
                     assert found == expected, (route, headers, name)
         assert b"copy" not in server.request("/api/models")[2] + server.request("/v2/_catalog")[2]
+
+
+def test_a_copy_stays_hidden_after_its_source_could_not_be_read(
+    known: dict[str, Known], store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_model(GATED, "own/copy", store=store)
+    (layer,) = store.resolve(GATED).layers_of(media_types.SOURCE)
+    source = Path(store.blob_path(layer.digest))
+    hidden, library = source.with_suffix(".away"), Library(store)
+    source.rename(hidden)
+    for target in (FILE.format("own/copy"), "/v2/own/copy/manifests/latest"):
+        with pytest.raises(BlobMissing):
+            ask(library, target)
+    hidden.rename(source)
+    for target in (FILE.format("own/copy"), "/v2/own/copy/manifests/latest"):
+        assert ask(library, target).status == 404
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60)
+    monkeypatch.setattr("blobstore.serve.library.time", later)
+    assert json_of(ask(library, "/v2/_catalog")) == {"repositories": [UNPUBLISHED]}
 
 
 @pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,13 @@ from blobstore.serve.pull_through import PullThrough
 from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
+from tests.support.models import dense_tensors, write_folder
 
 
 @pytest.fixture
-def through(store: LocalStore) -> Iterator[PullThrough]:
+def through(store: LocalStore, tmp_path: Path) -> Iterator[PullThrough]:
     with HubServer() as hub:
+        hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
         made = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
         yield made
         made.close()
@@ -60,3 +63,10 @@ def test_only_some_refusals_are_kept(through: PullThrough, monkeypatch: pytest.M
     for number in range(12):
         assert ask(through, f"/org/m{number}/resolve/main/f") == 401
         assert len(through._refusals) <= 5
+
+
+@pytest.mark.parametrize("what", ["blobs", "manifests", "referrers"])
+def test_a_question_about_no_version_fetches_none(through: PullThrough, what: str) -> None:
+    assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") == 401
+    assert not through._arrivals
+    assert not list(through._store.references())
