@@ -19,6 +19,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.library import name_of, repository_of
+from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class CacheLimit:
 
     def _forget(self, origin: Origin) -> None:
         """Remove a record, unless it is all that keeps a copy under another name from those who may not read it."""
-        if origin.is_public or not any(
+        # It may have changed since the caller has read it.
+        if self._pulled.is_public(origin.repository) or not any(
             self._may_be(reference, origin) for reference in self._store.references()
         ):
             with self._store.writing():
@@ -124,9 +126,10 @@ class CacheLimit:
 
     def _may_be(self, reference: Reference, origin: Origin) -> bool:
         """Return whether a name has a version, or had it before, or is damaged so that nobody knows."""
+        commit = origin.repository, origin.commit
         try:
             return any(
-                self._pulled.origin(Manifest.from_bytes(data)) == origin
+                source_of(self._store, Manifest.from_bytes(data)) == commit
                 for _, data in self._manifests(reference)
             )
         except BlobstoreError:

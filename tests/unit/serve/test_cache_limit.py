@@ -140,3 +140,14 @@ def test_a_copy_of_a_restricted_model_keeps_the_record(
     remove_models(["copy/a"], store=store)
     limit.forget_removed()
     assert limit._pulled.all() == []
+
+
+def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of_its_copy(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    copy_model("org/a", "copy/a", store=store)
+    removed = limit._oldest(0)[0][0]
+    limit._pulled.note_public("org/a", is_public=False)
+    limit._remove(*removed)
+    assert names(store) == ["a", "b"]
+    assert limit._pulled.restricted() == {"org/a"}
