@@ -69,7 +69,7 @@ def _made(_: object, paths: Sequence[Path], __: object) -> ssl.SSLContext:
 
 
 def speaks_tls(address: tuple[str, int], seconds: float) -> bool:
-    """Return whether a server answers to the first message of a TLS handshake, so many seconds at most."""
+    """Return whether a server answers to the first message of a TLS handshake. Each step may take so many seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no other message is sent
     hello = ssl.MemoryBIO()

@@ -82,8 +82,10 @@ class Transport:
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._sockets_lock = threading.Lock()
         self._has_answered = False
+        self._may_be_tls = plain_http
+        """Whether a server that has not answered well may expect TLS. It is asked once."""
         self._peer: tuple[str, int] | None = None
-        """The address that the first plain connection was made to, until it is known that TLS is not spoken there."""
+        """The address that the last connection before the first answer was made to."""
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
         self._trusted = tls_context(host)
@@ -187,7 +189,7 @@ class Transport:
                 with contextlib.closing(self._send_authorized(client, request, url)) as response:
                     protocol.check_encoding(response.headers)
                     if response.status_code in request.rule.answers:
-                        self._peer = None
+                        self._may_be_tls = False
                         yield response
                         return
                     # A request for a token carries the login, which must not follow a redirect.
@@ -334,7 +336,7 @@ class Transport:
         stream = info["return_value"]
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
-        if not self._has_answered and self.base.startswith("http:"):
+        if not self._has_answered:
             self._peer = stream.get_extra_info("server_addr")[:2]
         # `abort` may have taken its list of sockets just before this one was added.
         if self._closed.is_set():
@@ -440,11 +442,11 @@ class Transport:
         return TransientError(message)
 
     def _is_tls_server(self) -> bool:
-        """Return whether a server that has not answered plain HTTP, or not well, answers to TLS. It is asked once."""
-        peer, self._peer = self._peer, None
-        if peer is None or self._closed.is_set():
+        """Return whether a server that has not answered plain HTTP, or not well, answers to TLS."""
+        if not self._may_be_tls or self._peer is None or self._closed.is_set():
             return False
-        return speaks_tls(peer, min(self.patience.stall, _PROBE_SECONDS))
+        self._may_be_tls = False
+        return speaks_tls(self._peer, min(self.patience.stall, _PROBE_SECONDS))
 
     def _tls_expected(self, request: Request) -> RemoteError:
         return RemoteError(

@@ -243,12 +243,13 @@ def test_tls_to_a_server_of_plain_http_says_so_at_once() -> None:
 
 
 def test_a_server_that_breaks_off_is_asked_again() -> None:
-    answers = [b"", answer(Received("", "", {}, b""))]
+    answers = [b"", b"", answer(Received("", "", {}, b""))]
     with RawServer(lambda _: answers.pop(0)) as server:
         server.plain_answer = reply(400)
         patience = Patience(first=0.01)
         with RegistryClient(server.host, credentials=NOBODY, patience=patience) as client:
             assert client.blob_size("a", DIGEST) == 17
+        assert server.connections == 4, "three attempts, and one question whether it is TLS"
 
 
 def test_connections_share_what_they_trust_until_it_changes(
