@@ -153,8 +153,9 @@ def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> 
         path = {start: None}
         while path:
             last = next(reversed(path))
-            if rest := [number for number in needs[last] if number not in order | path]:
-                path[rest[0]] = None
+            rest = (one for one in needs[last] if one not in order and one not in path)
+            if (base := next(rest, None)) is not None:
+                path[base] = None
             else:
                 path.popitem()
                 order[last] = None
