@@ -324,14 +324,14 @@ class Library:
         """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
         found: dict[Reference, Origin | None] = {}
         changed = []
-        now = time.monotonic()
-        for reference in () if self.pulled.is_empty() else references:
+        now, records = time.monotonic(), self.pulled.records()
+        for reference in references if records else ():
             version = self.store.manifest_version(reference)
             known = self._sources.get(reference)
             if version is not None and (known is None or known[0] != version or now >= known[2]):
                 changed.append(reference)
             elif version is not None and known is not None:
-                found[reference] = self.pulled.get(known[1])
+                found[reference] = records.get(known[1]) if known[1] else None
         if changed:
             raise UnknownSource(self._find_sources, tuple(changed))
         return found

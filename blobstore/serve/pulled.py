@@ -159,10 +159,14 @@ class PulledModels:
             key = (origin.repository, origin.commit)
             self._set({one: found for one, found in self._records.items() if one != key})
 
-    def all(self) -> list[Origin]:
-        """Return what was fetched, or is being fetched."""
+    def records(self) -> Mapping[Commit, Origin]:
+        """Return what was fetched, or is being fetched, as of now."""
         self._look()
-        return list(self._records.values())
+        return self._records
+
+    def all(self) -> list[Origin]:
+        """Return the same as a list."""
+        return list(self.records().values())
 
     def of_repository(self, repository: str) -> Iterable[Origin]:
         """Return the commits of a repository."""
@@ -177,11 +181,6 @@ class PulledModels:
         self._look()
         return self._restricted
 
-    def is_empty(self) -> bool:
-        """Return whether nothing was fetched."""
-        self._look()
-        return not self._records
-
     def note_public(self, repository: str, *, is_public: bool) -> None:
         """Note whether everyone may read a repository now. Raises as :meth:`keep`."""
         for origin in self.of_repository(repository):
@@ -194,12 +193,11 @@ class PulledModels:
         Raises:
             BlobMissing, BlobDamaged: its source layer cannot be read.
         """
-        return None if self.is_empty() else self.get(source_of(self._store, manifest))
+        return None if not self.records() else self.get(source_of(self._store, manifest))
 
     def get(self, commit: Commit | None) -> Origin | None:
         """Return the record of a commit; None if it was not fetched."""
-        self._look()
-        return None if commit is None else self._records.get(commit)
+        return None if commit is None else self.records().get(commit)
 
     def touch(self, origin: Origin) -> None:
         """Note that a model is used. The note survives the process, to half a minute."""

@@ -12,6 +12,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import MAX_MODELS, Library, NotPrepared
+from blobstore.serve.pulled import Origin, PulledModels
 from tests.support.models import moe_tensors, write_folder
 from tests.support.serve import ask, body_of
 
@@ -71,3 +72,24 @@ def test_only_some_models_are_kept(library: Library, monkeypatch: pytest.MonkeyP
 def test_a_pattern_that_is_too_long_is_refused_at_once(library: Library) -> None:
     with pytest.raises(UsageError, match="characters"):
         Library(library.store, allow=["a" * 2000])
+
+
+def test_a_list_of_many_names_reads_the_records_as_often_as_one_of_a_few(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    really = PulledModels._look
+    library.pulled.keep(Origin("org/gated", "0" * 40))
+    ask(library, "/v2/_catalog")
+    monkeypatch.setattr(PulledModels, "_look", lambda self: (looks.append(1), really(self))[1])
+    counts = []
+    for number in range(2, 30):
+        copy_model("org/model", f"org/model:v{number}", store=library.store)
+        if number in {2, 29}:
+            with pytest.raises(NotPrepared) as caught:
+                library.models()
+            caught.value.prepare()
+            looks.clear()
+            assert len(library.models()) == number
+            counts.append(len(looks))
+    assert counts[0] == counts[1]
