@@ -79,9 +79,14 @@ def test_a_list_of_many_names_reads_the_records_as_often_as_one_of_a_few(
 ) -> None:
     looks: list[int] = []
     really = PulledModels._look
+
+    def counted(self: PulledModels) -> None:
+        looks.append(1)
+        really(self)
+
     library.pulled.keep(Origin("org/gated", "0" * 40))
     ask(library, "/v2/_catalog")
-    monkeypatch.setattr(PulledModels, "_look", lambda self: (looks.append(1), really(self))[1])
+    monkeypatch.setattr(PulledModels, "_look", counted)
     counts = []
     for number in range(2, 30):
         copy_model("org/model", f"org/model:v{number}", store=library.store)
