@@ -114,7 +114,9 @@ def pull_models(
     """
     local = LocalStore.of(store)
     find = partial(_bases, local, options.get("plain_http"))
-    bases = WorkerPool(_STREAMS, None, 0).run(addresses, find)
+    bases: list[set[BlobId]] = [set()] * len(addresses)
+    if options.get("cold", True):
+        bases = WorkerPool(_STREAMS, None, 0).run(addresses, find)
     blobs = [{blob.id for blob in entry.blobs} for entry in addresses]
     order = _bases_first(bases, blobs)
     entries = [addresses[number] for number in order]

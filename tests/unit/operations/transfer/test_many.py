@@ -176,6 +176,8 @@ def test_of_models_with_bases_of_each_other_only_one_is_fetched_whole(
     (alone,) = pull_models(found[3:], store=tmp_path / "third")
     assert alone.result
     assert "pull the base model first" in alone.result.notices[0]
+    whole = pull_models(found, store=tmp_path / "fourth", cold=False)
+    assert [model.name for model in whole] == [entry.address for entry in found]
 
 
 def test_repositories_below_an_address_are_listed_and_pulled_however_deep(
