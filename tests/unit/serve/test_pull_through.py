@@ -55,7 +55,8 @@ def test_questions_for_absent_models_share_what_connections_trust(through: PullT
 
 
 def contexts() -> int:
-    return sum(isinstance(one, ssl.SSLContext) for one in gc.get_objects())
+    # Objects of some libraries warn if they are asked for their class.
+    return sum(issubclass(type(one), ssl.SSLContext) for one in gc.get_objects())
 
 
 def test_only_some_refusals_are_kept(through: PullThrough, monkeypatch: pytest.MonkeyPatch) -> None:
