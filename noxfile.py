@@ -51,10 +51,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run the linters: code, imports between packages, workflow files."""
+    """Run the linters: code, imports between packages, house rules, workflow files."""
     install(session, "dev")
     session.run("pre-commit", "validate-config")
     session.run("pre-commit", "run", "--all-files", *session.posargs, env={"SKIP": "mypy"})
+    session.run("pytest", "-q", "tests/test_architecture.py", "tests/test_prose.py")
     if shutil.which("actionlint"):
         session.run("actionlint", external=True)
     else:  # no group has it: it is a program that its package downloads from GitHub

@@ -245,6 +245,14 @@ def _hosts(ctx: click.Context, incomplete: str) -> list[str]:
     return [*LoginFiles().hosts(), *(remote.split("/")[2] for remote in used)]
 
 
+def _devices(ctx: click.Context, incomplete: str) -> list[str]:
+    """Return the devices that a model may be loaded onto, without asking torch, which takes seconds."""
+    del ctx, incomplete
+    from blobstore.core.system import may_have_gpu
+
+    return ["auto", "none", "cpu", *(["cuda", "cuda:0"] if may_have_gpu() else [])]
+
+
 def _former_ids(ctx: click.Context, incomplete: str) -> list[str]:
     """Return the IDs of the models that the argument ``name`` had and can get again."""
     del incomplete
@@ -270,6 +278,7 @@ FOLDER, STORE = _Path("dir", "target"), _Path("dir", None)
 MODEL, MODEL_OR_PATH = _ModelName(), _ModelName(or_path=True, or_address=True)
 NAMES_AND_REMOTE, REMOTE = _Known(_names_and_remotes), _Known(_remotes)
 HOST, FORMER_ID, TENSOR_OR_FILE = _Known(_hosts), _Known(_former_ids), _Known(_tensor_names)
+DEVICE = _Known(_devices)
 MODEL_OR_FILE = _ModelName(or_path=True)
 MODEL_OR_ADDRESS, MODEL_OR_REMOTE = _ModelName(or_address=True), _ModelName(or_remote=True)
 NEW_NAME, FORMER_NAME, QUANT_TYPE = _NewName(), _NewName(is_completed=True), _QuantType()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.bench import Measurement
+    from blobstore.operations.bench.measurements import Measurement
     from blobstore.store.local import LocalStore
 
 _BAR = 24
@@ -26,6 +26,14 @@ _BAR = 24
 @click.command("bench", short_help="Measure how fast the bytes of a model arrive.")
 @click.argument("name", metavar="[NAME|PATH|REMOTE]", required=False, type=arguments.MODEL_OR_PATH)
 @click.option(
+    "--device",
+    type=arguments.DEVICE,
+    metavar="DEVICE",
+    default="auto",
+    show_default=True,
+    help="Also load the model onto this device: cpu, cuda or cuda:N; none for no device.",
+)
+@click.option(
     "--jobs",
     "-j",
     type=click.IntRange(min=1),
@@ -34,9 +42,14 @@ _BAR = 24
 )
 @options.shared("plain-http", "store", "json")
 def command(
-    name: str | None, jobs: int | None, plain_http: bool | None, store: LocalStore, out: Output
+    name: str | None,
+    device: str,
+    jobs: int | None,
+    plain_http: bool | None,
+    store: LocalStore,
+    out: Output,
 ) -> None:
-    """Measure how fast the bytes of a model arrive by bare reads, and how fast by "open".
+    """Measure how fast the bytes of a model arrive by bare reads and copies, and how fast by "open".
 
     NAME is a model of the store, by default the largest; PATH is a file or folder, of which "open"
     is measured only if it is a GGUF file; REMOTE is the address of a model in a registry or in
@@ -47,21 +60,34 @@ def command(
     as --jobs states, 8 by default and 16 for a REMOTE; they read at most 4.3 GB. "open" touches each
     page of all tensors with each option that may help. So a model of the store is read ten times; one
     of less than 1 GiB three times as often, of which the fastest counts.
+
+    With a device, bytes are then copied from host memory to tensors there, and "open" loads all
+    tensors onto it, which reads the model six times more. A part of the model is loaded if the device
+    has too little free memory. By default, that is done with cuda:0 if torch can use it.
     """
-    from blobstore.operations.bench import measure_reading
+    from blobstore.operations.bench.bench import measure_reading
 
     with progress_bar() as progress:
         found = measure_reading(
-            _subject(name, store), store=store, jobs=jobs, plain_http=plain_http, progress=progress
+            _subject(name, store),
+            store=store,
+            device=device,
+            jobs=jobs,
+            plain_http=plain_http,
+            progress=progress,
         )
-    fields = "place reader how bytes=size seconds bytes_per_second"
-    rates = [round(one.rate) for one in found.measurements]
+    fields = "place device reader how bytes=size seconds"
     measured = [
-        output.record(one, fields.removesuffix(" bytes_per_second")) | {"bytes_per_second": rate}
-        for one, rate in zip(found.measurements, rates, strict=True)
+        output.record(one, fields) | {"bytes_per_second": round(one.rate)}
+        for one in found.measurements
     ]
     out.result(
-        {"name": found.subject, "measurements": measured, "advice": found.advice},
+        {
+            "name": found.subject,
+            "measurements": measured,
+            "advice": found.advice,
+            "notices": found.notices,
+        },
         [_table(found.measurements), "", *found.advice],
         notes=found.notices,
     )
@@ -88,14 +114,21 @@ def _subject(name: str | None, store: LocalStore) -> str | Path | Reference:
 def _table(measurements: Sequence[Measurement]) -> str:
     best: dict[str, float] = {}
     for one in measurements:
-        best[one.place] = max(best.get(one.place, 0), one.rate)
+        group = one.device or one.place
+        best[group] = max(best.get(group, 0), one.rate)
     rows = [
         (
             one.place,
-            f"{one.how}" if one.reader == "open" else f"bare reads, {one.how}",
+            _reader(one),
             f"{render.human_bytes(round(one.rate))}/s",
-            "#" * max(1, round(_BAR * one.rate / best[one.place])),
+            "#" * max(1, round(_BAR * one.rate / best[one.device or one.place])),
         )
         for one in measurements
     ]
     return render.table(("FROM", "READ BY", "RATE", "OF THE BEST"), rows, right=(2,))
+
+
+def _reader(one: Measurement) -> str:
+    if one.reader == "open":
+        return one.how
+    return f"copies to {one.device}, {one.how}" if one.device else f"bare reads, {one.how}"

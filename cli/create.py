@@ -86,7 +86,7 @@ _DECISION_FIELDS = "tensor=name shape dtype type group_size bytes_before bytes_a
     "--all",
     "is_all",
     is_flag=True,
-    help="Import every model of SOURCE, a Hub cache or a folder of model folders.",
+    help="Import every model of SOURCE: a Hub cache, a folder of model folders, or ollama://.",
 )
 @click.option("--paranoid", is_flag=True, help="Hash all blobs that the store already has.")
 @options.shared("jobs", "wait")
@@ -214,7 +214,13 @@ def _table_of_all(models: Sequence[CreatedModel]) -> str:
         if (created := model.created) is not None:
             sizes = map(render.human_bytes, (created.bytes_written, created.bytes_present))
             cells = ["created", f"{created.tensors:,}", *sizes]
-        rows.append((render.cell(model.name), *cells, render.cell(model.source.name)))
+        rows.append(
+            (
+                render.cell(model.name),
+                *cells,
+                render.cell(getattr(model.source, "name", model.source)),
+            )
+        )
     alarming = [index for index, model in enumerate(models) if model.error]
     headings = ("NAME", "STATUS", "TENSORS", "WRITTEN", "PRESENT", "SOURCE")
     return render.table(headings, rows, right=(2, 3, 4), alarming=alarming)

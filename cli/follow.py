@@ -43,8 +43,8 @@ _END_SECONDS = 10
     "--exec",
     "hook",
     metavar="COMMAND",
-    help="Run COMMAND after each version, without a shell; it gets BLOBSTORE_NAME, BLOBSTORE_DIGEST and "
-    "BLOBSTORE_PREVIOUS.",
+    help="Run COMMAND after each version, without a shell; it gets BLOBSTORE_NAME, BLOBSTORE_DIGEST, "
+    "BLOBSTORE_PREVIOUS and BLOBSTORE_HOME.",
 )
 @click.option("--once", is_flag=True, help="Ask once, and exit.")
 @click.option(
@@ -101,7 +101,7 @@ def command(
     followed = None
     for followed in found:
         _show(followed, out)
-        failed = bool(words) and not _run(words, followed)
+        failed = bool(words) and not _run(words, followed, store)
     if once and followed is None:
         _show_unchanged(name, source, store, out)
     if once and failed:
@@ -152,10 +152,12 @@ def _show_unchanged(name: Reference, source: str, store: LocalStore, out: Output
     out.result(record, f"{render.cell(name)} is what {render.cell(source)} has")
 
 
-def _run(words: Sequence[str], followed: Followed) -> bool:
+def _run(words: Sequence[str], followed: Followed, store: LocalStore) -> bool:
     """Run the command of a version, and return whether it succeeded. Its output goes to standard error."""
     environment = {
         **os.environ,
+        # Its commands of ours are about the store that follows, which --store may have chosen.
+        "BLOBSTORE_HOME": str(store.root.absolute()),
         "BLOBSTORE_NAME": str(followed.reference),
         "BLOBSTORE_DIGEST": str(followed.digest),
         "BLOBSTORE_PREVIOUS": "" if followed.previous is None else str(followed.previous),

@@ -63,8 +63,8 @@ def command(
         f"wrote {render.cell(file)}: {render.count_of(len(models), 'model')}",
         notes=[
             (
-                f"nothing says where {join_some(alone, _MAX_LISTED)} can be fetched; push them, and give "
-                "--remote"
+                f"nothing says where {join_some(alone, _MAX_LISTED)} can be fetched; push "
+                f"{'it' if len(alone) == 1 else 'them'}, and give --remote"
             )
         ]
         if alone

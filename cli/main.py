@@ -277,4 +277,7 @@ def _usage_errors_in_one_line(ctx: click.Context) -> Iterator[None]:
             raise
         text = escape(" ".join(error.format_message().split()))
         text = _DID_YOU_MEAN.sub(r"; did you mean \1?", text).removesuffix(".")
-        raise _UsageError(text[:1].lower() + text[1:], error.ctx or ctx) from None
+        where = error.ctx or ctx
+        if error.ctx is None and ctx.invoked_subcommand:  # as of an option that lacks its value
+            where = click.Context(ctx.command, ctx, ctx.invoked_subcommand)
+        raise _UsageError(text[:1].lower() + text[1:], where) from None

@@ -37,6 +37,9 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
     type=arguments.NAMES_AND_REMOTE,
 )
 @click.option(
+    "--all", "is_all", is_flag=True, help="Push every model of the store; give only REMOTE."
+)
+@click.option(
     "--layout",
     type=_LAYOUTS,
     default="oci",
@@ -87,6 +90,7 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
 @options.shared("streams", "limit-rate", "plain-http", "store", "wait", "json")
 def command(
     words: tuple[str, ...],
+    is_all: bool,
     store: LocalStore,
     layout: RemoteLayout,
     shape: RemoteLayout | None,
@@ -114,7 +118,7 @@ def command(
     published. If push is interrupted, the same command continues where it stopped. The options from
     --layout to --sign-key, and --plain-http, are for registries.
 
-    NAMEs may be globs such as 'team/*'. Several models go to a store, or to repositories that begin
+    NAMEs may be globs such as 'team/*'; --all stands for '*'. Several models go to a store, or to repositories that begin
     with REMOTE and end with their names. One that fails does not keep others from being pushed; the
     failures are listed last.
 
@@ -127,8 +131,10 @@ def command(
     from blobstore.store.name_patterns import is_pattern
 
     *names, last = words
-    remote = last if names else None
-    names = names or [last]
+    if is_all and names:
+        raise click.UsageError("--all takes no NAME, only REMOTE")
+    remote = last if names or is_all else None
+    names = ["*"] if is_all else names or [last]
     chosen = arguments.models(store, names, needs_name=remote is None)
     choices: dict[str, Any] = {
         "layout": layout,

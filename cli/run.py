@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from blobstore.cli import arguments, options, output
+from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 from blobstore.errors import MissingLibrary, UsageError
 
@@ -77,8 +78,8 @@ def command(
     """Start an inference server with the model NAME, in place of this process.
 
     vLLM and mlx-lm read the store itself. "transformers serve", and the llama-server of llama.cpp for
-    models from GGUF files, read a folder as "blobstore link" makes it, in ~/.cache/blobstore/run. The
-    server gets each ARGUMENT after "--", such as --port 9000.
+    models from GGUF files, read a folder as "blobstore link" makes it, in ~/.cache/blobstore/run; for
+    these, a frozen model is thawed first. The server gets each ARGUMENT after "--", such as --port 9000.
     """
     if out.is_json and not dry_run:
         raise click.UsageError(
@@ -111,11 +112,19 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if str(folder) in " ".join(words):
+    if str(folder) in " ".join(words) and not _is_whole(folder):
+        from blobstore.cli.thaw import thaw_whole
         from blobstore.operations.export.link import link_model
 
         folder.parent.mkdir(parents=True, exist_ok=True)
-        link_model(model, folder, store=store, force=True)
+        with progress_bar() as progress:
+            thawed = thaw_whole(model, store, progress)
+            link_model(model, folder, store=store, force=True, progress=progress)
+        if thawed.blobs:
+            output.show_note(
+                f"{model} was frozen, and {name} reads files: it is thawed now; "
+                f"'blobstore freeze {model}' compresses it again"
+            )
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
@@ -142,6 +151,11 @@ def _folder(store: LocalStore, model: Reference) -> Path:
     digest = Digest.of(store.read_manifest(model))
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "blobstore", "run", digest.hex[:32])
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the folder is there, which is named by its content, and its links lead to files."""
+    return folder.is_dir() and all(path.exists() for path in folder.rglob("*"))
 
 
 def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""What ``blobstore show`` and ``inspect`` print of files and folders that are not in a store."""
+"""What ``blobstore show``, ``inspect`` and ``unpack --list`` print of files and folders that are not in a store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show_path(path: str, patterns: Sequence[str], out: Output) -> None:
 
     folder = Path(path)
     if path.endswith(SUFFIX):
-        _show_archive(path, patterns, out)
+        show_archive(path, patterns, out)
     elif folder.is_dir() and not (
         is_model_folder(folder)
         or cached_repository(folder)
@@ -60,7 +60,8 @@ def _selected(names: Collection[str], patterns: Sequence[str], path: str) -> set
     return found
 
 
-def _show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
+def show_archive(path: str, patterns: Sequence[str], out: Output) -> None:
+    """Print the models of an archive, or those that patterns match; no blob is read."""
     from blobstore.operations.archive.describe import describe_archive
 
     archive = describe_archive(path, patterns)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from blobstore.cli.output import Output
     from blobstore.core.progress import Progress
     from blobstore.manifests.reference import Reference
+    from blobstore.operations.freeze.thaw import Thawed
     from blobstore.store.local import LocalStore
 
 
@@ -48,13 +49,15 @@ def command(
     output.exit_with(thawed.faults)
 
 
-def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) -> None:
-    """Thaw a model for a command that needs its files.
+def thaw_whole(name: Reference, store: LocalStore, progress: Progress | None) -> Thawed:
+    """Thaw a model for a command that needs its files, and return what was done.
 
     Raises:
         BlobMissing, BlobDamaged: a blob of the model is missing or damaged.
     """
     from blobstore.operations.freeze.thaw import thaw_models
 
-    for fault in thaw_models([name], store=store, progress=progress).faults:
+    thawed = thaw_models([name], store=store, progress=progress)
+    for fault in thawed.faults:
         raise fault
+    return thawed

@@ -8,6 +8,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.cli.progress import progress_bar
+from blobstore.cli.show_path import show_archive
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 @click.command("unpack", short_help="Import the models of an archive.")
 @click.argument("file", metavar="FILE.bsar", type=arguments.FILE)
 @click.argument("names", metavar="[NAME]...", nargs=-1, type=arguments.MODEL)
+@click.option(
+    "--list", "is_list", is_flag=True, help="List the models, their sizes and IDs; import nothing."
+)
 @click.option("--verify-only", is_flag=True, help="Decode and hash the models, and import nothing.")
 @click.option(
     "--signature",
@@ -37,6 +41,7 @@ def command(
     file: str,
     names: tuple[str, ...],
     store: LocalStore,
+    is_list: bool,
     verify_only: bool,
     signatures: tuple[str, ...],
     force: bool,
@@ -48,9 +53,18 @@ def command(
     Blobs that the store already has are not written again. The names appear last, when all blobs are
     safe on disk. Nothing is imported from a truncated or modified archive.
     """
-    if verify_only and (force or signatures):
-        option = "--force" if force else "--signature"
-        raise click.UsageError(f"--verify-only and {option} contradict each other")
+    given = {
+        "--list": is_list,
+        "--verify-only": verify_only,
+        "--force": force,
+        "--signature": signatures,
+    }
+    options_given = [option for option, value in given.items() if value]
+    if (is_list or verify_only) and len(options_given) > 1:
+        raise click.UsageError(f"{' and '.join(options_given[:2])} contradict each other")
+    if is_list:
+        show_archive(file, names, out)
+        return
     from blobstore.operations.archive.reader import open_archive
     from blobstore.operations.archive.unpack import check_archive, unpack_archive
     from blobstore.store.name_patterns import select_references

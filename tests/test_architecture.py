@@ -201,7 +201,7 @@ def test_no_module_outside_store_uses_the_inside_of_a_store(path: str) -> None:
         for alias in node.names
     }
 
-    assert used == []
+    assert used == [], "use a method of LocalStore"
     assert imported & STORE_CLASSES == set()
 
 
@@ -225,7 +225,9 @@ def test_every_module_that_creates_files_checks_that_they_are_outside_of_stores(
             checking.add(path)
     inside = {path for path in creating if path.startswith(("blobstore/store/", "blobstore/core/"))}
 
-    assert creating - inside - checking == set(WRITES_ELSEWHERE)
+    assert creating - inside - checking == set(WRITES_ELSEWHERE), (
+        "call check_target before a file is created, or say in WRITES_ELSEWHERE why it is outside of stores"
+    )
 
 
 def length(path: str) -> int:
@@ -251,7 +253,9 @@ def importers() -> dict[str, set[str]]:
 
 
 def test_long_modules_have_a_reason() -> None:
-    assert {path for path in MODULES if length(path) > LONG_LINES} == set(LONG)
+    assert {path for path in MODULES if length(path) > LONG_LINES} == set(LONG), (
+        f"split what is over {LONG_LINES} lines by subject"
+    )
 
 
 def test_short_modules_are_shared_or_have_a_reason() -> None:
@@ -264,7 +268,9 @@ def test_short_modules_are_shared_or_have_a_reason() -> None:
         and len(importers().get(dotted(path), ())) < 2
     }
 
-    assert short == set(SHORT)
+    assert short == set(SHORT), (
+        f"a module of under {SHORT_LINES} lines belongs into the one that imports it, or has a reason in SHORT"
+    )
 
 
 def test_the_page_about_the_architecture_shows_the_contract_of_the_packages() -> None:
@@ -278,7 +284,9 @@ def test_the_page_about_the_architecture_shows_the_contract_of_the_packages() ->
     ]
     arrows = re.search(r"flowchart TD\n(.*?)```", page, re.DOTALL)
 
-    assert listed == layers
+    assert listed == layers, (
+        "the table of packages there differs from the contract in pyproject.toml"
+    )
     assert arrows is not None
     drawn = [
         tuple(set(end.split(" & ")) for end in pair)
@@ -308,7 +316,7 @@ def test_test_folders_mirror_the_packages() -> None:
     unit = ROOT / "tests" / "unit"
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
 
-    assert folders == packages
+    assert folders == packages, "each package has a folder of tests, and each folder a package"
 
 
 def test_every_operation_has_its_tests() -> None:
@@ -322,7 +330,7 @@ def test_every_operation_has_its_tests() -> None:
         if not (unit / Path(file).parent / f"test_{Path(file).name}.py").is_file()
     ]
 
-    assert missing == []
+    assert missing == [], "tests/unit has no test_*.py for these public operations"
 
 
 @pytest.mark.parametrize("name", blobstore.__all__)
@@ -352,7 +360,9 @@ def test_modules_are_imported_by_name_in_few_places_only() -> None:
         and any("import_module" in name for name in names_in(node.func))
     }
 
-    assert found == set(DYNAMIC_IMPORTS)
+    assert found == set(DYNAMIC_IMPORTS), (
+        "use an import statement, or say in DYNAMIC_IMPORTS why the import runs downwards"
+    )
 
 
 def test_one_module_asks_what_the_system_can_do() -> None:
@@ -375,7 +385,9 @@ def test_one_module_asks_what_the_system_can_do() -> None:
                 case ast.Constant(str(text)) if text.startswith("/proc/"):
                     found.add(path)
 
-    assert found == {"blobstore/core/system.py"}
+    assert found == {"blobstore/core/system.py"}, (
+        "ask blobstore.core.system, which has these checks"
+    )
 
 
 def test_no_file_names_a_place_of_one_machine() -> None:

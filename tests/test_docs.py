@@ -13,7 +13,8 @@ import pytest
 
 import blobstore
 from blobstore.cli.main import program
-from tests.support.objects import running_object_store
+from tests.faults.processes import workspace
+from tests.support.objects import ObjectServer
 from tests.support.registry import PROGRAM, free_port, running_registry
 from tests.support.transcripts import PYTHON_BLOCK, ROOT, examples, is_as_expected, outputs, pages
 
@@ -63,54 +64,47 @@ OBJECTS = "http://localhost:8333"
 
 
 @needs_signing
-def test_commands_print_what_the_document_of_signatures_says(tmp_path: Path) -> None:
-    check_examples("docs/guides/signatures.md", tmp_path, None)
+def test_commands_print_what_the_document_of_signatures_says() -> None:
+    check_examples("docs/guides/signatures.md", None)
 
 
 @pytest.mark.parametrize("page", ["save-space", "repair", "follow"])
-def test_commands_print_what_a_guide_says(page: str, tmp_path: Path) -> None:
-    check_examples(f"docs/guides/{page}.md", tmp_path, None)
+def test_commands_print_what_a_guide_says(page: str) -> None:
+    check_examples(f"docs/guides/{page}.md", None)
 
 
 def test_commands_print_what_the_document_of_registries_says(tmp_path: Path) -> None:
     with running_registry(tmp_path / "registry") as server:
-        (tmp_path / "work").mkdir()
-        check_examples("docs/guides/registries.md", tmp_path / "work", server.host)
+        check_examples("docs/guides/registries.md", server.host)
 
 
-def test_commands_print_what_the_document_of_object_storage_says(tmp_path: Path) -> None:
-    with running_object_store(tmp_path / "objects") as server:
-        (tmp_path / "work").mkdir()
-        check_examples(
-            "docs/guides/object-storage.md",
-            tmp_path / "work",
-            server.endpoint,
-            OBJECTS,
-            **server.environment,
-        )
+def test_commands_print_what_the_document_of_object_storage_says(
+    object_server: ObjectServer,
+) -> None:
+    page = "docs/guides/object-storage.md"
+    check_examples(page, object_server.endpoint, OBJECTS, **object_server.environment)
 
 
 @pytest.mark.skipif(
     find_spec("aiohttp") is None, reason="it is in the test group, and in the extra [serve]"
 )
-def test_commands_print_what_the_document_of_serving_says(tmp_path: Path) -> None:
+def test_commands_print_what_the_document_of_serving_says() -> None:
     # Only the port is another one: the commands start the server.
-    check_examples("docs/guides/serve.md", tmp_path, str(free_port()), "8080")
+    check_examples("docs/guides/serve.md", str(free_port()), "8080")
 
 
 def test_commands_print_what_the_reference_says(tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
     if shutil.which(PROGRAM) is None:  # everything but push and pull can be checked
-        check_examples(COMMANDS, tmp_path / "work", None)
+        check_examples(COMMANDS, None)
         return
     with running_registry(tmp_path / "registry") as server:
-        check_examples(COMMANDS, tmp_path / "work", server.host)
+        check_examples(COMMANDS, server.host)
 
 
 def check_examples(
-    document: str, folder: Path, server: str | None, stated: str = REGISTRY, **environment: str
+    document: str, server: str | None, stated: str = REGISTRY, **environment: str
 ) -> None:
-    """Run the examples of a document in a folder, with a server at another address than stated, or none."""
+    """Run the examples of a document in a new folder, with a server at another address than stated, or none."""
     found = [
         (name_of(page), example)
         for page in pages(document)
@@ -120,7 +114,9 @@ def check_examples(
         found = [(page, example) for page, example in found if stated not in example.command]
         server = stated
     commands = [example.command.replace(stated, server) for _, example in found]
-    printed = outputs(commands, folder, **environment)
+    # The commands sync what they write, for which a disk is waited for each time.
+    with workspace() as work:
+        printed = outputs(commands, work, **environment)
     printed = [output.replace(server, stated) for output in printed]
 
     differences = [
@@ -190,6 +186,18 @@ def test_documents_wrap_at_100_columns(path: Path) -> None:
             long.append(number)
 
     assert long == []
+
+
+@pytest.mark.parametrize("front", [ROOT / "README.md", ROOT / "docs" / "index.md"], ids=name_of)
+def test_the_front_pages_link_to_all_guides(front: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", front.read_text(encoding="utf-8"))
+    linked = {(front.parent / link).resolve() for link in links}
+    guides = {
+        *(ROOT / "docs").glob("guides/**/*.md"),
+        *(ROOT / "docs").glob("getting-started/*.md"),
+    }
+
+    assert guides - linked == set()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

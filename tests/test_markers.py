@@ -73,7 +73,7 @@ def test_finds_what_a_function_uses(function: Callable[[], object], module: str)
 
 
 def test_finds_nothing_else() -> None:
-    assert reached(by_a_text) == {"tests.test_markers", "collections", "str"}
+    assert reached(by_a_text) == {"tests", "tests.test_markers", "collections", "str"}
 
 
 def test_a_fixture_counts(registry: object, request: pytest.FixtureRequest) -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 from blobstore.compression import quant_rule, table
 from blobstore.gguf import header
@@ -75,6 +73,10 @@ def test_the_documents_and_classifiers_name_the_pythons_that_are_tested() -> Non
 
 
 def test_the_bill_of_materials_is_valid_and_has_the_version() -> None:
+    # Each worker that collects would need seconds to compile the grammars of all texts that JSON schemas know.
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     text = (ROOT / "release" / "sbom.cdx.json").read_text(encoding="utf-8")
     component: dict[str, Any] = json.loads(text)["metadata"]["component"]
 

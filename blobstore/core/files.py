@@ -72,6 +72,14 @@ class FileVersion(NamedTuple):
         """Return the version of the file with that status."""
         return cls(*FileState.of_status(status), status.st_ctime_ns)
 
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """Return the version of what is at ``path``, following links; None if that cannot be known."""
+        try:
+            return cls.of_status(path.stat())
+        except OSError:
+            return None
+
 
 def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and size in bytes.

@@ -31,6 +31,14 @@ _FICLONERANGE = 0x4020940D
 """Linux's request: source descriptor, offset, length, and the offset in the target."""
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
+_MEMORY = Path("/proc/meminfo")
+_MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Limits of a container, in both versions of Linux's control groups."""
+_GPUS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
+"""Devices of drivers for CUDA: NVIDIA's, that of Windows, and AMD's."""
 
 
 class MapCounts(NamedTuple):
@@ -162,6 +170,23 @@ def map_counts() -> MapCounts | None:
             return MapCounts(sum(1 for _ in file), limit)
     except (OSError, ValueError):
         return None
+
+
+def available_memory() -> int:
+    """Return about how many bytes of memory processes may still take."""
+    # What a system that does not say has at all.
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found.append(int(_MEMORY.read_text().partition("MemAvailable:")[2].split()[0]) << 10)
+    for path in _MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            found.append(int(path.read_text()))
+    return min(found)
+
+
+def may_have_gpu() -> bool:
+    """Return whether the system has a driver of GPUs that CUDA programs use."""
+    return any(path.exists() for path in _GPUS)
 
 
 def seconds_since_start() -> float:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from blobstore.core.tensor import DTYPES, DType, TensorSpec
+from blobstore.core.tensor import DTYPES, DType, FileLayout, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from blobstore.gguf.header import GgufHeader, GgufTensor
 
 
@@ -26,12 +24,10 @@ def stored_spec(tensor: GgufTensor) -> TensorSpec:
     return TensorSpec(tensor.name, DType.U8, (*rows, columns // kind.weights * kind.size))
 
 
-def gaps_of(header: GgufHeader, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first byte of each gap in a file of ``size`` bytes, and the byte after its last one."""
-    at = header.data_start
-    for tensor in header.tensors.values():
-        if tensor.begin > at:
-            yield at, tensor.begin
-        at = tensor.begin + tensor.size
-    if size > at:
-        yield at, size
+def file_layout(header: GgufHeader) -> FileLayout:
+    """Return where a file has its tensors, as blobs store them."""
+    tensors = {
+        name: (stored_spec(tensor), tensor.begin, tensor.begin + tensor.size)
+        for name, tensor in header.tensors.items()
+    }
+    return FileLayout(tensors, header.data_start, header.alignment)

@@ -308,7 +308,7 @@
   const link = (hash, text) => el("a", { href: hash }, text);
   const modelLink = name => link("#model/" + encodeURIComponent(name), name);
   const heading = (question, lead) => [el("h2", {}, question), el("p", { class: "lead" }, lead)];
-  const hint = () => el("p", { class: "hint" }, "Arrow keys move, Enter opens, + and \u2212 zoom; so does the wheel with Ctrl.");
+  const hint = () => el("p", { class: "hint typed" }, "Arrow keys move, Enter opens, + and \u2212 zoom; so does the wheel with Ctrl.");
 
   // The store
 
@@ -676,7 +676,7 @@
       const button = (name, sign, factor) => el("button", { type: "button", "aria-label": name, onclick: () => scale(factor) }, sign);
       section.append(el("div", { class: "tools" }, el("span", { class: "group push" }, button("Zoom out", "\u2212", .8), button("Zoom in", "+", 1.25))),
         el("div", { class: "wide whole", tabindex: 0 }, picture), legend([["shared", "shared with its base"], ["cold", "stored as differences to it"], ["unique", "its own"]]), panel);
-      if (sides.length) section.append(el("p", { class: "hint kept" }, "A dashed line joins models of which one is compressed against the other. It says how they are stored, not which descends from which."));
+      if (sides.length) section.append(el("p", { class: "hint" }, "A dashed line joins models of which one is compressed against the other. It says how they are stored, not which descends from which."));
       if (alone) section.append(el("p", { class: "hint" }, `${plural(alone, "model")} without relatives: not shown.`));
       section.append(behind("Models and their bases", ["Model", "Relation", "Base", "#On disk", "#Shared", "#As differences", "#Own", "Compressed against", "Evidence"],
         () => nodes.filter(node => isFound(node.name)).map(node => [node.name, node.relation || (node.outside ? "not in the store" : "base"), node.above >= 0 ? nodes[node.above].name : "", bytes(node.size), ...(node.relation ? [bytes(node.shared), bytes(node.delta), bytes(node.own)] : ["", "", ""]), node.against ? node.against[0] : "", node.evidence || ""])));
@@ -850,17 +850,33 @@
       section.append(facts([["verified", blobs ? `${number(verified)} of ${plural(blobs, "blob")}` : "nothing to verify"], ...(cold ? [["compressed", plural(cold, "blob")]] : []), ["last verified", last_verified ? age(last_verified) : "never"], ["damaged models", number(damaged.length)], ["files in quarantine", number(quarantine)], [why ? `gc would free now; ${why}` : "gc would free", gc.error ? "unknown" : bytes(gc.size)]]));
       for (const model of damaged.slice(0, 50)) section.append(el("p", { class: "alarm" }, `${model.name}: ${model.error || model.faults[0]}`));
       if (!models.length) section.append(el("p", { class: "empty" }, "The store is empty."));
+      const isDamaged = model => Boolean(model.error || model.faults.length);
+      const written = model => model.modified ? age(model.modified) : "unknown";
+      const hashed = model => model.error ? "" : `${number(model.verified)} of ${number(model.blobs - model.cold)}`;
+      const sorted = [...models].sort((a, b) => isDamaged(b) - isDamaged(a) || a.modified - b.modified);
       const body = el("tbody"), rest = el("p", { class: "hint" });
+      // Many models of one state that is no fault are one row.
+      const row = group => {
+        const [model] = group, single = group.length === 1, name = single ? model.name : plural(group.length, "model");
+        const sum = key => group.reduce((total, each) => total + each[key], 0), hot = sum("blobs") - sum("cold");
+        const times = [...new Set([group.at(-1), model].map(written))];
+        return el("tr", {}, el("th", { scope: "row", title: name }, name), el("td", { class: isDamaged(model) ? "alarm" : "" }, state(model)), el("td", {}, times.join(" to ").replace(" days ago to", " to")),
+          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${hot ? 100 * sum("verified") / hot : 0}%` }))), el("td", { class: "n" }, single ? hashed(model) : ""), el("td", { class: "n" }, single ? number(model.cold) : ""));
+      };
       const fill = () => {
-        const found = models.filter(model => isFound(model.name)).sort((a, b) => (b.error || b.faults.length ? 1 : 0) - (a.error || a.faults.length ? 1 : 0) || a.modified - b.modified);
-        body.replaceChildren(...found.slice(0, 300).map(model => el("tr", {}, el("th", { scope: "row", title: model.name }, model.name), el("td", { class: model.error || model.faults.length ? "alarm" : "" }, state(model)), el("td", {}, model.modified ? age(model.modified) : "unknown"),
-          el("td", {}, el("span", { class: "meter" }, el("i", { width: `${model.blobs > model.cold ? 100 * model.verified / (model.blobs - model.cold) : 0}%` }))), el("td", { class: "n" }, model.error ? "" : `${number(model.verified)} of ${number(model.blobs - model.cold)}`), el("td", { class: "n" }, number(model.cold)))));
-        rest.textContent = found.length > 300 ? `and ${number(found.length - 300)} more; search for a name to see them` : "";
+        const found = sorted.filter(model => isFound(model.name)), groups = new Map();
+        for (const model of found) {
+          const key = query || found.length <= 15 || isDamaged(model) ? model.name : state(model);
+          groups.set(key, [...groups.get(key) || [], model]);
+        }
+        body.replaceChildren(...[...groups.values()].slice(0, 300).map(row));
+        rest.textContent = groups.size > 300 ? `and ${number(groups.size - 300)} more; search for a name to see them` : groups.size < found.length ? "Search for a name to see its model." : "";
       };
       if (models.length) {
         fill();
         document.addEventListener("searched", fill, { signal: listening.signal });
-        section.append(el("div", { class: "wide", tabindex: 0 }, el("table", {}, el("caption", {}, "Models, damaged ones first, then the oldest"), el("thead", {}, el("tr", {}, ...["Model", "State", "Written", "Verified", "#Blobs", "#Compressed"].map(head => el("th", { scope: "col", class: head.startsWith("#") ? "n" : "" }, head.replace("#", ""))))), body)), rest);
+        section.append(el("div", { class: "wide whole brief", tabindex: 0 }, el("table", {}, el("caption", {}, "Models, damaged ones first, then the oldest"), el("thead", {}, el("tr", {}, ...["Model", "State", "Written", "Verified", "#Blobs", "#Compressed"].map(head => el("th", { scope: "col", class: head.startsWith("#") ? "n" : "" }, head.replace("#", ""))))), body)), rest);
+        if (models.length > 15) section.append(behind("All models", ["Model", "State", "Written", "#Verified", "#Compressed"], () => sorted.map(model => [model.name, state(model), written(model), hashed(model), number(model.cold)])));
       }
       section.append(el("h3", {}, "What gc would remove"));
       if (gc.error) return section.append(el("p", { class: "alarm" }, gc.error));

@@ -32,7 +32,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import BYTE_FLOATS, DType, TensorSpec
 from blobstore.quantization.comfy import (
     MARKER,
     MAX_MARKER,
@@ -80,8 +80,7 @@ if TYPE_CHECKING:
 
 _METHODS: Final = ("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "mxfp8", "mlx")
 """The values of ``quant_method`` that are supported here."""
-_OTHER_FLOAT8: Final = (DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ, DType.F8_E8M0)
-_EVERY_FLOAT8: Final = (*FLOAT8, *_OTHER_FLOAT8)
+_OTHER_FLOAT8: Final = tuple(dtype for dtype in BYTE_FLOATS if dtype not in FLOAT8)
 _BYTES: Final = (DType.U8, DType.I8, *FLOAT8)
 _PACKED: Final = (*_BYTES, *_OTHER_FLOAT8, DType.U32)
 _INTEGERS: Final = (DType.I16, DType.U16, DType.I32)
@@ -200,7 +199,7 @@ def _read(
     _check_neighbours(specs, claimed | known, weights, keys if has_others else ())
     recipes = {**found, **copies({spec.name: spec for spec in plain})}
     modules = {name.rpartition(".")[0] for name in specs} if quant_config.is_mlx else set()
-    casts = sum(spec.dtype in _EVERY_FLOAT8 and spec.name.endswith(".weight") for spec in plain)
+    casts = sum(spec.dtype in BYTE_FLOATS and spec.name.endswith(".weight") for spec in plain)
     inputs = {name for name in left_out if name.endswith(INPUT_SCALES)}
     notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
     elements: Counter[str] = Counter()
@@ -435,7 +434,7 @@ def _check_plain(
         refuse(spec, "has zero points")
     is_scaled = any(name + end in specs for end in SCALE_SUFFIXES)
     # Diffusion models are often cast to 8-bit floats, without scales or an entry in a config.
-    if dtype in _EVERY_FLOAT8 and name.endswith(".weight") and (is_scaled or config.is_quantized):
+    if dtype in BYTE_FLOATS and name.endswith(".weight") and (is_scaled or config.is_quantized):
         what = "scales that are known" if dtype in FLOAT8 else "a form that is decoded"
         refuse(spec, f"is of 8-bit floats without {what}")
     if len(shape) < 2:  # noqa: PLR2004 - a matrix

@@ -8,7 +8,9 @@ is what the client shows to a server that asks for a certificate.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import socket
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,28 +18,42 @@ from typing import TYPE_CHECKING, Final
 import httpx2
 
 from blobstore.core.escape import quote
+from blobstore.core.files import FileVersion
 from blobstore.errors import RemoteError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 VARIABLES: Final = ("CURL_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables that name a file of certificates; the first that is set counts."""
+_TLS_ANSWERS: Final = (b"\x16\x03", b"\x15\x03")
+"""How records of a handshake and of an alert begin."""
 _SYSTEM_FOLDERS: Final = (Path("/etc/containers/certs.d"), Path("/etc/docker/certs.d"))
 
 
 def tls_context(host: str) -> ssl.SSLContext:
     """Return what connections to a registry, ``host[:port]``, trust and show.
 
+    It is the same object for all who ask, until one of the files is replaced: each takes a MiB of memory, which
+    only the collector of circles frees, and 50 ms to make.
+
     Raises:
         RemoteError: a file of certificates cannot be used.
     """
+    paths: list[Path] = []
+    if (folder := _folder_of(host)) is not None:
+        with _errors_of(folder):
+            paths = sorted(folder.iterdir())
+    variables = tuple(os.environ.get(name) for name in (*VARIABLES, "SSL_CERT_DIR"))
+    named = [Path(value) for value in variables if value]
+    versions = tuple(FileVersion.of(path) for path in (*named, *paths))
+    return _made(variables, tuple(paths), versions)
+
+
+@functools.lru_cache(maxsize=16)
+def _made(_: object, paths: Sequence[Path], __: object) -> ssl.SSLContext:
+    """Return a new context. The other arguments say which environment and which files it is made from."""
     context = _trusted()
-    folder = _folder_of(host)
-    if folder is None:
-        return context
-    with _errors_of(folder):
-        paths = sorted(folder.iterdir())
     for path in paths:
         if path.suffix == ".crt":
             with _errors_of(path):
@@ -50,6 +66,22 @@ def tls_context(host: str) -> ssl.SSLContext:
                 # Without the function, OpenSSL asks for the password of a key at the terminal.
                 context.load_cert_chain(path, key, password=lambda: "")
     return context
+
+
+def speaks_tls(address: tuple[str, int], seconds: float) -> bool:
+    """Return whether a server answers to the first message of a TLS handshake, so many seconds at most."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # no other message is sent
+    hello = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    try:
+        with socket.create_connection(address, seconds) as connection:
+            # A server of HTTP refuses the line at once, instead of waiting for its end.
+            connection.sendall(hello.read() + b"\r\n\r\n")
+            return connection.recv(2) in _TLS_ANSWERS
+    except OSError:
+        return False
 
 
 def certificates_in_use() -> str:

@@ -29,7 +29,7 @@ from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import protocol
-from blobstore.registry.certificates import certificates_in_use, tls_context
+from blobstore.registry.certificates import certificates_in_use, speaks_tls, tls_context
 from blobstore.registry.protocol import Login, Reply, Request, TransientError
 from blobstore.registry.request_rules import HINT_ATTEMPTS, KEEPS_METHOD
 from blobstore.registry.retry import Patience, Retry
@@ -48,6 +48,9 @@ _READ: Final = 2**19
 """Bytes that one call may receive: fewer cost time, and more cost memory, several copies per stream."""
 _ALERT: Final = "_ALERT_"
 """In the reasons of errors that a server reports, such as ``TLSV13_ALERT_CERTIFICATE_REQUIRED``."""
+_NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+"""The reasons of OpenSSL if a server answers to a handshake in another protocol."""
+_PROBE_SECONDS: Final = 5.0
 _LOOPBACK: Final = ("all://localhost", "all://127.0.0.0/8", "all://[::1]")
 
 
@@ -79,6 +82,8 @@ class Transport:
         self._sockets: WeakSet[socket.socket] = WeakSet()
         self._sockets_lock = threading.Lock()
         self._has_answered = False
+        self._peer: tuple[str, int] | None = None
+        """The address that the first plain connection was made to, until it is known that TLS is not spoken there."""
         self._waiting = threading.local()
         self._authorizer = Authorizer(self.base, find_login, self.fetch)
         self._trusted = tls_context(host)
@@ -182,6 +187,7 @@ class Transport:
                 with contextlib.closing(self._send_authorized(client, request, url)) as response:
                     protocol.check_encoding(response.headers)
                     if response.status_code in request.rule.answers:
+                        self._peer = None
                         yield response
                         return
                     # A request for a token carries the login, which must not follow a redirect.
@@ -328,6 +334,8 @@ class Transport:
         stream = info["return_value"]
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
+        if not self._has_answered and self.base.startswith("http:"):
+            self._peer = stream.get_extra_info("server_addr")[:2]
         # `abort` may have taken its list of sockets just before this one was added.
         if self._closed.is_set():
             self.abort()
@@ -367,6 +375,10 @@ class Transport:
             return BlobDamaged(f"{request.what}: has fewer bytes than expected")
         with contextlib.suppress(httpx2.TransportError, TransientError):
             body = self._read(request, response, 0)
+        # So do servers in Go and nginx. The text alone may be anybody's, and HEAD gets none.
+        may_be_tls = b"HTTPS" in body or request.method == "HEAD"
+        if status == HTTPStatus.BAD_REQUEST and may_be_tls and self._is_tls_server():
+            return self._tls_expected(request)
         now = datetime.now(UTC)
         error = protocol.failure(request.what, status, response.headers, body, now)
         if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -386,12 +398,7 @@ class Transport:
         try:
             yield
         except httpx2.ConnectError as error:
-            message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
-            if _tls_error(error) is not None:
-                raise RemoteError(message, advice=certificates_in_use()) from error
-            if not self._has_answered:  # rather a mistyped address than a server that restarts
-                raise RemoteError(message) from error
-            raise TransientError(message) from error
+            raise self._connect_error(request, error) from error
         except httpx2.TimeoutException as error:
             if isinstance(error, httpx2.ConnectTimeout) and not self._has_answered:
                 raise RemoteError(
@@ -414,11 +421,39 @@ class Transport:
                     advice="put NAME.cert and NAME.key into ~/.config/containers/certs.d/"
                     f"{self.base.partition('://')[2]}",
                 ) from error
+            if self._is_tls_server():
+                raise self._tls_expected(request) from error
             raise TransientError(
                 f"{request.what}: lost the connection to {quote(self.base)}: {quote(error)}"
             ) from error
         except httpx2.InvalidURL as error:
             raise RemoteError(f"{request.what}: {quote(error)}") from error
+
+    def _connect_error(self, request: Request, error: httpx2.ConnectError) -> RemoteError:
+        message = f"{request.what}: cannot connect to {quote(self.base)}: {quote(error)}"
+        if (refused := _tls_error(error)) is not None:
+            is_plain = refused.reason in _NOT_TLS
+            advice = self._other_scheme("http") if is_plain else certificates_in_use()
+            return RemoteError(message, advice=advice)
+        if not self._has_answered:  # rather a mistyped address than a server that restarts
+            return RemoteError(message)
+        return TransientError(message)
+
+    def _is_tls_server(self) -> bool:
+        """Return whether a server that has not answered plain HTTP, or not well, answers to TLS. It is asked once."""
+        peer, self._peer = self._peer, None
+        if peer is None or self._closed.is_set():
+            return False
+        return speaks_tls(peer, min(self.patience.stall, _PROBE_SECONDS))
+
+    def _tls_expected(self, request: Request) -> RemoteError:
+        return RemoteError(
+            f"{request.what}: {quote(self.base)} speaks TLS, and was asked without it",
+            advice=self._other_scheme("https"),
+        )
+
+    def _other_scheme(self, scheme: str) -> str:
+        return f"the address may have to begin with {scheme}://{self.base.partition('://')[2]}"
 
 
 def _tls_error(error: BaseException) -> ssl.SSLError | None:

@@ -1,17 +1,18 @@
 """Blobs that are read from a remote straight into memory, with many concurrent requests.
 
 A blob that is read completely is hashed while its bytes arrive, and may be kept in the local store. If the
-remote has a compressed form of it whose base is in the store, that is read and decoded instead.
+remote has a compressed form of it whose base is in the store, or is read too, that is read and decoded instead.
 """
 
 from __future__ import annotations
 
 import threading
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Final
 
+from blobstore.compression.base import MAX_CHAIN, BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.mmap import new_buffer
@@ -21,7 +22,7 @@ from blobstore.remotes.model_reader import check_sent, read_small
 from blobstore.store.blob_ranges import LoadedRanges
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.remotes.blob_cache import BlobBatch, BlobCache
@@ -57,15 +58,14 @@ class RangeLoader:
         Args:
             source: the model.
             local: the store.
-            layers: compressed forms of its blobs; those that are of no use are left out here.
+            layers: compressed forms of its blobs, none of them trusted.
             starts: the headers by which the blobs are used, with their prefixes; checked when a blob is read.
             cache: keeps blobs that were read completely.
             forget_headers: called if a header turns out to be that of no blob.
         """
         self._source = source
         self._local = local
-        # Decided once: if a base is gone later, decoding fails, and the blob itself is read.
-        self._layers = {key: layer for key, layer in layers.items() if self._is_usable(layer)}
+        self._layers = layers
         self._starts = starts
         self._cache = cache
         self._forget_headers = forget_headers
@@ -81,9 +81,9 @@ class RangeLoader:
             return True
 
     def stored_size(self, blob: BlobId) -> int:
-        """Return how many bytes are read for a blob: those of its compressed form, if that is of use."""
-        layer = self._layers.get(blob.digest)
-        return blob.size if layer is None or layer.blob != blob else layer.stored.size
+        """Return how many bytes are read for a blob if all are read: those of a compressed form, if that is of use."""
+        layer = self._usable_layer(blob, self._sizes.items())
+        return blob.size if layer is None else layer.stored.size
 
     def load(
         self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
@@ -99,12 +99,17 @@ class RangeLoader:
             RemoteError: the remote cannot be reached, refuses access or misbehaves.
         """
         loads = [_Load(BlobId(digest, size), memory[:size]) for digest, size, memory in blobs]
+        together = {load.blob: load for load in loads}
         for load in loads:
-            layer = self._layers.get(load.blob.digest)
-            # The list of compressed forms is not trusted: it may state another size.
-            if layer is not None and layer.blob == load.blob:
-                load.layer = layer
+            load.layer = self._usable_layer(load.blob, together)
+            if load.layer is not None and load.layer.base is not None:
+                load.base = together.get(load.layer.base)
         pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
+        for wave in _in_waves(loads):
+            self._load_wave(wave, pool)
+
+    def _load_wave(self, loads: Sequence[_Load], pool: WorkerPool) -> None:
+        """Fill memory with blobs, none of which is decoded against another one of them."""
         if self._cache is None:
             self._read_loads(loads, None, pool)
             return
@@ -200,8 +205,10 @@ class RangeLoader:
                 found += self._local.read_ranges(merged).parts(digest)
                 continue
             # Compared with the bytes that reading all of it takes, which are fewer if there is a
-            # compressed form.
-            if sum(one.end - one.begin for one in merged) >= _WHOLE * self.stored_size(blob):
+            # compressed form. A part of such a form could not be verified, so it is read completely.
+            layer = self._usable_layer(blob)
+            size = blob.size if layer is None else layer.stored.size
+            if sum(one.end - one.begin for one in merged) >= _WHOLE * size:
                 memory = new_buffer(blob.size)
                 whole.append((*blob, memory))
                 found.append((0, memory))
@@ -242,14 +249,21 @@ class RangeLoader:
         if jobs:
             WorkerPool(min(STREAMS, len(jobs)), None, 0).run(jobs, lambda job: job())
 
-    def _is_usable(self, layer: ColdLayer) -> bool:
-        """Return whether the store has the base of a compressed form, if that is a delta."""
-        if layer.base is None:
-            return True
+    def _usable_layer(
+        self, blob: BlobId, together: Container[tuple[Digest, int]] = ()
+    ) -> ColdLayer | None:
+        """Return the compressed form of a blob, unless its base is neither in the store nor read with it."""
+        layer = self._layers.get(blob.digest)
+        # The list of compressed forms is not trusted: it may state another size.
+        if layer is None or layer.blob != blob:
+            return None
+        if layer.base is None or layer.base in together:
+            return layer
         try:
-            return self._local.exists(*layer.base)
+            # If it is gone later, decoding fails, and the blob itself is read.
+            return layer if self._local.exists(*layer.base) else None
         except (BlobDamaged, BlobMissing):
-            return False
+            return None
 
     def _read(self, blob: BlobId, begin: int, memory: memoryview) -> None:
         for piece in self._source.read(*blob, begin, begin + len(memory)):
@@ -289,13 +303,29 @@ class RangeLoader:
             load.release()
             if decoder.size != load.blob.size:
                 return False
-            if layer.base is not None:
-                decoder.give_base(self._local.base(*layer.base, in_chain=True))
+            if load.base is not None:
+                decoder.give_base(BaseBlob.hot(load.base.memory, load.base.blob.digest))
+            elif layer.base is not None:
+                self._give_base(decoder, layer.base)
             for begin in range(0, decoder.size, PART):
                 decoder.read_into(load.memory[begin : begin + PART], begin)
         except (ColdDamaged, BlobDamaged, BlobMissing):
             return False
         return Digest.of(load.memory) == load.blob.digest
+
+    def _give_base(self, decoder: ColdBlobDecoder, blob: BlobId) -> None:
+        """Give a delta its base of the local store. Raises BlobDamaged, BlobMissing and ColdDamaged."""
+        base = self._local.base(*blob, in_chain=True)
+        try:
+            decoder.give_base(base)
+        except ColdDamaged:
+            if base.table is None:
+                raise
+            # The base was frozen here, so its chunks may lie elsewhere than those of the delta, which
+            # was made by another store.
+            memory = new_buffer(blob.size)
+            base.read_into(memory, 0)
+            decoder.give_base(BaseBlob.hot(memory, blob.digest))
 
 
 class _Load:
@@ -305,6 +335,8 @@ class _Load:
         self.blob = blob
         self.memory = memory
         self.layer: ColdLayer | None = None
+        self.base: _Load | None = None
+        """What the layer is decoded against, if that is read too."""
         self._compressed: memoryview | None = None
         self._digester = Digester()
         self._arrived = 0
@@ -382,3 +414,19 @@ def _merged(ranges: Iterable[BlobRange]) -> Iterator[BlobRange]:
         current = one
     if current is not None:
         yield current
+
+
+def _in_waves(loads: list[_Load]) -> Iterator[list[_Load]]:
+    """Yield blobs, each delta after its base. Those whose bases need each other come without compressed forms."""
+    done: set[BlobId] = set()
+    for depth in count():
+        wave = [load for load in loads if load.base is None or load.base.blob in done]
+        if depth == MAX_CHAIN or not wave:
+            wave = loads
+            for load in wave:
+                load.layer = load.base = None
+        if not wave:
+            return
+        yield wave
+        done.update(load.blob for load in wave)
+        loads = [load for load in loads if load.blob not in done]

@@ -42,40 +42,40 @@ class TorchDeviceStream:
         self._device = torch.device(device)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            with _failures(self._device):
+            with failures(self._device):
                 if device == "cuda":
                     self._device = torch.device("cuda", torch.cuda.current_device())
                 self._stream = _cuda.Stream(self._device)
 
     def empty(self, spec: TensorSpec) -> torch.Tensor:
         """Return an uninitialised tensor in device memory."""
-        with _failures(self._device):
+        with failures(self._device):
             return empty_tensor(spec, self._device)
 
     def mark(self) -> torch.cuda.Event | None:
         """Record an event on the current stream."""
         if self._stream is None:
             return None
-        with _failures(self._device):
+        with failures(self._device):
             event: torch.cuda.Event = _cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             return event
 
     def staging(self, nbytes: int) -> TorchStagingBuffer:
         """Return a staging buffer."""
-        with _failures(self._device):
+        with failures(self._device):
             return TorchStagingBuffer(nbytes, self._device, self._stream)
 
     def receive(self, sent: torch.cuda.Event | None) -> None:
         """Make the current stream wait for copies."""
         if sent is not None:
-            with _failures(self._device):
+            with failures(self._device):
                 torch.cuda.current_stream(self._device).wait_event(sent)
 
     def drain(self) -> None:
         """Wait until all copies have completed."""
         if self._stream is not None:
-            with _failures(self._device):
+            with failures(self._device):
                 self._stream.synchronize()
 
 
@@ -94,7 +94,7 @@ class TorchStagingBuffer:
         self, moves: Sequence[tuple[torch.Tensor, int, int, int]], after: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
         """Start copies to device tensors, and return the event of their completion."""
-        with _failures(self._device):
+        with failures(self._device):
             self._enter()
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
@@ -114,7 +114,7 @@ class TorchStagingBuffer:
     def wait(self) -> None:
         """Wait until the last copies have read the buffer."""
         if self._sent is not None:
-            with _failures(self._device):
+            with failures(self._device):
                 self._sent.synchronize()
 
     def _enter(self) -> None:
@@ -137,7 +137,7 @@ def host_buffer(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _failures(device: torch.device) -> Iterator[None]:
+def failures(device: torch.device) -> Iterator[None]:
     """Convert torch's errors to ours."""
     try:
         yield

@@ -9,7 +9,7 @@ import numpy as np
 
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import BYTE_FLOATS, DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 from blobstore.safetensors import numpy as arrays
 from blobstore.safetensors.numpy import as_array
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from blobstore.safetensors.reader import Reader
     from blobstore.safetensors.slices import Selection
 
-_AS_BYTES = frozenset(
-    {DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.F8_E4M3FNUZ, DType.F8_E5M2FNUZ}
-)
-
 
 def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any:
     """Return the tensor ``spec`` at ``offset`` of ``memory`` as a new ``mlx.core.array``.
@@ -35,7 +31,7 @@ def as_mlx(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> Any
     8-bit floats become uint8 with the same bits, as in ``mx.load``.
 
     Raises:
-        UnsupportedDType: MLX has no packed type of 4 or 6 bits, or cannot hold the shape.
+        UnsupportedDType: MLX lacks the type, as it does packed ones of 4 or 6 bits, or cannot hold the shape.
     """
     return copied(as_array(memory, offset, spec, "MLX"), spec)
 
@@ -44,16 +40,19 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
     """Return the tensor ``spec``, given as a numpy array, as a new ``mlx.core.array``.
 
     Raises:
-        UnsupportedDType: MLX cannot hold the shape.
+        UnsupportedDType: MLX lacks the type, or cannot hold the shape.
     """
+    name = "bool_" if spec.dtype is DType.BOOL else spec.dtype.library_name
     try:
         if spec.dtype is DType.BF16:
             return mx.array(array.view(np.uint16)).view(mx.bfloat16)
-        if spec.dtype in _AS_BYTES:
+        if spec.dtype in BYTE_FLOATS:
             return mx.array(array.view(np.uint8))
-        if spec.dtype is DType.F64:  # mx.array() alone would round to float32
-            return mx.array(array, dtype=mx.float64)
-        return mx.array(array)
+        if not hasattr(mx, name):
+            raise arrays.no_type(spec, "MLX")
+        return mx.array(
+            array, dtype=getattr(mx, name)
+        )  # without a type, MLX rounds to one that it has
     except OverflowError as error:  # MLX counts a dimension in 32 bits
         raise UnsupportedDType(
             f"tensor {quote(spec.name)}: MLX cannot hold its shape: {error}"
@@ -170,7 +169,7 @@ def read_slice(
     device: str = "cpu",  # noqa: ARG001 - torch's
 ) -> Any:
     """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
-    if spec.dtype.bits < 8:  # noqa: PLR2004 - bits of a byte
+    if spec.dtype.bits < 8 or not spec.dtype.library_name:  # noqa: PLR2004 - bits of a byte
         raise arrays.no_type(spec, "MLX")
     part = arrays.read_slice(reader, begin, spec, selection)
     return copied(np.asarray(part, order="C"), spec)  # MLX has no negative strides

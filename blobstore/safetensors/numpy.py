@@ -15,7 +15,7 @@ import numpy as np
 
 from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import UnsupportedDType
 
 if TYPE_CHECKING:
@@ -30,34 +30,15 @@ if TYPE_CHECKING:
 
     BF16: np.dtype[Any]
 
+_EXTENDED = ("bfloat", "float4_", "float6_", "float8_")
+"""Starts of the names of types that ``ml_dtypes`` has and numpy lacks."""
 _DTYPES: dict[DType, np.dtype[Any]] = {
-    dtype: np.dtype(code)
-    for dtype, code in {
-        DType.BOOL: "?",
-        DType.U8: "u1",
-        DType.I8: "i1",
-        DType.I16: "<i2",
-        DType.U16: "<u2",
-        DType.F16: "<f2",
-        DType.I32: "<i4",
-        DType.U32: "<u4",
-        DType.F32: "<f4",
-        DType.C64: "<c8",
-        DType.F64: "<f8",
-        DType.I64: "<i8",
-        DType.U64: "<u8",
-    }.items()
+    dtype: np.dtype(name).newbyteorder("<")
+    for name, dtype in DTYPES_BY_LIBRARY_NAME.items()
+    if not name.startswith(_EXTENDED)
 }
 # What scripts import from the reference library.
 _TYPES = {dtype.name: array_type.type for dtype, array_type in _DTYPES.items()} | {"BOOL": bool}
-_EXTENSIONS = {
-    DType.F8_E5M2: "float8_e5m2",
-    DType.F8_E4M3: "float8_e4m3fn",
-    DType.F8_E8M0: "float8_e8m0fnu",
-    DType.F8_E4M3FNUZ: "float8_e4m3fnuz",
-    DType.F8_E5M2FNUZ: "float8_e5m2fnuz",
-    DType.BF16: "bfloat16",
-}
 _F4 = "float4_e2m1fn"
 """What ``ml_dtypes`` calls the elements of F4, which it keeps in bytes of their own."""
 _BITS: dict[int, np.dtype[Any]] = {
@@ -77,7 +58,7 @@ def as_array(
     ``framework``, for which the array is.
 
     Raises:
-        UnsupportedDType: numpy has no packed type of 4 or 6 bits, or cannot hold the shape.
+        UnsupportedDType: numpy lacks the type, as it does packed ones of 4 or 6 bits, or cannot hold the shape.
     """
     dtype = _DTYPES.get(spec.dtype) or _extension(spec, framework)
     elements = spec.elements
@@ -288,17 +269,20 @@ def _type_in_file(dtype: np.dtype[Any]) -> DType:
 
 
 def no_type(spec: TensorSpec, framework: str) -> UnsupportedDType:
-    """Return the error for a type of 4 or 6 bits."""
+    """Return the error for a type that a framework lacks."""
+    packed = "packed " if spec.dtype.bits < 8 else ""  # noqa: PLR2004 - bits of a byte
     return UnsupportedDType(
-        f"tensor {quote(spec.name)}: {framework} has no packed {spec.dtype.value}",
+        f"tensor {quote(spec.name)}: {framework} has no {packed}{spec.dtype.value}",
         advice="read its bytes with Model.view()",
     )
 
 
 def _extension(spec: TensorSpec, framework: str = "numpy") -> np.dtype[Any]:
     """Return the type of a tensor that numpy itself does not have, and remember it."""
-    name = _EXTENSIONS.get(spec.dtype)
-    if name is None:
+    import ml_dtypes
+
+    name = spec.dtype.library_name
+    if not name or not hasattr(ml_dtypes, name):
         raise no_type(spec, framework)
     dtype = _DTYPES[spec.dtype] = ml_dtype(name)
     return dtype

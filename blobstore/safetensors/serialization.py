@@ -21,7 +21,7 @@ from blobstore.core.escape import escape, quote
 from blobstore.core.files import replacing, without_start
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.targets import check_target
-from blobstore.core.tensor import DTYPES, DType
+from blobstore.core.tensor import DTYPES, DTYPES_BY_LIBRARY_NAME, DType
 from blobstore.core.tensor import TensorSpec as NamedSpec
 from blobstore.errors import BlobstoreError, SafetensorError
 from blobstore.safetensors.arguments import check_metadata, require
@@ -41,29 +41,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DTYPES_BY_NAME = {
-    "bool": DType.BOOL,
-    "int8": DType.I8,
-    "uint8": DType.U8,
-    "int16": DType.I16,
-    "uint16": DType.U16,
-    "int32": DType.I32,
-    "uint32": DType.U32,
-    "int64": DType.I64,
-    "uint64": DType.U64,
-    "float16": DType.F16,
-    "float32": DType.F32,
-    "float64": DType.F64,
-    "bfloat16": DType.BF16,
-    "float8_e4m3fn": DType.F8_E4M3,
-    "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
-    "float8_e5m2": DType.F8_E5M2,
-    "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
-    "float8_e8m0fnu": DType.F8_E8M0,
-    "float4_e2m1fn_x2": DType.F4,
-    "complex64": DType.C64,
-}
-"""Element types by the names that numpy and torch have for them."""
 _MAX_ALIGNMENT = 1 << 20
 _BATCH = 512
 """Buffers per system call; Linux allows 1,024."""
@@ -138,9 +115,9 @@ def dtype_by_name(name: str) -> DType:
         SafetensorError: the format has no such type.
     """
     require(name, str, "dtype")
-    dtype = DTYPES_BY_NAME.get(name)
+    dtype = DTYPES_BY_LIBRARY_NAME.get(name)
     if dtype is None:
-        known = ", ".join(DTYPES_BY_NAME)
+        known = ", ".join(DTYPES_BY_LIBRARY_NAME)
         raise SafetensorError(f'Unknown dtype "{escape(name, 200)}". Supported dtypes: {known}')
     return dtype
 

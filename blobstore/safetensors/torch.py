@@ -10,7 +10,7 @@ import torch
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DTYPES, DType, TensorSpec
+from blobstore.core.tensor import DTYPES, DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import (
     BlobstoreError,
     SafetensorError,
@@ -59,33 +59,19 @@ __all__ = [
     "storage_size",
 ]
 
-_DTYPES = {
-    DType.BOOL: torch.bool,
-    DType.U8: torch.uint8,
-    DType.I8: torch.int8,
-    DType.F8_E5M2: torch.float8_e5m2,
-    DType.F8_E4M3: torch.float8_e4m3fn,
-    DType.F8_E8M0: torch.float8_e8m0fnu,
-    DType.F8_E4M3FNUZ: torch.float8_e4m3fnuz,
-    DType.F8_E5M2FNUZ: torch.float8_e5m2fnuz,
-    DType.I16: torch.int16,
-    DType.U16: torch.uint16,
-    DType.F16: torch.float16,
-    DType.BF16: torch.bfloat16,
-    DType.I32: torch.int32,
-    DType.U32: torch.uint32,
-    DType.F32: torch.float32,
-    DType.C64: torch.complex64,
-    DType.F64: torch.float64,
-    DType.I64: torch.int64,
-    DType.U64: torch.uint64,
+_PAIRS = torch.float4_e2m1fn_x2
+"""The type that packs two values of 4 bits, which F4 becomes."""
+_DTYPES: dict[DType, torch.dtype] = {
+    dtype: getattr(torch, name)
+    for name, dtype in DTYPES_BY_LIBRARY_NAME.items()
+    if hasattr(torch, name) and dtype is not DType.F4
 }
 # What scripts import from the reference library.
 _TYPES = {
     code: _DTYPES[DTYPES[code]] for code in DTYPES if DTYPES[code] in _DTYPES and code != "F8_E8M0"
 }
-_SIZE = {dtype: dtype.itemsize for dtype in _DTYPES.values()} | {torch.float4_e2m1fn_x2: 1}
-_NAMES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.float4_e2m1fn_x2: DType.F4}
+_SIZE = {dtype: dtype.itemsize for dtype in _DTYPES.values()} | {_PAIRS: 1}
+_NAMES = {dtype: code for code, dtype in _DTYPES.items()} | {_PAIRS: DType.F4}
 
 
 def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> torch.Tensor:
@@ -95,12 +81,12 @@ def as_tensor(memory: mmap.mmap | memoryview, offset: int, spec: TensorSpec) -> 
     type with two values per item, which halves the last dimension.
 
     Raises:
-        UnsupportedDType: torch has no type of 6 bits, F4 has an odd last dimension, or torch
-            cannot hold the shape.
+        UnsupportedDType: torch lacks the type, as it does those of 6 bits, F4 has an odd last
+            dimension, or torch cannot hold the shape.
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(torch.float4_e2m1fn_x2)
+        return as_tensor(memory, offset, _bytes_of_pairs(spec)).view(_PAIRS)
     elements = math.prod(spec.shape)  # faster than the property; a model has thousands of tensors
     if not elements:
         return empty_tensor(spec, torch.device("cpu"))
@@ -117,7 +103,7 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        return empty_tensor(_bytes_of_pairs(spec), device).view(torch.float4_e2m1fn_x2)
+        return empty_tensor(_bytes_of_pairs(spec), device).view(_PAIRS)
     try:
         return torch.empty(spec.shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError:
@@ -421,9 +407,9 @@ def read_slice(
     """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
     from blobstore.safetensors.numpy import read_bits
 
-    dtype = _DTYPES.get(spec.dtype, torch.float4_e2m1fn_x2)
-    if spec.dtype.bits < 8:  # noqa: PLR2004 - bits of a byte
-        spec, selection = _bytes_of_pairs(spec), _selected_bytes(selection)
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        dtype, spec, selection = _PAIRS, _bytes_of_pairs(spec), _selected_bytes(selection)
     bits = read_bits(reader, begin, spec, selection)
     if any(stride < 0 for stride in bits.strides):  # torch has no such strides
         bits = bits.copy()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.errors import UsageError
 from blobstore.serve.messages import json_response
+from blobstore.serve.refusal import unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,16 +39,9 @@ class Access:
     def refusal(self, request: Request, target: Target) -> Response | None:
         """Return the response to a request that must not be answered, or None."""
         if self.tokens and self._without_own(request) is None:
-            is_registry = target.segments[:1] == ("v2",)
-            # Registry clients send a password only if they are asked for one.
-            scheme = "Basic" if is_registry else "Bearer"
-            headers = {"WWW-Authenticate": f'{scheme} realm="blobstore"'}
-            value: dict[str, object] = {"error": "this server needs a token"}
-            if is_registry:
-                error = {"code": "UNAUTHORIZED", "message": "this server needs a token"}
-                value = {"errors": [error]}
-                headers["Docker-Distribution-API-Version"] = "registry/2.0"
-            return json_response(request, value, 401, headers)
+            return unauthorized(
+                request, "this server needs a token", is_registry=target.is_of_registry
+            )
         if request.headers.get("sec-fetch-site", "none") not in _SAME_SITE:
             return json_response(request, {"error": "another site has caused this request"}, 403)
         if self.hosts is not None and not self._is_known(request.headers.get("host", "")):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from blobstore.serve.hub import hub_response
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.metrics import METRICS_TYPE
-from blobstore.serve.registry import error_response, registry_response
+from blobstore.serve.refusal import Refusal, error_response, refusal_response
+from blobstore.serve.registry import registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 
 if TYPE_CHECKING:
@@ -58,11 +59,17 @@ def answer(
         return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
     if (refused := _write_refusal(request, target)) is not None:
         return refused
-    if pull_through is not None:
-        token = access.upstream_token(request)
-        if (refused := pull_through.refusal(request, target, token)) is not None:
-            return refused
-    found = registry_response(request, target, library) or hub_response(request, target, library)
+    try:
+        if pull_through is not None:
+            library = pull_through.library_for(request, target, access.upstream_token(request))
+        found = registry_response(request, target, library) or hub_response(
+            request, target, library
+        )
+    except Refusal as refusal:
+        reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
+        return refusal_response(
+            request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
+        )
     if found is not None:
         return found
     message = "there is nothing at this address"
@@ -82,7 +89,7 @@ def _write_refusal(request: Request, target: Target) -> Response | None:
     is_form = request.method == "POST" and _POSTS in target.segments
     if request.method in _READS or is_form:
         return None
-    if target.segments[0] == "v2":
+    if target.is_of_registry:
         refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
         return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
     return json_response(request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"})

@@ -30,7 +30,7 @@ from blobstore.serve.library import ServedModel
 from blobstore.serve.messages import Content, FilePart
 from blobstore.serve.peers import read_content
 from blobstore.serve.pulled import Origin
-from blobstore.serve.upstream import Refusal
+from blobstore.serve.refusal import Refusal
 from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.serve.cold_files import ColdFiles
     from blobstore.serve.messages import Part
+    from blobstore.serve.pulled import Origin
     from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
 
@@ -65,6 +66,8 @@ class Artifact:
     """Descriptors of what refers to a manifest."""
     key: object = None
     """What the library keeps it under."""
+    origin: Origin | None = None
+    """What the model was fetched from."""
     stored: Sequence[Descriptor] = field(default=(), repr=False)
     """The blobs of the model, if clients use their compressed forms."""
     cold_version: FileVersion | None = None

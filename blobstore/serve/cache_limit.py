@@ -19,7 +19,7 @@ from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.library import name_of, repository_of
-from blobstore.serve.upstream import Refusal
+from blobstore.serve.refusal import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,15 +110,27 @@ class CacheLimit:
         """
         for origin in self._pulled.all():
             repository = repository_of(*origin.repository.split("/"))
-            names = self._library.tags(repository) if repository else []
-            if not any(origin in self._origins(reference) for reference in names):
-                with self._store.writing():
-                    self._pulled.forget(origin)
+            names = self._library.stored_tags(repository) if repository else []
+            if not any(self._may_be(reference, origin) for reference in names):
+                self._forget(origin)
 
-    def _origins(self, reference: Reference) -> Iterator[Origin | None]:
-        with contextlib.suppress(BlobstoreError):
-            for _, data in self._manifests(reference):
-                yield self._pulled.origin(Manifest.from_bytes(data))
+    def _forget(self, origin: Origin) -> None:
+        """Remove a record, unless it is all that keeps a copy under another name from those who may not read it."""
+        if origin.is_public or not any(
+            self._may_be(reference, origin) for reference in self._store.references()
+        ):
+            with self._store.writing():
+                self._pulled.forget(origin)
+
+    def _may_be(self, reference: Reference, origin: Origin) -> bool:
+        """Return whether a name has a version, or had it before, or is damaged so that nobody knows."""
+        try:
+            return any(
+                self._pulled.origin(Manifest.from_bytes(data)) == origin
+                for _, data in self._manifests(reference)
+            )
+        except BlobstoreError:
+            return True
 
     def release(self, key: object) -> None:
         """Take back what was reserved: the model is in the store, or will not be."""
@@ -185,8 +197,7 @@ class CacheLimit:
                     if Digest.of(self._store.read_manifest(reference)) == manifest:
                         self._store.remove(reference)
         freed = remove_blobs(self._store, only)
-        with self._store.writing():
-            self._pulled.forget(version.origin)
+        self._forget(version.origin)
         self._on_removed(version.origin, freed)
 
 

@@ -41,10 +41,7 @@ class ColdFiles(NamedTuple):
 
 def cold_version(store: LocalStore) -> FileVersion | None:
     """Return what changes when blobs are frozen or thawed; None if the store never had a cold blob."""
-    try:
-        return FileVersion.of_status(store.folder("cold").stat())
-    except OSError:
-        return None
+    return FileVersion.of(store.folder("cold"))
 
 
 def is_current(store: LocalStore, part: StoredPart) -> bool:

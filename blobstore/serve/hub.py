@@ -21,6 +21,7 @@ from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.library import MAIN, name_of, repository_of
 from blobstore.serve.messages import content_response, json_response
+from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.targets import InvalidTarget, parse_form
 
 if TYPE_CHECKING:
@@ -38,20 +39,11 @@ _BRANCH: Final = "refs/heads/"
 _TAG: Final = "refs/tags/"
 
 
-class _Absent(Exception):
-    """What the request is about does not exist."""
-
-    def __init__(self, code: str, message: str, commit: str = "") -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.commit = commit
-
-
 def hub_response(request: Request, target: Target, library: Library) -> Response | None:
     """Return the response to a request of a client of the Hub; None for other targets.
 
     Raises:
+        Refusal: there is no such model, revision or file.
         NotPrepared: see there.
         BlobstoreError: the model is damaged.
     """
@@ -62,11 +54,6 @@ def hub_response(request: Request, target: Target, library: Library) -> Response
         found = _split(segments)
         if found is not None and found[1] == "resolve":
             return _resolve(request, *found, library)
-    except _Absent as absent:
-        headers = {"X-Error-Code": absent.code, "X-Error-Message": absent.message}
-        if absent.commit:
-            headers["X-Repo-Commit"] = absent.commit
-        return json_response(request, {"error": absent.message}, 404, headers)
     except InvalidTarget as error:
         return json_response(request, {"error": str(error)}, 400)
     return None
@@ -77,7 +64,7 @@ def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
     is_api = segments[:2] == ("api", "models")
     try:
         found = _split(segments[2:] if is_api else segments)
-    except _Absent:
+    except Refusal:
         return None
     if found is not None and (is_api or found[1] == "resolve"):
         repository, action, rest = found
@@ -98,7 +85,7 @@ def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | No
         if len(segments) > count and segments[count] in _ACTIONS:
             repository = repository_of(*segments[:count])
             if repository is None:
-                raise _Absent("RepoNotFound", "there is no such model")
+                raise no_model()
             return repository, segments[count], segments[count + 1 :]
     return None
 
@@ -112,7 +99,7 @@ def _api(
     if found is None:
         repository = repository_of(*segments)
         if repository is None:
-            raise _Absent("RepoNotFound", "there is no such model")
+            raise no_model()
         return _info(request, target, repository, MAIN, library)
     repository, action, rest = found
     if action == "refs" and not rest:
@@ -129,7 +116,7 @@ def _api(
 def _model(
     repository: Reference, revision: str, library: Library, *, with_digests: bool = False
 ) -> ServedModel:
-    """Return the version of a repository that a revision names. Raises _Absent."""
+    """Return the version of a repository that a revision names. Raises Refusal."""
     found = None
     if _COMMIT.fullmatch(revision):
         found = library.at_commit(repository, revision, with_digests=with_digests)
@@ -143,8 +130,8 @@ def _model(
     if found is not None:
         return found
     if library.tags(repository):
-        raise _Absent("RevisionNotFound", "the model has no such revision")
-    raise _Absent("RepoNotFound", "there is no such model")
+        raise Refusal(404, "RevisionNotFound")
+    raise no_model()
 
 
 def _info(
@@ -221,7 +208,7 @@ def _refs(request: Request, repository: Reference, library: Library) -> Response
             ref = _TAG + reference.tag
             tags.append({"name": reference.tag, "ref": ref, "targetCommit": model.commit})
     if not branches and not tags:
-        raise _Absent("RepoNotFound", "there is no such model")
+        raise no_model()
     return json_response(request, {"branches": branches, "converts": [], "tags": tags})
 
 
@@ -272,7 +259,7 @@ def _tree(
     folders = _folders(model.files)
     if folder and folder not in folders:
         if folder not in model.files:
-            raise _Absent("EntryNotFound", "the model has no such folder", model.commit)
+            raise Refusal(404, "EntryNotFound", "the model has no such folder", model.commit)
         paths = [folder]
     else:
         is_recursive = target.first("recursive").lower() in ("true", "1")
@@ -345,7 +332,7 @@ def _resolve(
     model = _model(repository, rest[0] if rest else "", library, with_digests=True)
     content = model.files.get("/".join(rest[1:]))
     if content is None:
-        raise _Absent("EntryNotFound", "the model has no such file", model.commit)
+        raise Refusal(404, "EntryNotFound", commit=model.commit)
     headers = {"X-Repo-Commit": model.commit, "X-Content-Type-Options": "nosniff"}
     etag = model.plain.get("/".join(rest[1:]))
     if etag is None:

@@ -8,6 +8,7 @@ that has to be fetched from elsewhere can become such work, too.
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import threading
 import time
@@ -29,15 +30,15 @@ from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
-from blobstore.serve.pulled import PulledModels
+from blobstore.serve.pulled import PulledModels, source_of
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
-    from blobstore.serve.pulled import Origin
+    from blobstore.serve.pulled import Commit, Origin
     from blobstore.store.local import LocalStore
 
 _Key = TypeVar("_Key")
@@ -62,6 +63,10 @@ class NotPrepared(Exception):
         super().__init__("call prepare, and ask again")
         self.prepare: Callable[[], object] = partial(prepare, *key)
         self.key = (prepare, *key)
+
+
+class UnknownSource(NotPrepared):
+    """It has to be read what names were fetched from. Metrics that count this would show that there are such names."""
 
 
 class NotFetched(NotPrepared):
@@ -94,7 +99,10 @@ class ServedModel:
 
 
 class Library:
-    """The models of a store that may be served. Threads may share it."""
+    """The models of a store that may be served to everyone. Threads may share it.
+
+    A model that an upstream has not given to everyone is not among them. :attr:`for_readers` has it, too.
+    """
 
     def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
         """Serve the models that match at least one of the patterns; without patterns, all.
@@ -109,14 +117,30 @@ class Library:
         self._distrusted: set[str] = set()
         self._allow = tuple(allow)
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
+        self._sources: dict[Reference, tuple[FileVersion, Commit | None]] = {}
+        """The commits that names were imported from, with the versions of their manifests."""
         self._commits: dict[tuple[Reference, str], Digest] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
+        self._is_for_readers = False
+        self.for_readers = copy.copy(self)
+        """The same models, and those of a repository that only some may read. It is for clients that may."""
+        self.for_readers._is_for_readers = True  # noqa: SLF001
+        self.for_readers._commits = {}  # noqa: SLF001
 
     def is_allowed(self, reference: Reference) -> bool:
         """Return whether a model may be served."""
         return not self._allow or any(name_matches(reference, one) for one in self._allow)
+
+    def may_have(self, repository: Reference) -> bool:
+        """Return whether models of a repository may be served, if there are any."""
+        patterns = [*self._allow, *(one.rpartition(":")[0] for one in self._allow)]
+        return (
+            not patterns
+            or any(name_matches(any_tag(repository), one) for one in patterns)
+            or bool(self.stored_tags(repository))
+        )
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
         """Return what a name is now, or None if there is no such model.
@@ -124,10 +148,11 @@ class Library:
         Raises:
             NotPrepared: it was not asked for since it changed.
         """
-        if (arriving := self.arriving.get(reference)) is not None:
+        arriving = self.arriving.get(reference)
+        if arriving is not None and self._shows(reference, arriving.origin):
             return arriving
         version = self.store.manifest_version(reference)
-        if version is None or not self.is_allowed(reference):
+        if version is None or not self._visible([reference]):
             return None
         known = self._names.get(reference)
         found = self._models.get(known[1]) if known and known[0] == version else None
@@ -144,7 +169,8 @@ class Library:
         """
         repository = any_tag(repository)
         for reference, arriving in list(self.arriving.items()):
-            if arriving.commit == commit and any_tag(reference) == repository:
+            is_it = arriving.commit == commit and any_tag(reference) == repository
+            if is_it and self._shows(reference, arriving.origin):
                 return arriving
         key = self._commits.get((repository, commit))
         if key is None:
@@ -153,7 +179,7 @@ class Library:
             del self._commits[repository, commit]  # look again next time
             return None
         found = self._models.get(key)
-        if found is None:
+        if found is None or not self._shows(repository, found.origin):
             del self._commits[repository, commit]
             raise NotPrepared(self._find_commit, repository, commit)
         return self._used(found, with_digests=with_digests)
@@ -166,7 +192,7 @@ class Library:
         version = self.store.manifest_version(reference)
         if version is None and reference.tag.endswith(IMAGE):
             return self._image(reference)
-        if version is None or not self.is_allowed(reference):
+        if version is None or not self._visible([reference]):
             return None
         known = self._names.get(reference)
         found = None
@@ -179,7 +205,7 @@ class Library:
     def _image(self, tag: Reference) -> Artifact | None:
         reference = Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
         version = self.store.manifest_version(reference)
-        if version is None or not self.is_allowed(reference):
+        if version is None or not self._visible([reference]):
             return None
         found = self._artifacts.get((tag, version))
         if found is None:
@@ -201,7 +227,8 @@ class Library:
         seen = []
         for artifact in self._artifacts.values():
             reference = artifact.reference
-            if reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference):
+            is_of_it = reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference)
+            if is_of_it and self._shows(reference, artifact.origin):
                 seen.append(artifact)
                 yield artifact
         for reference in self.tags(repository):
@@ -242,23 +269,65 @@ class Library:
             return repository
 
     def tags(self, repository: Reference) -> list[Reference]:
-        """Return the tags of a repository that may be served, sorted."""
+        """Return the tags of a repository that may be served, sorted. Raises NotPrepared."""
+        found = {
+            one
+            for one, arriving in list(self.arriving.items())
+            if one.parts[:3] == repository.parts[:3] and self._shows(one, arriving.origin)
+        }
+        return sorted(found.union(self._visible(self.stored_tags(repository))))
+
+    def stored_tags(self, repository: Reference) -> list[Reference]:
+        """Return the tags of a repository in the store, also those that are not for everyone."""
         folder = self.store.manifest_path(repository).parent
-        found = [one for one in list(self.arriving) if one.parts[:3] == repository.parts[:3]]
+        found = []
         with contextlib.suppress(BlobstoreError):
             for name in list_names(folder):
                 with contextlib.suppress(InvalidReference):
-                    reference = Reference(*repository.parts[:3], name)
-                    if self.is_allowed(reference) and reference not in found:
-                        found.append(reference)
-        return sorted(found)
+                    found.append(Reference(*repository.parts[:3], name))
+        return list(filter(self.is_allowed, found))
 
-    def models(self) -> Iterator[Reference]:
-        """Yield the names of all models that may be served to everyone. Raises StoreError."""
-        hidden = {origin.repository for origin in self.pulled.all() if not origin.is_public}
-        for reference in filter(self.is_allowed, self.store.references()):
-            if name_of(reference) not in hidden:
-                yield reference
+    def models(self) -> list[Reference]:
+        """Return the names of all models that may be served. Raises StoreError or NotPrepared."""
+        return self._visible(self.store.references())
+
+    def origin(self, reference: Reference) -> Origin | None:
+        """Return the commit that a name was fetched from; None if it is one of the store's own, or absent.
+
+        Raises as :meth:`model`.
+        """
+        return self.origins([reference]).get(reference)
+
+    def _visible(self, references: Iterable[Reference]) -> list[Reference]:
+        """Return those of names in the store that may be served. Raises NotPrepared."""
+        allowed = list(filter(self.is_allowed, references))
+        if not (restricted := self.pulled.restricted()):
+            return allowed
+        origins = self.origins(allowed)
+        return [one for one in allowed if self._shows(one, origins.get(one), restricted)]
+
+    def _shows(
+        self, reference: Reference, origin: Origin | None, restricted: Container[str] | None = None
+    ) -> bool:
+        """Return whether those for whom this library is may read what was fetched."""
+        if origin is None or (self._is_for_readers and origin.repository == name_of(reference)):
+            return True
+        return origin.repository not in (restricted or self.pulled.restricted())
+
+    def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
+        """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
+        found: dict[Reference, Origin | None] = {}
+        changed = []
+        for reference in () if self.pulled.is_empty() else references:
+            version = self.store.manifest_version(reference)
+            known = self._sources.get(reference)
+            if version is not None and (known is None or known[0] != version):
+                changed.append(reference)
+            elif version is not None and known is not None:
+                found[reference] = self.pulled.get(known[1])
+        if changed:
+            raise UnknownSource(self._find_sources, tuple(changed))
+        return found
 
     def distrust(self, etags: Sequence[str]) -> None:
         """Note that wrong bytes of files with these validators were sent, before that was known."""
@@ -306,6 +375,25 @@ class Library:
             raise NotPrepared(self._hash, model)
         return model
 
+    def _find_sources(self, references: Iterable[Reference]) -> None:
+        for reference in references:
+            version = self.store.manifest_version(reference)
+            if version is not None:
+                self._sources[reference] = version, self._source(reference)
+
+    def _source(self, reference: Reference, data: bytes | None = None) -> Commit | None:
+        """Return the commit that a model was imported from, if its source has one."""
+        try:
+            return source_of(
+                self.store,
+                Manifest.from_bytes(data) if data is not None else self.store.resolve(reference),
+            )
+        except BlobstoreError:
+            # It is damaged. If it may have been fetched, it is for those alone who may read that.
+            fetched = self.pulled.of_repository(name_of(reference))
+            found = min(fetched, key=lambda one: one.is_public, default=None)
+            return (found.repository, found.commit) if found else None
+
     def _read(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
@@ -340,7 +428,7 @@ class Library:
         signed = self._signed_at(key)
         with self._leased(manifest) as lease:
             made = make_artifact(self.store, reference, data, manifest)
-            made.key = (reference, version, signed)
+            made.key, made.origin = (reference, version, signed), self.pulled.origin(manifest)
             self._artifacts.add(made.key, made, lease)
         self._names[reference] = version, key
 
@@ -349,9 +437,10 @@ class Library:
         artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
-        with self._leased(self.store.resolve(reference)) as lease:
+        manifest = self.store.resolve(reference)
+        with self._leased(manifest) as lease:
             made = make_image(self.store, reference)
-            made.key = (tag, version)
+            made.key, made.origin = (tag, version), self.pulled.origin(manifest)
             self._artifacts.add(made.key, made, lease)
 
     def _signed_at(self, manifest: Digest) -> int:
@@ -366,12 +455,13 @@ class Library:
             model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
-        for reference in self.tags(repository):
+        for reference in self.stored_tags(repository):
             for data in self._versions(reference):
-                manifest = Manifest.from_bytes(data)
-                origin = self.pulled.origin(manifest)
+                origin = self.pulled.get(self._source(reference, data))
+                if not self._shows(reference, origin):
+                    continue
                 if commit == (origin.commit if origin else commit_of(Digest.of(data))):
-                    key = self._add(data, manifest)
+                    key = self._add(data, Manifest.from_bytes(data))
                     self._commits[repository, commit] = key
                     return
         if len(self._commits) >= _MAX_COMMITS:

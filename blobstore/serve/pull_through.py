@@ -1,7 +1,7 @@
 """Fetches models that the store lacks from an upstream, once for all clients, and decides who may read them.
 
-:meth:`PullThrough.refusal` looks at each request before it is answered. A model that the store has of its own is
-none of its business. Of any other model, three things have to be known, and each is known for a while:
+:meth:`PullThrough.library_for` looks at each request before it is answered. A model that the store has of its own
+is none of its business. Of any other model, three things have to be known, and each is known for a while:
 
 - what the upstream calls this revision now;
 - whether the upstream lets this client read it, judged by a request for a file with the client's own token;
@@ -31,10 +31,11 @@ from blobstore.serve.arrivals import Arrival
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.hub import asked_for, tag_of
 from blobstore.serve.library import MAIN, NotFetched, any_tag, name_of
-from blobstore.serve.messages import PEER, json_response
+from blobstore.serve.messages import PEER
 from blobstore.serve.peers import Peers
-from blobstore.serve.registry import asked_of_registry, error_response
-from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal
+from blobstore.serve.refusal import Refusal, no_model
+from blobstore.serve.registry import asked_of_registry
+from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.sources.hub_listing import COMMIT
 from blobstore.store.locks import try_lock
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.serve.library import Library, ServedModel
-    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.messages import Request
     from blobstore.serve.peers import Peer
     from blobstore.serve.pulled import Origin
     from blobstore.serve.targets import Target
@@ -61,11 +62,12 @@ _WAIT_SECONDS: Final = 8.0
 """How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_KNOWN: Final = 100_000
 """Answers of the upstream that are kept."""
+_MAX_REFUSALS: Final = 4096
+"""Those that anybody can cause, by any name. Each takes about a KiB."""
 _MAX_ARRIVALS: Final = 32
 """Models that are fetched at once. Each has a thread, and up to eight more."""
 _MAX_PATIENT: Final = 16
 """Questions for which a busy upstream is waited for. Others hear that it is busy."""
-_REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "NAME_UNKNOWN"}
 
 
 class _Known(NamedTuple):
@@ -139,6 +141,7 @@ class PullThrough:
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._removed)
         self._folder = _locked(self._store)
+        library.pulled.own()
         self._limit.forget_removed()
 
     def close(self) -> None:
@@ -169,50 +172,49 @@ class PullThrough:
 
     # What is asked of each request
 
-    def refusal(self, request: Request, target: Target, token: str) -> Response | None:
-        """Return the response to a request that the library must not answer; None if it can and may.
+    def reads_tokens(self, request: Request) -> bool:
+        """Return whether the token of a request decides which models there are for it."""
+        return self._upstreams.has_upstream and PEER not in request.headers
+
+    def library_for(self, request: Request, target: Target, token: str) -> Library:
+        """Return the library that has what the client may read of what it asks for.
+
+        Nothing here depends on whether the store has a model before it is known that the client may read it.
 
         Raises:
+            Refusal: there is no such model, or not for this client.
             NotPrepared: the upstream has to be asked first, or the model has to arrive.
             BlobstoreError: the model in the store is damaged.
         """
-        is_registry = target.segments[:1] == ("v2",)
+        if PEER in request.headers:
+            return self._library
+        is_registry = target.is_of_registry
         found = (
-            asked_of_registry(target, self._library) if is_registry else asked_for(target.segments)
+            asked_of_registry(target, self._library.for_readers)
+            if is_registry
+            else asked_for(target.segments)
         )
         if found is None or found[0].host != DEFAULT_HOST:
-            return None
+            return self._library
         repository, revision = found
-        try:
-            if PEER in request.headers:
-                self._check_peer(repository)
-            elif revision is None:
-                self._check_repository(repository, token)
-            elif (asked := _asked(repository, revision)) is not None:
-                if self._library.is_allowed(asked.reference):
-                    self._check(asked, token, needs_all=is_registry)
-                elif asked.is_commit and self._held(asked) is not None:  # of a tag that is allowed
-                    self._check_repository(repository, token)
-        except Refusal as refusal:
-            return _response(request, refusal, is_registry=is_registry)
-        return None
+        if not self._library.may_have(repository):
+            raise no_model()
+        asked = None if revision is None else _asked(repository, revision)
+        if asked is not None and self._library.is_allowed(asked.reference):
+            return self._version(asked, token, needs_all=is_registry)
+        return self._repository(repository, token)
 
-    def _check_peer(self, repository: Reference) -> None:
-        """Check that everyone may read what was fetched of a repository. Peers get nothing else. Raises Refusal."""
-        if not self._library.pulled.is_public(name_of(repository)):
-            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
-
-    def _check(self, asked: _Asked, token: str, *, needs_all: bool) -> None:
-        """Check that a model is there and may be read. Raises as :meth:`refusal`, and Refusal."""
-        held = self._held(asked)
-        if held is not None and self._is_settled(held):
-            return
+    def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Library:
+        """Return the library that has a version, which is there and may be read. Raises as :meth:`library_for`."""
+        if self._is_settled(asked):
+            return self._library
         now, client = time.monotonic(), _digest(token)
         self._check_refusal(asked.reference, client)
         known = _Known(asked.revision, now + 1) if asked.is_commit else None
         known = known or self._tags.get(asked.reference)
         if known is None or now >= known.until or not self._may_read(asked.repository, client):
             raise NotFetched(self._look_up, asked, token)
+        held = self._held(asked, self._library.for_readers)
         arrival = self._arrivals.get((asked.repository, known.commit))
         if arrival is not None:
             if needs_all:
@@ -228,6 +230,7 @@ class PullThrough:
             if failure is not None and now < until:
                 raise failure.again()
             raise NotFetched(self._look_up, asked, token)
+        return self._library.for_readers
 
     def _check_refusal(self, reference: Reference, client: str) -> None:
         """Repeat what a client was answered lately. Raises Refusal."""
@@ -235,31 +238,49 @@ class PullThrough:
         if refusal is not None and time.monotonic() < until:
             raise refusal.again()
 
-    def _is_settled(self, held: ServedModel) -> bool:
-        """Return whether nobody else says what a name is that the store has a model of."""
-        if held.origin is None:
-            return True
+    def _is_settled(self, asked: _Asked) -> bool:
+        """Return whether nobody else says what a name is, because the store has a model of it."""
+        if self._upstreams.has_upstream and not asked.is_commit:
+            # Of the store's own. It is not read here: one that is damaged shows that it is there.
+            is_there = self._store.manifest_version(asked.reference) is not None
+            return is_there and self._library.origin(asked.reference) is None
+        held = self._held(asked, self._library)
+        if held is None or held.origin is None:
+            return held is not None
         # Peers do not: each would give its version to the others.
-        is_public = self._library.pulled.is_public(held.origin.repository)
-        return held.manifest is not None and is_public and not self._upstreams.has_upstream
+        return held.manifest is not None and not self._upstreams.has_upstream
 
-    def _check_repository(self, repository: Reference, token: str) -> None:
-        """Check that a client may read what was fetched of a repository, whatever its version."""
-        name, pulled = name_of(repository), self._library.pulled
-        if not self._upstreams.has_upstream and pulled.is_public(name):
-            return
-        for origin in pulled.of_repository(name):
-            if not self._may_read(name, _digest(token)):
-                asked = _Asked(repository, name, origin.commit)
-                self._check_refusal(repository, _digest(token))
-                raise NotFetched(self._look_up, asked, token)
-            return
+    def _repository(self, repository: Reference, token: str) -> Library:
+        """Return the library for a question about a repository, and no version of it. Raises as :meth:`library_for`.
 
-    def _held(self, asked: _Asked) -> ServedModel | None:
+        The upstream is asked about a repository that is absent, too, so that its answer is that to one that is not.
+        """
+        name, client, library = name_of(repository), _digest(token), self._library
+        if not self._upstreams.has_upstream or self._is_own(repository):
+            return library
+        if self._may_read(name, client):
+            return library.for_readers
+        revision = next((one.commit for one in library.pulled.of_repository(name)), MAIN)
+        asked = _Asked(Reference(*repository.parts[:3], revision), name, revision)
+        try:
+            self._check_refusal(asked.reference, client)
+        except Refusal:
+            if library.tags(repository):  # others than those that were fetched
+                return library
+            raise
+        raise NotFetched(self._look_up, asked, token)
+
+    def _is_own(self, repository: Reference) -> bool:
+        """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
+        tags = self._library.for_readers.tags(repository)
+        is_recorded = self._library.pulled.of_repository(name_of(repository))
+        return bool(tags) and not is_recorded and not any(self._library.origins(tags).values())
+
+    def _held(self, asked: _Asked, library: Library) -> ServedModel | None:
         """Return the model that a name or a commit is now. Raises NotPrepared."""
         if asked.is_commit:
-            return self._library.at_commit(any_tag(asked.reference), asked.revision)
-        return self._library.model(asked.reference)
+            return library.at_commit(any_tag(asked.reference), asked.revision)
+        return library.model(asked.reference)
 
     def _may_read(self, repository: str, client: str) -> bool:
         now = time.monotonic()
@@ -284,6 +305,7 @@ class PullThrough:
         except Refusal as refusal:
             if not token and refusal.is_of_repository:
                 self._library.pulled.note_public(asked.repository, is_public=False)
+            self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)
             self._refuse(asked, client, refusal)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
@@ -315,7 +337,7 @@ class PullThrough:
 
     def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._refusals)[asked.reference, client] = refusal.again(), until
+        _bound(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
 
     def _remember(self, asked: _Asked, commit: str, client: str | None, seconds: float) -> None:
         """Remember what a revision is, and that a client may read it; None if that holds as long as it did."""
@@ -362,7 +384,7 @@ class PullThrough:
 
     def _has_named(self, asked: _Asked, commit: str) -> bool:
         """Return whether the store has a commit, and give it the name that is asked for."""
-        for reference in self._library.tags(any_tag(asked.reference)):
+        for reference in self._library.stored_tags(any_tag(asked.reference)):
             with contextlib.suppress(BlobstoreError):
                 manifest = self._store.resolve(reference)
                 origin = self._library.pulled.origin(manifest)
@@ -435,7 +457,7 @@ class PullThrough:
 
     def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._failures)[key] = refusal.again(), until
+        _bound(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
 
     def _removed(self, origin: Origin, freed: int) -> None:
         self._note(removed=origin.repository, commit=origin.commit, freed=freed)
@@ -484,9 +506,9 @@ def _wait(event: threading.Event) -> None:
     event.wait(_WAIT_SECONDS)
 
 
-def _bound(known: dict[_Key, _Value]) -> dict[_Key, _Value]:
+def _bound(known: dict[_Key, _Value], most: int = _MAX_KNOWN) -> dict[_Key, _Value]:
     """Return a dictionary that has space for one more."""
-    if len(known) >= _MAX_KNOWN:
+    if len(known) >= most:
         known.clear()
     return known
 
@@ -498,17 +520,3 @@ def _as_refusal(error: BlobstoreError | Refusal) -> Refusal:
     status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
     message = "the model cannot be fetched from the upstream; the log of the server says why"
     return Refusal(status, message=message)
-
-
-def _response(request: Request, refusal: Refusal, *, is_registry: bool) -> Response:
-    if is_registry:
-        code = _REGISTRY_CODES.get(refusal.status, "UNKNOWN")
-        response = error_response(request, refusal.status, code, refusal.message)
-        if refusal.status == HTTPStatus.UNAUTHORIZED:
-            headers = {**response.headers, "WWW-Authenticate": 'Basic realm="blobstore"'}
-            return type(response)(response.status, headers, response.parts)
-        return response
-    headers = {"X-Error-Message": refusal.message}
-    if refusal.code:
-        headers["X-Error-Code"] = refusal.code
-    return json_response(request, {"error": refusal.message}, refusal.status, headers)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import make_folders, read_regular, write_file
+from blobstore.core.files import FileVersion, make_folders, read_regular, write_file
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.store.local import LocalStore
 
+Commit = tuple[str, str]
+"""A repository of an upstream, and the name of a commit."""
 _MAX_RECORD: Final = 64 << 20
+_SETTLED_NS: Final = 2 * 10**9
+"""Nanoseconds after which a change of a folder cannot have the same time as another one."""
 _TOUCH_SECONDS: Final = 30.0
 """How exactly the time of the last use is noted."""
 
@@ -74,33 +78,66 @@ class Origin:
 
 
 class PulledModels:
-    """The records of a store. Threads may share it; no other process may write them."""
+    """The records of a store. Threads may share it.
+
+    Until :meth:`own`, each question finds what another process has written by then, and raises StoreError if a
+    record is damaged: without it, a model would be served to everyone.
+    """
 
     def __init__(self, store: LocalStore) -> None:
-        """Read the records.
-
-        Raises:
-            StoreError: one is damaged. Without it, a model would be served to everyone.
-        """
+        """Read the records. Raises StoreError."""
         self._store = store
         self._folder = store.folder("pulled")
         self._lock = threading.Lock()
-        self._records: dict[tuple[str, str], Origin] = {}
-        self._used: dict[tuple[str, str], float] = {}
+        self._is_own = False
+        self._version: FileVersion | None = None
+        """Of the folder, when the records were read, if a later change is another version."""
+        self._files: dict[str, tuple[FileVersion | None, Origin]] = {}
+        self._records: dict[Commit, Origin] = {}
+        """They are replaced, and never changed, so that no reader needs the lock."""
+        self._restricted: frozenset[str] = frozenset()
+        self._used: dict[Commit, float] = {}
         """When models were last used by this process, and when that was noted."""
-        self._noted: dict[tuple[str, str], float] = {}
-        for name in list_names(self._folder):
-            path = self._folder / name
-            if name.startswith("."):  # of a process that was killed while it wrote
-                continue
-            try:
-                origin = Origin.from_bytes(read_regular(path, _MAX_RECORD))
-            except (OSError, ValueError, BlobstoreError) as error:
-                raise StoreError(
-                    f"{quote(path)}, the record of a fetched model, cannot be read: {error}",
-                    advice="remove the model, and then the file",
-                ) from error
-            self._records[origin.repository, origin.commit] = origin
+        self._noted: dict[Commit, float] = {}
+        self._look()
+
+    def own(self) -> None:
+        """Look at the folder for the last time: from now on, no other process may write records."""
+        self._look()
+        self._is_own = True
+
+    def _look(self) -> None:
+        """Read the records that have changed."""
+        with self._lock:
+            if self._is_own:
+                return
+            version = FileVersion.of(self._folder)
+            if version is not None and version == self._version:
+                return
+            now = time.time_ns()
+            files = {}
+            for name in list_names(self._folder):
+                path = self._folder / name
+                # A file with a dot is one of a process that writes it, or was killed while it did.
+                if name.startswith("."):
+                    continue
+                found, known = FileVersion.of(path), self._files.get(name)
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                    if known is None or found is None or known[0] != found:
+                        known = found, _read_record(path)
+                    files[name] = known
+            self._files = files
+            origins = [origin for _, origin in files.values()]
+            self._set({(one.repository, one.commit): one for one in origins})
+            # Clocks of file systems are coarse: the next change may get the same time.
+            is_settled = version is not None and version.changed < now - _SETTLED_NS
+            self._version = version if is_settled else None
+
+    def _set(self, records: dict[Commit, Origin]) -> None:
+        self._records = records
+        self._restricted = frozenset(
+            one.repository for one in records.values() if not one.is_public
+        )
 
     def keep(self, origin: Origin) -> None:
         """Note durably that a commit is being fetched, or what is known about it now.
@@ -113,18 +150,19 @@ class PulledModels:
             make_folders(self._folder, self._store.root)
             write_file(path, [origin.to_bytes()])
         with self._lock:
-            self._records[origin.repository, origin.commit] = origin
+            self._set(self._records | {(origin.repository, origin.commit): origin})
 
     def forget(self, origin: Origin) -> None:
         """Remove the record of a commit that the store has no model of any more. Raises OSError."""
         self._path(origin).unlink(missing_ok=True)
         with self._lock:
-            self._records.pop((origin.repository, origin.commit), None)
+            key = (origin.repository, origin.commit)
+            self._set({one: found for one, found in self._records.items() if one != key})
 
     def all(self) -> list[Origin]:
         """Return what was fetched, or is being fetched."""
-        with self._lock:
-            return list(self._records.values())
+        self._look()
+        return list(self._records.values())
 
     def of_repository(self, repository: str) -> Iterable[Origin]:
         """Return the commits of a repository."""
@@ -132,7 +170,17 @@ class PulledModels:
 
     def is_public(self, repository: str) -> bool:
         """Return whether everyone may read all that was fetched of a repository."""
-        return all(origin.is_public for origin in self.of_repository(repository))
+        return repository not in self.restricted()
+
+    def restricted(self) -> frozenset[str]:
+        """Return the repositories that not everyone may read."""
+        self._look()
+        return self._restricted
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was fetched."""
+        self._look()
+        return not self._records
 
     def note_public(self, repository: str, *, is_public: bool) -> None:
         """Note whether everyone may read a repository now. Raises as :meth:`keep`."""
@@ -146,10 +194,12 @@ class PulledModels:
         Raises:
             BlobMissing, BlobDamaged: its source layer cannot be read.
         """
-        if not self._records:
-            return None
-        record = read_source_record(self._store, manifest)
-        return self._records.get((record.repository, record.commit)) if record else None
+        return None if self.is_empty() else self.get(source_of(self._store, manifest))
+
+    def get(self, commit: Commit | None) -> Origin | None:
+        """Return the record of a commit; None if it was not fetched."""
+        self._look()
+        return None if commit is None else self._records.get(commit)
 
     def touch(self, origin: Origin) -> None:
         """Note that a model is used. The note survives the process, to half a minute."""
@@ -169,3 +219,22 @@ class PulledModels:
 
     def _path(self, origin: Origin) -> Path:
         return self._folder / Digest.of(f"{origin.repository}@{origin.commit}".encode()).hex
+
+
+def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
+    """Return the commit that a model was imported from, if its source has one. Raises BlobMissing or BlobDamaged."""
+    record = read_source_record(store, manifest)
+    return (record.repository, record.commit) if record and record.commit else None
+
+
+def _read_record(path: Path) -> Origin:
+    """Return a record. Raises StoreError if it is damaged, and FileNotFoundError if it is gone."""
+    try:
+        return Origin.from_bytes(read_regular(path, _MAX_RECORD))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, BlobstoreError) as error:
+        raise StoreError(
+            f"{quote(path)}, the record of a fetched model, cannot be read: {error}",
+            advice="remove the model, and then the file",
+        ) from error

@@ -28,6 +28,7 @@ from blobstore.serve.messages import (
     has_tag,
     json_response,
 )
+from blobstore.serve.refusal import API_VERSION, error_response, no_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
 
-API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
 _ACTIONS = ("manifests", "blobs", "tags", "referrers")
 _PAGE: Final = 1000
 _MAX_WAIT: Final = 60
@@ -49,11 +49,12 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     """Return the response to a request of a registry's client; None for other targets.
 
     Raises:
+        Refusal: there is no such model.
         NotPrepared: see there.
         BlobstoreError: the model is damaged.
     """
     segments = target.segments
-    if segments[:1] != ("v2",):
+    if not target.is_of_registry:
         return None
     if segments[1:] in ((), ("",)):
         return json_response(request, {}, headers=API_VERSION)
@@ -64,7 +65,7 @@ def registry_response(request: Request, target: Target, library: Library) -> Res
     *name, action, what = segments[1:]
     repository = _repository(name, target.first("ns"), library)
     if repository is None or not library.tags(repository):
-        return error_response(request, 404, "NAME_UNKNOWN", "there is no such model")
+        raise no_model()
     if action == "tags":
         return _tags(request, target, repository, what, library)
     return _part(request, target, repository, (action, what), library)
@@ -116,12 +117,6 @@ def _repository(name: Sequence[str], host: str, library: Library) -> Reference |
         name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
     found = repository_of(*name)
     return None if found is None else library.spelled(found)
-
-
-def error_response(request: Request, status: int, code: str, message: str) -> Response:
-    """Return an error in the form of registries."""
-    value = {"errors": [{"code": code, "message": message, "detail": None}]}
-    return json_response(request, value, status, API_VERSION)
 
 
 def _manifest(request: Request, repository: Reference, what: str, library: Library) -> Response:

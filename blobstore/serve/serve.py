@@ -87,23 +87,22 @@ def serve(
         raise UsageError("a token for an upstream, and a size of its models, need an upstream")
     library = Library(LocalStore.of(store), allow)
     if token_file is not None:
-        access: Callable[[], Access] = _TokenFile(token_file, log)
+        access: Callable[[], Access] = _TokenFile(token_file)
     else:
         fixed = Access(hosts=(host.lower(),) if is_local and not anonymous else None)
         access = lambda: fixed  # noqa: E731
-    access()
 
     with contextlib.ExitStack() as stack:
         through = None
-        # What was fetched for some clients stays for them, also without the upstream that knows them.
-        has_restricted = not all(origin.is_public for origin in library.pulled.all())
-        if upstream is not None or peers or has_restricted:
+        if upstream is not None or peers:
             with optional_libraries():
                 import blobstore.registry.transport  # noqa: F401 - httpx2 is missed here, not by the first request
                 from blobstore.serve.peers import Peer
                 from blobstore.serve.pull_through import PullThrough
                 from blobstore.serve.upstream import Upstream
-            token = _first_token(upstream_token_file)
+            token = ""
+            if upstream_token_file is not None:
+                token = _read_tokens(upstream_token_file)[0].decode()
             through = PullThrough(
                 library,
                 None if upstream is None else Upstream.parse(upstream),
@@ -132,12 +131,10 @@ def serve(
         )
 
 
-def _first_token(path: str | os.PathLike[str] | None) -> str:
-    """Return the token of a file; empty without a file. Raises BlobstoreError or UsageError."""
-    if path is None:
-        return ""
+def _read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
+    """Return the tokens of a file. Raises BlobstoreError or UsageError."""
     try:
-        return parse_tokens(read_regular(Path(path), _MAX_TOKEN_FILE))[0].decode()
+        return parse_tokens(read_regular(Path(path), _MAX_TOKEN_FILE))
     except OSError as error:
         raise BlobstoreError(
             f"cannot read the token file {quote(path)}: {error.strerror}"
@@ -147,33 +144,23 @@ def _first_token(path: str | os.PathLike[str] | None) -> str:
 class _TokenFile:
     """The access that a file of tokens gives, looked at again about once in a second."""
 
-    def __init__(self, path: str | os.PathLike[str], log: Callable[[str], object] | None) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Read the file. Raises BlobstoreError or UsageError."""
         self._path = Path(path)
-        self._log = log
-        self._looked = 0.0
-        self._version: FileVersion | None = None
-        self._access: Access | None = None
+        self._looked = time.monotonic()
+        self._version = FileVersion.of(self._path)
+        self._access = Access(tokens=_read_tokens(path))
 
     def __call__(self) -> Access:
-        """Return the access. Raises BlobstoreError or UsageError if the file was never valid."""
         now = time.monotonic()
-        if self._access is None or now - self._looked > _LOOK_SECONDS:
+        if now - self._looked > _LOOK_SECONDS:
             self._looked = now
-            try:
-                version = FileVersion.of_status(self._path.stat())
-                if version != self._version:
-                    self._version = version
-                    data = read_regular(self._path, _MAX_TOKEN_FILE)
-                    self._access = Access(tokens=parse_tokens(data))
-            except (OSError, BlobstoreError) as error:
+            version = FileVersion.of(self._path)
+            if version is not None and version != self._version:
+                self._version = version
                 # A file that is being replaced must not let everybody in, nor end the server.
-                if self._access is None:
-                    if isinstance(error, BlobstoreError):
-                        raise
-                    raise BlobstoreError(
-                        f"cannot read the token file {quote(self._path)}: {error.strerror}"
-                    ) from error
-        assert self._access is not None  # noqa: S101
+                with contextlib.suppress(BlobstoreError):
+                    self._access = Access(tokens=_read_tokens(self._path))
         return self._access
 
 

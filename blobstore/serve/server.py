@@ -24,7 +24,7 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
-from blobstore.serve.library import NotFetched, NotPrepared
+from blobstore.serve.library import NotFetched, NotPrepared, UnknownSource
 from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 
@@ -298,7 +298,7 @@ class Server:
             is_elsewhere = isinstance(first, NotFetched)
             if is_elsewhere and len(self._preparing) >= _MAX_PREPARING:
                 return None
-            self.metrics.prepared += 1
+            self.metrics.prepared += not isinstance(first, UnknownSource)
             loop = asyncio.get_running_loop()
             executor = self._waiters if is_elsewhere else self._preparers
             running = loop.run_in_executor(executor, first.prepare)

@@ -28,6 +28,11 @@ class Target(NamedTuple):
     segments: tuple[str, ...]
     query: dict[str, list[str]]
 
+    @property
+    def is_of_registry(self) -> bool:
+        """Whether it is one of the protocol of registries."""
+        return self.segments[:1] == ("v2",)
+
     def first(self, name: str, default: str = "") -> str:
         """Return the first value of a field of the query."""
         return self.query.get(name, [default])[0]

@@ -6,7 +6,6 @@ limits, and digests are compared. Redirects lead to http and https only, and nev
 
 from __future__ import annotations
 
-import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote as percent_encoded
@@ -20,7 +19,9 @@ from blobstore.registry import protocol
 from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
+from blobstore.serve.refusal import REFUSALS, Refusal
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
+from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -31,42 +32,15 @@ PATIENT: Final = Patience(attempts=8, longest=120)
 """How long a fetch waits for an upstream that is busy or gone."""
 IMPATIENT: Final = Patience(attempts=1, stall=10)
 """The same for a question that the store has an older answer to."""
-_REFUSALS: Final = (401, 403, 404, 410, 451)
-_ANSWER: Final = Rule(is_hint=False, success=(200,), absent=_REFUSALS)
-_FILE: Final = Rule(is_hint=False, success=(200, 206), absent=_REFUSALS)
+_ANSWER: Final = Rule(is_hint=False, success=(200,), absent=REFUSALS)
+_FILE: Final = Rule(is_hint=False, success=(200, 206), absent=REFUSALS)
 _REDIRECTS: Final = (301, 302, 303, 307, 308)
-_LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=_REFUSALS)
+_LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=REFUSALS)
+_MAIN: Final = "main"
+"""The branch that each repository of the Hub has."""
 _MAX_REDIRECTS: Final = 5
 _MAX_PAGES: Final = 2000
 """Pages of a list; each page of the Hub has a thousand files."""
-_WEIGHTS: Final = re.compile(r".*\.(safetensors|bin|gguf|pt|pth|ckpt)")
-_MESSAGES: Final = {
-    "RepoNotFound": "there is no such model",
-    "RevisionNotFound": "the model has no such revision",
-    "EntryNotFound": "the model has no such file",
-    "GatedRepo": "access to this model is restricted; its owner has to accept yours",
-    "DisabledRepo": "access to this model is disabled",
-}
-"""What the Hub's error codes mean."""
-
-
-class Refusal(Exception):
-    """The upstream has no such thing, or not for this client. It is answered as the upstream does."""
-
-    def __init__(self, status: int, code: str = "", message: str = "") -> None:
-        self.status = status
-        self.code = code if code in _MESSAGES else ""
-        self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
-        super().__init__(self.message)
-
-    def again(self) -> Refusal:
-        """Return the same without the traceback, which holds what the request had open."""
-        return Refusal(self.status, self.code, self.message)
-
-    @property
-    def is_of_repository(self) -> bool:
-        """Whether not only a revision or a file is refused."""
-        return self.code not in {"RevisionNotFound", "EntryNotFound"}
 
 
 class Revision(NamedTuple):
@@ -79,7 +53,7 @@ class Revision(NamedTuple):
     @property
     def probe(self) -> str:
         """The name of a file that shows whether a client may read the model."""
-        return next((name for name in self.names if _WEIGHTS.fullmatch(name)), self.names[0])
+        return next((name for name in self.names if name.endswith(WEIGHTS)), self.names[0])
 
 
 class Upstream(NamedTuple):
@@ -191,6 +165,14 @@ class UpstreamClient:
                 return  # the upstream has sent the client to the file
         raise RemoteError(f"{quote(repository)}: {quote(self._url)} redirects too often")
 
+    def check_repository(self, repository: str) -> None:
+        """Raise Refusal if this client may not read a repository: then it must not hear of its revisions either."""
+        try:
+            self.check_access(repository, self.revision(repository, _MAIN))
+        except Refusal as refusal:
+            if refusal.is_of_repository:
+                raise
+
     def listing(self, repository: str, commit: str) -> Listing:
         """Return the files of a commit. Raises as :meth:`revision`."""
         try:
@@ -243,7 +225,7 @@ class UpstreamClient:
 
     @staticmethod
     def _check(status: int, headers: Any) -> None:
-        if status in _REFUSALS:
+        if status in REFUSALS:
             raise Refusal(status, headers.get("x-error-code", ""))
 
     def _malformed(self, what: str) -> RemoteError:

@@ -14,7 +14,8 @@ from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
-from blobstore.serve.upstream import IMPATIENT, PATIENT, Refusal, Upstream, UpstreamClient
+from blobstore.serve.refusal import Refusal
+from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,9 @@ class Upstreams:
         failure: RemoteError | None = None
         if self._upstream is not None:
             try:
-                return self._ask_upstream(repository, revision, token, patience)
+                return self._ask(
+                    self._upstream, repository, revision, token or self._token, patience
+                )
             except RemoteError as error:
                 failure = error
         for peer in self.peers.alive() if with_peers else ():
@@ -121,17 +124,20 @@ class Upstreams:
             return False
         return True
 
-    def _ask_upstream(
-        self, repository: str, revision: str, token: str, patience: Patience
+    def _ask(
+        self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience
     ) -> FoundAt:
-        assert self._upstream is not None  # noqa: S101
-        token = token or self._token
-        found = FoundAt(revision, self._upstream, token, None)
+        found = FoundAt(revision, upstream, token, None)
         with self._client(found, patience) as client:
-            there = client.revision(repository, revision)
+            try:
+                there = client.revision(repository, revision)
+            except Refusal as refusal:
+                if not refusal.is_of_repository:
+                    client.check_repository(repository)
+                raise
             client.check_access(repository, there)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
-                    peer = Peer.parse(self._upstream.url, token)
+                    peer = Peer.parse(upstream.url, token)
         return found._replace(commit=there.commit, peer=peer)

@@ -7,22 +7,19 @@ tensors and behind them are kept if they say more than how long they are.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, open_regular, read_exactly
-from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
-from blobstore.gguf.header import InvalidGguf, read_header
-from blobstore.gguf.layout import gaps_of, stored_spec
+from blobstore.errors import DamagedSource, UnsupportedSource
+from blobstore.gguf.header import InvalidGguf, parse_header, read_header
+from blobstore.gguf.layout import file_layout
 from blobstore.manifests.source_record import Gap
+from blobstore.sources.file_shard import FileShard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
 
-    from blobstore.core.tensor import TensorSpec
-    from blobstore.gguf.header import GgufHeader
+    from blobstore.core.tensor import FileLayout
 
 GGUF = ".gguf"
 """The ending of the files."""
@@ -30,56 +27,38 @@ _MAX_TAIL = 16 << 20
 """Bytes of a file between and behind its tensors that a source layer may hold."""
 
 
-class GgufShard:
-    """An open file. The descriptor stays open, so that a rename cannot change the content."""
+class GgufShard(FileShard):
+    """See :class:`FileShard`."""
 
-    notices: Sequence[str] = ()
+    ending = GGUF
+    format = "gguf"
+    invalid = InvalidGguf
 
-    def __init__(self, path: Path) -> None:
-        """Open a file and check its header and size.
+    def parse(self, size: int) -> FileLayout:
+        """See :class:`FileShard`."""
+        self.parsed = read_header(self.read_range, size)
+        layout = file_layout(self.parsed)
+        self.gaps = self._read_gaps(layout, size)
+        return layout
 
-        Raises:
-            DamagedSource: the file is malformed, missing, or ends too early.
-            SourceError: it cannot be read.
-            UnsupportedSource: more bytes follow the last tensor than can be kept.
-        """
-        self.path = path
-        try:
-            self._descriptor, self._size = open_regular(path)
-        except FileNotFoundError:
-            raise DamagedSource(f"weight file {quote(path)} is missing") from None
-        except OSError as error:
-            raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
-        except BlobstoreError as error:
-            raise SourceError(str(error)) from None
-        try:
-            self.parsed: GgufHeader = read_header(self._read_range, self._size)
-            self._gaps = self._read_gaps()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, InvalidGguf):
-                raise DamagedSource(f"{quote(path)}: {error}") from None
-            if isinstance(error, OSError):
-                raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
-            raise
+    @staticmethod
+    def layout_of(start: bytes, size: int) -> FileLayout:
+        """See :class:`FileShard`."""
+        return file_layout(parse_header(start, size))
 
-    def _read_range(self, begin: int, end: int) -> bytes:
-        return read_exactly(self._descriptor, end - begin, begin)
-
-    def _read_gaps(self) -> tuple[Gap, ...]:
+    def _read_gaps(self, layout: FileLayout, size: int) -> tuple[Gap, ...]:
         """Return the bytes between tensors that are not zeros, and all behind the last one."""
         found, kept = [], 0
-        for begin, end in gaps_of(self.parsed, self._size):
-            size = end - begin
-            if size > _MAX_TAIL:
+        for begin, end in layout.gaps(size):
+            if end - begin > _MAX_TAIL:
                 raise UnsupportedSource(
-                    f"{quote(self.path)}: {size} bytes follow the last tensor at byte {begin}, and "
+                    f"{quote(self.path)}: {end - begin} bytes follow the last tensor at byte {begin}, and "
                     f"no more than {_MAX_TAIL >> 20} MiB can be kept",
                     advice="remove them if they belong to another file",
                 )
-            data = self._read_range(begin, end)
-            if end == self._size or any(data):
-                kept += size
+            data = self.read_range(begin, end)
+            if end == size or any(data):
+                kept += end - begin
                 found.append(Gap(begin, data))
             if kept > _MAX_TAIL:
                 raise UnsupportedSource(
@@ -88,66 +67,11 @@ class GgufShard:
                 )
         return tuple(found)
 
-    @property
-    def gaps(self) -> tuple[Gap, ...]:
-        """The bytes that are neither in the header nor in tensors; zeros between tensors are left out."""
-        return self._gaps
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """See :class:`Shard`."""
-        return {name: stored_spec(tensor) for name, tensor in self.parsed.tensors.items()}
-
     def block_types(self) -> Iterator[tuple[str, str]]:
         """Yield the names of the quantized tensors, and the names of their types in llama.cpp."""
         for name, tensor in self.parsed.tensors.items():
             if tensor.type is not None and tensor.type.weights > 1:
                 yield name, tensor.type.name
-
-    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
-        """See :class:`Shard`."""
-        tensor = self.parsed.tensors[name]
-        offset, left = tensor.begin, tensor.size
-        while left:
-            try:
-                count = os.preadv(self._descriptor, [buffer[:left]], offset)
-            except OSError as error:
-                raise DamagedSource(
-                    f"cannot read {quote(self.path)} at byte {offset}, in tensor {quote(name)}: "
-                    f"{error.strerror}"
-                ) from error
-            if not count:
-                raise DamagedSource(
-                    f"{quote(self.path)} ended at byte {offset}, in tensor {quote(name)} with {left} "
-                    "bytes missing: the file was truncated while it was read"
-                )
-            yield buffer[:count]
-            offset += count
-            left -= count
-
-    def version(self) -> FileVersion:
-        """See :class:`Shard`."""
-        return FileVersion.of_status(os.fstat(self._descriptor))
-
-    def header(self) -> bytes:
-        """Return the bytes before the data, padding included."""
-        size = self.parsed.data_start
-        try:
-            data = self._read_range(0, size)
-        except OSError as error:
-            raise DamagedSource(
-                f"cannot read the header of {quote(self.path)}: {error.strerror}"
-            ) from error
-        if len(data) != size:
-            raise DamagedSource(
-                f"{quote(self.path)} ended at byte {len(data)}, in its header of {size} bytes: the file "
-                "was truncated while it was read"
-            )
-        return data
-
-    def close(self) -> None:
-        """See :class:`Shard`."""
-        os.close(self._descriptor)
 
 
 def check_complete(shards: Iterable[GgufShard]) -> None:

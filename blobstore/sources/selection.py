@@ -22,7 +22,8 @@ from blobstore.manifests.file_names import is_safe_name, is_valid_part
 from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.formats import format_of_name
 from blobstore.sources.gguf import GGUF
-from blobstore.sources.sharded import CHECKPOINTS, SAFETENSORS, WEIGHTS, read_weight_map
+from blobstore.sources.safetensors import SAFETENSORS
+from blobstore.sources.sharded import CHECKPOINTS, ENDINGS, WEIGHTS, read_weight_map
 from blobstore.sources.small_files import (
     MAX_SMALL_FILE,
     is_weight_index,
@@ -301,10 +302,10 @@ def _unfollowed_indexes(
 
 
 def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[str]:
-    """Return the names of the safetensors files, else of checkpoints, else of GGUF files; for a pattern, of all."""
+    """Return the names of the safetensors files, else of checkpoints, else of other formats; for a pattern, of all."""
     every = tree.entries(folder)
     names: list[str] = []
-    for endings in ((SAFETENSORS,), CHECKPOINTS, (GGUF,)):
+    for endings in ENDINGS:
         if names and options.weights is None:
             return names
         names += [
@@ -313,7 +314,9 @@ def _weight_files(tree: FileTree, folder: str, options: SourceOptions) -> list[s
             if name.endswith(endings)
             and (options.weights is not None or not _TRAINING_STATE.fullmatch(name))
             # Runtimes want these files as they are.
-            and not (endings == (GGUF,) and any_glob_matches(joined(folder, name), options.keep))
+            and not (
+                endings in ENDINGS[2:] and any_glob_matches(joined(folder, name), options.keep)
+            )
         ]
     return names
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
@@ -17,11 +17,12 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.gguf.file import is_gguf
-from blobstore.manifests.source_record import Format, RecordedFile
+from blobstore.manifests.source_record import RecordedFile
 from blobstore.sources.base import DEFAULT_OPTIONS
+from blobstore.sources.file_shard import FileShard
 from blobstore.sources.formats import INSTEAD, format_of_name
-from blobstore.sources.gguf import GGUF, GgufShard, check_complete
-from blobstore.sources.safetensors import SafetensorsShard
+from blobstore.sources.gguf import GgufShard, check_complete
+from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.versions import SourceVersions
 
 if TYPE_CHECKING:
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
-    from blobstore.manifests.source_record import Gap
     from blobstore.sources.base import Shard, SourceOptions
     from blobstore.sources.pytorch.checkpoint import Checkpoint
 
 _MAX_INDEX_SIZE = 256 * 2**20
-SAFETENSORS = ".safetensors"
 _PART_KEY = "DCP_SHARDING_INFO"
 """The key in the metadata of a file that holds parts of tensors: one rank's."""
 _WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
@@ -42,7 +41,12 @@ _WRAPPERS = re.compile(r"(?:(?:module|_orig_mod)\.)+")
 _HEAD = "lm_head.weight"
 CHECKPOINTS = (".bin", ".pt", ".pth", ".ckpt")
 """Endings of PyTorch checkpoints."""
-WEIGHTS = (SAFETENSORS, *CHECKPOINTS, GGUF)
+FORMATS: Final[tuple[type[FileShard], ...]] = (SafetensorsShard, GgufShard)
+"""The formats whose files are written again by exports; a new one goes to the end."""
+_BY_ENDING: Final = {kind.ending: kind for kind in FORMATS}
+ENDINGS: Final = ((SAFETENSORS,), CHECKPOINTS, *((kind.ending,) for kind in FORMATS[1:]))
+"""Endings of files of weights. Of a folder, those of the first are read that it has."""
+WEIGHTS: Final = tuple(ending for endings in ENDINGS for ending in endings)
 """Endings of all files of weights that are read."""
 
 
@@ -82,21 +86,22 @@ class ShardSet:
             DamagedSource: the file is damaged, or a tensor is in an earlier file too.
         """
         self.versions.record(path)
+        kind = _BY_ENDING.get(path.suffix)
+        if kind is None and is_gguf(path):
+            kind = GgufShard
         shard: Shard
-        if path.suffix == GGUF or (path.suffix != SAFETENSORS and is_gguf(path)):
-            self._check_no_parts(path)
-            shard = self._shards[path] = gguf = GgufShard(path)
-            self.block_types.update((prefix + name, kind) for name, kind in gguf.block_types())
-        elif path.suffix != SAFETENSORS:
+        if kind is None:
             shard = self._shards[path] = checkpoint = self._open_checkpoint(path)
             checkpoint.check_readable(skip=self._options.skip_unreadable)
             self.values[prefix + path.name] = checkpoint.values
             self._unreadable |= {path: checkpoint.unreadable.keys()}
         else:
             self._check_no_parts(path)
-            shard = self._shards[path] = safetensors = SafetensorsShard(path)
-            self.metadata[path] = safetensors.metadata
-            if _PART_KEY in safetensors.metadata:
+            shard = self._shards[path] = file = kind(path)
+            self.block_types.update((prefix + name, blocks) for name, blocks in file.block_types())
+        if isinstance(shard, SafetensorsShard):
+            self.metadata[path] = shard.metadata
+            if _PART_KEY in shard.metadata:
                 raise UnsupportedSource(
                     f"{quote(path)} has parts of tensors, as torch.distributed.checkpoint writes them "
                     f"({_PART_KEY} in its metadata)",
@@ -183,13 +188,13 @@ class ShardSet:
     def recorded(self, name_of: Callable[[Path], str]) -> Iterator[RecordedFile]:
         """Yield the record of each file, under the name that ``name_of`` returns for its path."""
         for path, shard in self._shards.items():
-            kind: Format = "safetensors" if path.suffix == SAFETENSORS else "pytorch"
-            gaps: tuple[Gap, ...] = ()
-            if isinstance(shard, GgufShard):
-                kind, gaps = "gguf", shard.gaps
-            yield RecordedFile(
-                name_of(path), kind, shard.version().size, shard.header(), None, gaps
-            )
+            size = shard.version().size
+            if isinstance(shard, FileShard):
+                yield RecordedFile(
+                    name_of(path), shard.format, size, shard.header(), None, shard.gaps
+                )
+            else:
+                yield RecordedFile(name_of(path), "pytorch", size, b"")
 
     def close(self) -> None:
         """Close the files."""

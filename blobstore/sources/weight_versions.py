@@ -19,8 +19,8 @@ from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
 from blobstore.core.tensor import DType
 from blobstore.errors import DamagedSource, SourceNotFound, UnsupportedSource
-from blobstore.sources.safetensors import SafetensorsShard
-from blobstore.sources.sharded import SAFETENSORS, read_index, read_weight_map
+from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
+from blobstore.sources.sharded import read_index, read_weight_map
 from blobstore.sources.weight_deltas import CHECKSUMS, ENCODINGS, Patch
 
 if TYPE_CHECKING:

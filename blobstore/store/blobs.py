@@ -458,6 +458,6 @@ def _either(hot: Callable[[], _Result], cold: Callable[[], _Result]) -> _Result:
 def _check_found(path: str, expected: Digest, found: Digest) -> None:
     if found != expected:
         raise BlobDamaged(
-            f"blob {quote(path)} is damaged: its bytes have digest {found}, expected {expected}",
+            f"blob {quote(path)} is damaged: its bytes have digest {found}",
             advice=ADVICE,
         )

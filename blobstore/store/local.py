@@ -238,10 +238,7 @@ class LocalStore(BlobReader):
 
         A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
         """
-        try:
-            return FileVersion.of_status(self.manifest_path(reference).stat())
-        except OSError:
-            return None
+        return FileVersion.of(self.manifest_path(reference))
 
     def resolve(self, reference: str | Reference) -> Manifest:
         """Return the manifest of a model, checked against its config if that can be read.

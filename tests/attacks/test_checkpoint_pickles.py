@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from blobstore.sources.unpickler.globals import DTYPES, STORAGES
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
+from blobstore.sources.unpickler.globals import STORAGES
 from tests.support.checkpoints import (
     GOOD,
     HOOKS,
@@ -301,7 +302,7 @@ def typed(dtype: str, kind: str, count: int, flags: bytes | None = None) -> byte
 @pytest.mark.parametrize("flag", ["conj", "neg", "items"])
 @pytest.mark.parametrize(
     "dtype",
-    [*DTYPES, "complex128", "qint8", "bits8", "int4"],
+    [*DTYPES_BY_LIBRARY_NAME, "complex128", "qint8", "bits8", "int4"],
 )
 def test_flags_of_any_type_are_read_or_refused(dtype: str, flag: str, reader: Reader) -> None:
     for value in (b"\x88", b"\x89", number(1)):

@@ -56,7 +56,10 @@ class Case:
     def server(self, url: str = "", *options: str) -> Iterator[Serving]:
         """Run a server in front of the upstream."""
         url = url or self.hub.url
-        with serving(self.store, self.folder, "--upstream", url, *options) as running:
+        upstream = ("--upstream", url, *options)
+        # What fails is asked for again at once, not after some seconds.
+        limits = {"pull_through._REFUSED_SECONDS": 0.1}
+        with serving(self.store, self.folder, *upstream, limits=limits) as running:
             yield running
 
     def check(self, outcome: Outcome, how: str) -> None:

@@ -32,6 +32,7 @@ from tests.gpu.lane import Lane
 from tests.support.damage import blob_path
 from tests.support.dtypes import NAMES
 from tests.support.models import add_blobs, blob, write_folder
+from tests.unit.cli.running import run_json
 
 ROOT = Path(__file__).parents[2]
 Need = Literal["a GPU", "two GPUs", "vLLM", "compute-sanitizer", "transformers", "accelerate"]
@@ -83,7 +84,7 @@ def store_of_all_types(lane: Lane) -> LocalStore:
     random = np.random.default_rng(0)
     largest = int(300e6 * lane.scale)
     blobs: dict[str, tuple[DType, tuple[int, ...]]] = {}
-    for dtype in (*NAMES, DType.F4):
+    for dtype in (*(it for it, name in NAMES.items() if hasattr(torch, name)), DType.F4):
         for count in (2, 30, 4098):
             blobs[f"{dtype.value}.{count}"] = (dtype, (count // 2, 2))
     blobs |= {
@@ -140,6 +141,7 @@ def busy(lane: Lane) -> Iterator[None]:
 def unit_tests(lane: Lane) -> None:
     names = [
         *("safetensors/test_cuda.py", "models/test_device.py", "models/test_frameworks.py"),
+        "safetensors/test_copies.py",
         *("quantization/test_torch.py", "integrations/vllm/test_loader.py"),
     ]
     files = [f"tests/unit/{name}" for name in names]
@@ -527,6 +529,54 @@ def loading_speed(lane: Lane) -> None:
 @register("the benchmark of dequantization runs", "a GPU")
 def dequantization_speed(lane: Lane) -> None:
     sys.stdout.write(run("-m", "tests.benchmarks.quantize", "--scale", "0.05", "--rounds", "3"))
+
+
+def bench_on(lane: Lane, device: str, *, exit_code: int = 0) -> Any:
+    """Run ``bench`` in this process; return its JSON."""
+    store = store_of_all_types(lane).root
+    return run_json("bench", "m", f"--device={device}", "--store", store, exit_code=exit_code)
+
+
+@register("bench compares loads with bare copies")
+def bench(lane: Lane) -> None:
+    device = "cuda:0" if lane.is_gpu else lane.device
+    before = lane.allocated()
+    found = bench_on(lane, device)
+    rows = [one for one in found["measurements"] if one["device"]]
+    copies = ["pageable, one by one", "pinned, one by one", "in the buffers of open"]
+    if not lane.is_gpu:
+        del copies[1]
+    loads = [f'open(device="{device}"{way})' for way in ("", ', prefetch="read"', ', read="pread"')]
+    assert [(one["place"], one["how"]) for one in rows] == [
+        *(("host memory", how) for how in copies),
+        *(("disk", how) for how in loads),
+        *(("page cache", how) for how in loads),
+    ]
+    assert {one["device"] for one in rows} == {device}
+    nbytes = sum(tensor.nbytes for tensor in expected_of(store_of_all_types(lane)).values())
+    assert {one["bytes"] for one in rows} == {nbytes}
+    # Nothing is faster than memory: a copy that was not waited for would be.
+    assert all(0 < one["bytes_per_second"] < 5e12 for one in rows), rows
+    assert any(line.startswith(f"page cache to {device}: open(") for line in found["advice"])
+    assert len(found["notices"]) == (0 if lane.is_gpu else 1)
+    assert lane.allocated() == before
+
+
+@register("bench finds a GPU by itself, and loads nothing for which it has no memory", "a GPU")
+def bench_memory(lane: Lane) -> None:
+    found = bench_on(lane, "auto")
+    assert {one["device"] for one in found["measurements"]} == {None, "cuda:0"}
+    size = found["measurements"][-1]["bytes"]
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(0)
+    ballast = torch.empty(free - size // 4, dtype=torch.uint8, device="cuda:0")
+    error = bench_on(lane, "cuda:0", exit_code=1)["error"]["message"]
+    assert "of free memory, too little for a tensor" in error, error
+    found = bench_on(lane, "auto")
+    assert {one["device"] for one in found["measurements"]} == {None}
+    assert any("cuda:0 was not measured" in line for line in found["notices"])
+    del ballast
+    torch.cuda.empty_cache()
 
 
 # The slowest check comes last.

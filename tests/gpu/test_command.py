@@ -13,7 +13,7 @@ from tests.gpu.lane import Lane, processor_as_gpu
 
 ON_A_PROCESSOR = [
     *("types", "dropped", "consumer_error", "inference_mode", "frozen", "cut_short"),
-    *("dequantization", "float8"),
+    *("dequantization", "float8", "bench"),
 ]
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
-import transformers
 
 import blobstore
 from blobstore.operations.archive.pack import pack_models
@@ -68,23 +66,6 @@ def test_values_are_those_of_the_reference(store: LocalStore, file: Path) -> Non
             found = model[tensor.name]
             assert found.shape == expected.shape
             assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
-
-
-def test_transformers_loads_a_folder_of_links(store: LocalStore, tmp_path: Path) -> None:
-    blobstore.link("smol", tmp_path / "link", store=store)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "link", gguf_file=NAME, dtype=torch.float32
-    )
-    weights = model.state_dict()
-    names = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "blk.7.ffn_up.weight": "model.layers.7.mlp.up_proj.weight",
-        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
-        "output_norm.weight": "model.norm.weight",
-    }
-    with blobstore.open("smol", store=store, framework="torch", dequantize=True) as opened:
-        for name, other in names.items():
-            assert torch.equal(weights[other], opened[name])
 
 
 def test_a_ladder_comes_back_from_its_weights(server: Server, tmp_path: Path) -> None:

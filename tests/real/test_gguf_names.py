@@ -75,10 +75,17 @@ def file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def weights(file: Path) -> Mapping[str, torch.Tensor]:
-    """The weights of a real model, dequantized, renamed and put in order by transformers."""
+def weights(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
+    """The weights of a real model, dequantized, renamed and put in order by transformers.
+
+    It loads a folder of links to a store.
+    """
+    folder = tmp_path_factory.mktemp("linked")
+    store = LocalStore(folder / "store")
+    blobstore.create(file, "smol", store=store)
+    blobstore.link("smol", folder / "link", store=store)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+        folder / "link", gguf_file=file.name, dtype=torch.float32
     )
     return {
         name: weight.clone()
@@ -106,6 +113,20 @@ def test_a_real_model_has_the_values_of_transformers(
     compared = blobstore.compare("smol", "hf", store=store)
     assert len(compared.tensors) == 272
     assert (compared.differing, compared.only_in_model, compared.only_in_base) == ((), (), ())
+
+
+def test_transformers_loads_a_folder_of_links(
+    store: LocalStore, weights: Mapping[str, torch.Tensor]
+) -> None:
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.7.ffn_up.weight": "model.layers.7.mlp.up_proj.weight",
+        "blk.29.attn_v.weight": "model.layers.29.self_attn.v_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+    with blobstore.open("smol", store=store, framework="torch", dequantize=True) as opened:
+        for name, other in names.items():
+            assert torch.equal(weights[other], opened[name])
 
 
 def test_the_errors_of_a_real_model_are_those_of_its_tensors(

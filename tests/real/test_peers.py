@@ -374,7 +374,9 @@ def node(folder: Path, name: str, *options: str) -> Iterator[Serving]:
     """Run a server with a store of its own."""
     (folder / name).mkdir()
     store = LocalStore(folder / name / "store")
-    with serving(store, folder / name, *options) as server:
+    # What fails is asked for again soon, not after some seconds.
+    limits = {"pull_through._REFUSED_SECONDS": 0.5}
+    with serving(store, folder / name, *options, limits=limits) as server:
         yield server
 
 

@@ -252,7 +252,7 @@ def test_no_request_fails_while_models_are_swapped(server: Server, models: Model
     with ThreadPoolExecutor() as pool:
         asking = [pool.submit(ask) for _ in range(3)]
         try:
-            for name in "babababa":
+            for name in "baba":
                 assert server.swap(name)[0] == 200
                 answers.append(server.complete(max_tokens=16))
         finally:
@@ -306,9 +306,9 @@ def test_a_swap_that_fails_leaves_the_model_in_place(
 
 def test_swaps_run_one_after_another(server: Server, models: Models) -> None:
     with ThreadPoolExecutor() as pool:
-        swaps = list(pool.map(server.swap, "abababab"))
-    assert [status for status, _ in swaps] == [200] * 8
-    assert [answer["model"][0] for _, answer in swaps] == list("abababab")
+        swaps = list(pool.map(server.swap, "abab"))
+    assert [status for status, _ in swaps] == [200] * 4
+    assert [answer["model"][0] for _, answer in swaps] == list("abab")
     answer = server.complete(max_tokens=16)
     assert answer["choices"][0]["text"] == models.texts[answer["model"]]
 

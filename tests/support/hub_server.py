@@ -35,6 +35,8 @@ class Repo:
     token: str = ""
     """What a client must show; empty for a public repository."""
     gated: bool = False
+    is_listed: bool = False
+    """Whether revisions and names of files are for everyone, as those of gated models at the Hub."""
     corrupt: set[str] = field(default_factory=set)
     """Files whose bytes are changed on the way, their length kept."""
     short: set[str] = field(default_factory=set)
@@ -173,6 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (
             known.token
             and not parts["store"]
+            and (parts["file"] or not known.is_listed)
             and self.headers.get("Authorization") != f"Bearer {known.token}"
         ):
             kind = "GatedRepo" if known.gated else "RepoNotFound"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -43,12 +44,12 @@ def mark(item: pytest.Function) -> None:
     """Add the markers of a test: by its folder, and by what its code and its fixtures use."""
     used = _used_by(item)
     may_be_fast = TESTS / "unit" in item.path.parents or item.path.name in FAST_FILES
-    if not may_be_fast or _has(used, PROCESSES):
+    if not may_be_fast or used & PROCESSES:
         item.add_marker("slow")
-    if _has(used, SERVERS):
+    if used & SERVERS:
         item.add_marker("network")
     for name, libraries in FRAMEWORKS.items():
-        if _has(used, libraries):
+        if used & libraries:
             item.add_marker(name)
 
 
@@ -57,16 +58,12 @@ def is_fast(item: pytest.Function) -> bool:
     return not any(item.get_closest_marker(name) for name in ("slow", "network"))
 
 
-def _has(used: set[str], modules: set[str]) -> bool:
-    """Return whether any of the modules is used, or a part of it."""
-    return any(f"{name}.".startswith(f"{module}.") for name in used for module in modules)
-
-
 def _used_by(item: pytest.Function) -> set[str]:
-    """Return the names of the modules that a test uses, with its fixtures and parameters."""
+    """Return the names of the modules that a test uses, with its fixtures and parameters, and of their packages."""
     fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    used = {value for value in parameters if isinstance(value, str)}  # a framework by its name
+    frameworks = {value for value in parameters if isinstance(value, str)}  # by their names
+    used = _with_packages(frameworks)
     for value in (item.function, *fixtures, *parameters):
         used |= reached(value) if callable(value) and getattr(value, "__hash__", None) else set()
     return used
@@ -74,7 +71,10 @@ def _used_by(item: pytest.Function) -> set[str]:
 
 @functools.cache
 def reached(start: Any) -> set[str]:
-    """Return the modules that a function uses, by itself and by functions of the tests that it calls."""
+    """Return the modules that a function uses, by itself and by functions of the tests that it calls.
+
+    With each module, the packages that it is in.
+    """
     names: set[str] = set()
     seen: set[int] = set()
     waiting = [start]
@@ -93,7 +93,12 @@ def reached(start: Any) -> set[str]:
             names.add(module)
             if module.startswith("tests."):
                 waiting += _parts(value, names)
-    return names
+    return _with_packages(names)
+
+
+def _with_packages(names: set[str]) -> set[str]:
+    """Return modules and the packages that they are in."""
+    return names.union(name[: dot.start()] for name in names for dot in re.finditer(r"\.", name))
 
 
 def _parts(value: Any, names: set[str]) -> Iterator[Any]:

@@ -44,6 +44,8 @@ class RawServer:
         self.answer = answer
         self.tls = tls
         self.requests: list[Received] = []
+        self.plain_answer = b""
+        """What clients get that begin with TLS if there is none, or without if there is."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept)
         self._connections: list[threading.Thread] = []
@@ -53,6 +55,10 @@ class RawServer:
     @property
     def host(self) -> str:
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -85,6 +91,12 @@ class RawServer:
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError):
             stack.enter_context(connection)
+            if self.plain_answer:
+                is_tls = connection.recv(1, socket.MSG_PEEK) == b"\x16"
+                if is_tls != (self.tls is not None):
+                    connection.recv(1 << 16)
+                    connection.sendall(self.plain_answer)
+                    return
             if self.tls is not None:
                 connection = stack.enter_context(self.tls.wrap_socket(connection, server_side=True))
             received = self._receive(connection)

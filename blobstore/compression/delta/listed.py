@@ -71,7 +71,9 @@ def find(chunk: Array, predicted: Array, words: Array, share: float) -> tuple[Ar
     else:
         numbers = gaps.nonzero(words)
         whole = len(words) * _WORD // chunk.itemsize
-        blocks = _blocks(numbers, chunk.itemsize * BLOCK // _WORD)  # these are those of the elements
+        blocks = _blocks(
+            numbers, chunk.itemsize * BLOCK // _WORD
+        )  # these are those of the elements
         # Each word has at least one element that differs, and the rest is in at most one more block.
         if many > share * BLOCK * (blocks + 1):
             return None

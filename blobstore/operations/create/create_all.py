@@ -1,4 +1,4 @@
-"""Imports every model of a Hub cache, or of a folder of model folders."""
+"""Imports every model of a Hub cache, of a folder of model folders, or of Ollama's folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NameTaken, SourceError, SourceNotFound, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.operations.create.ollama import SCHEME, ollama_models
 from blobstore.sources.distributed.layout import find_checkpoint
 from blobstore.sources.hub import cached_repository
 from blobstore.sources.selection import is_model_folder
@@ -19,6 +20,7 @@ from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from pathlib import Path
     from typing import Unpack
 
@@ -38,7 +40,8 @@ class CreatedModel:
 
     name: str
     """The name, valid or not."""
-    source: Path
+    source: Path | str
+    """The path, or ``ollama://NAME``."""
     created: Created | None = None
     """None if it failed, or in a dry run."""
     error: BlobstoreError | None = None
@@ -59,7 +62,8 @@ def create_all(
     Args:
         folder: a cache of the Hub's client, whose models get the names of their repositories, or a
             folder of model folders, which get the names of the folders: ``name`` or ``org/name``. Files of
-            weights next to these are left out; see :func:`loose_files`.
+            weights next to these are left out; see :func:`loose_files`. Or ``ollama://``, for all that
+            Ollama has.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         dry_run: only list the models.
         progress: called with the model and the current step, bytes done and total bytes.
@@ -74,9 +78,11 @@ def create_all(
         StoreError: the store cannot be used. Models imported before that stay.
     """
     store = LocalStore.of(store)
-    first: dict[str, Path] = {}
+    first: dict[str, Path | str] = {}
     results = []
-    models = find_models(local_path(folder, "source"))
+    models: Sequence[tuple[str, Path | str]] = (
+        ollama_models() if folder == SCHEME else find_models(local_path(folder, "source"))
+    )
     for number, (found, source) in enumerate(models, start=1):
         name, created, error = found, None, None
         try:
@@ -129,14 +135,16 @@ def find_models(folder: Path) -> list[tuple[str, Path]]:
         raise SourceError(f"cannot read {where}: {error.strerror}") from error
     if not found:
         raise SourceError(
-            f"{quote(folder)} has no models; expected a cache of the Hub's client, or a folder of "
-            "model folders"
+            f"{quote(folder)} has no models; expected a cache of the Hub's client, a folder of "
+            "model folders, or ollama:// for the folder of Ollama"
         )
     return found
 
 
 def loose_files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the weight files next to the folders of models, which :func:`create_all` does not import."""
+    if folder == SCHEME:
+        return []
     path = local_path(folder, "source")
     if not (path.is_dir() and _is_model(path) and _has_loose_files(path)):
         return []

@@ -61,20 +61,35 @@ def opened_source(
             yield stack.enter_context(contextlib.closing(opened))
 
 
-def _link_files(name: Reference, folder: Path) -> dict[str, int]:
-    """Make links to the files of a model of Ollama's, and return their sizes."""
+def ollama_models() -> list[tuple[str, str]]:
+    """Return the names and sources of all models in Ollama's folder.
+
+    Raises:
+        SourceNotFound: there is no folder of Ollama.
+        StoreError: it cannot be read.
+    """
+    names = sorted(map(str, _ollama_store().references()))
+    return [(name, f"{SCHEME}{name}") for name in names]
+
+
+def _ollama_store() -> LocalStore:
     root = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser().resolve()
     if not root.exists():
         raise SourceNotFound(
             f"there is no folder of Ollama's models at {quote(root)}",
             advice="set OLLAMA_MODELS to the one that there is",
         )
-    store = LocalStore(root)
+    return LocalStore(root)
+
+
+def _link_files(name: Reference, folder: Path) -> dict[str, int]:
+    """Make links to the files of a model of Ollama's, and return their sizes."""
+    store = _ollama_store()
     manifest = store.resolve(name)
     models, adapters = map(manifest.layers_of, (media_types.MODEL, media_types.ADAPTER))
     if len(models) != 1 or adapters:
         raise UnsupportedSource(
-            f"{name} of {quote(root)} has {len(models)} GGUF files and {len(adapters)} adapters; "
+            f"{name} of {quote(store.root)} has {len(models)} GGUF files and {len(adapters)} adapters; "
             "expected one file, and perhaps its projector"
         )
     sizes = {}

@@ -12,12 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
-from blobstore.gguf.header import InvalidGguf
-from blobstore.gguf.header import parse_header as parse_gguf
-from blobstore.gguf.layout import gaps_of, stored_spec
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
-from blobstore.models.source_layers import is_from_gguf
 from blobstore.models.tensors import at_layer, only_tensor
 from blobstore.operations.export.folder import (
     ExportPlan,
@@ -30,6 +26,7 @@ from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
 from blobstore.quantization.recipes import GLOBAL_SCALE
 from blobstore.quantization.source_layout import is_renamed_to, packed_shape
 from blobstore.safetensors.header import PREFIX_SIZE, Header, header_size, parse_header
+from blobstore.sources.sharded import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,9 +34,14 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.source_record import RecordedFile, SourceRecord
     from blobstore.models.contents import ModelContents
+    from blobstore.sources.file_shard import FileShard
     from blobstore.store.protocols import BlobAccess
 
 
+_FORMATS: dict[str, type[FileShard]] = {
+    kind.format: kind for kind in FORMATS if kind.format != "safetensors"
+}
+"""The formats whose tensors are never renamed or left out."""
 _MAX_DOTS = 100
 """Dots of a tensor's name that the number of an expert may stand at."""
 
@@ -68,7 +70,8 @@ def plan_original(model: ModelContents) -> ExportPlan | None:
     manifest, record = model.manifest, model.record
     if record is None or record.is_converted:
         return None
-    if not is_from_gguf(record) and not manifest.layers_of(media_types.TENSOR):
+    may_be_empty = any(file.format in _FORMATS for file in record.files)
+    if not may_be_empty and not manifest.layers_of(media_types.TENSOR):
         return None
     check_no_gguf(manifest)
     places = _places(model)
@@ -82,8 +85,8 @@ def plan_original(model: ModelContents) -> ExportPlan | None:
         if file.format == "index":
             written[file.name] = file.start
             continue
-        if file.format == "gguf":
-            weights.append(_plan_gguf(file, places, tensors))
+        if kind := _FORMATS.get(file.format):
+            weights.append(_plan_layout(file, kind, places, tensors))
             continue
         weights.append(_plan_file(model.store, file, record, places, tensors, shapes))
     if places:
@@ -191,36 +194,39 @@ def _plan_file(
     )
 
 
-def _plan_gguf(
-    file: RecordedFile, places: dict[str, _Place], tensors: list[FolderTensor]
+def _plan_layout(
+    file: RecordedFile,
+    kind: type[FileShard],
+    places: dict[str, _Place],
+    tensors: list[FolderTensor],
 ) -> WeightFile:
-    """Return a GGUF file, add its tensors to ``tensors``, and remove them from ``places``."""
+    """Return a file of another format, add its tensors to ``tensors``, and remove them from ``places``."""
     place = f"the source layer: file {quote(file.name)}"
     try:
-        header = parse_gguf(file.start, file.size)
-    except InvalidGguf as error:
+        layout = kind.layout_of(file.start, file.size)
+    except kind.invalid as error:
         raise BlobDamaged(f"{place}: {error}") from None
-    if header.data_start != len(file.start):
+    if layout.data_start != len(file.start):
         raise BlobDamaged(
-            f"{place}: it holds {len(file.start)} bytes of a header of {header.data_start}"
+            f"{place}: it holds {len(file.start)} bytes of a header of {layout.data_start}"
         )
     folder, slash, _ = file.name.rpartition("/")
     offsets: dict[str, int] = {}
-    for name, tensor in header.tensors.items():
-        spec = stored_spec(tensor)._replace(name=folder + slash + name)
+    for name, (local, begin, end) in layout.tensors.items():
+        spec = local._replace(name=folder + slash + name)
         found = places.pop(spec.name, None)
         if found is None or found.spec[1:] != spec[1:]:
             raise BlobDamaged(
-                f"{place}: no blob has the {tensor.size} bytes of tensor {quote(spec.name)}, "
+                f"{place}: no blob has the {end - begin} bytes of tensor {quote(spec.name)}, "
                 f"{spec.dtype.value} of shape {list(spec.shape)}"
             )
-        offsets[spec.name] = tensor.begin
+        offsets[spec.name] = begin
         tensors.append(FolderTensor(spec, found.layer, found.begin, found.header))
     kept = dict(file.gaps)
     constants: list[tuple[int, bytes]] = []
-    for begin, end in gaps_of(header, file.size):
+    for begin, end in layout.gaps(file.size):
         data = kept.pop(begin, None)
-        if data is None and end - begin < header.alignment:
+        if data is None and end - begin < layout.alignment:
             data = bytes(end - begin)
         if data is None or len(data) != end - begin:
             raise BlobDamaged(f"{place}: it lacks the {end - begin} bytes from byte {begin} on")
@@ -230,7 +236,7 @@ def _plan_gguf(
             f"{place}: it holds bytes from byte {min(kept)} on, where the file has no gap"
         )
     return WeightFile(
-        file.name, list(header.tensors), file.start, offsets, tuple(constants), file.sha256
+        file.name, list(layout.tensors), file.start, offsets, tuple(constants), file.sha256
     )
 
 

@@ -213,7 +213,8 @@ class _Follower:
         self._installed = installed.version, digest
         if digest is None:  # another process has removed it
             return None
-        kept = None if self._keep_last is None else self._keep(installed.label, self._keep_last)
+        label = installed.label or digest.short  # the place may know the model by another digest
+        kept = None if self._keep_last is None else self._keep(label, self._keep_last)
         if digest == before:
             return None
         return Followed(

@@ -67,11 +67,11 @@ class Installed(NamedTuple):
     """What became of a version."""
 
     version: str
-    label: str
-    """What the tag of a version that is kept ends with."""
     bytes_fetched: int
     """Bytes that were read from the place, or written to the store if the place is of this machine."""
     notices: tuple[str, ...] = ()
+    label: str = ""
+    """What the tag of a version that is kept ends with; empty for the ID of the model."""
 
 
 class Place(Protocol):
@@ -221,7 +221,7 @@ class HubRevision(ClosedPlace):
             **options,
         )
         commit = created.commit or ""
-        return Installed(commit, commit[:_DIGITS], created.bytes_written, created.notices)
+        return Installed(commit, created.bytes_written, created.notices, commit[:_DIGITS])
 
 
 class StoreName(ClosedPlace):
@@ -251,7 +251,7 @@ class StoreName(ClosedPlace):
             jobs=target.jobs,
             progress=target.progress,
         )
-        return Installed(str(copied.digest), copied.digest.short, copied.bytes_written)
+        return Installed(str(copied.digest), copied.bytes_written)
 
 
 def _pull(target: Target, remote: str | RemoteReference) -> Installed:
@@ -264,8 +264,7 @@ def _pull(target: Target, remote: str | RemoteReference) -> Installed:
         progress=target.progress,
         **target.transfer,
     )
-    digest = pulled.digest
-    return Installed(str(digest), digest.short, pulled.bytes_fetched, pulled.notices)
+    return Installed(str(pulled.digest), pulled.bytes_fetched, pulled.notices)
 
 
 def _text(digest: Digest | None) -> str | None:

@@ -55,7 +55,6 @@ class TrainerFolder(ClosedPlace):
         self._target = target
         self._source = text
         self._versions = WeightVersions(Path(text.partition(":")[2]).expanduser())
-        self._newest: WeightVersion | None = None
 
     def known(self) -> str | None:
         """See :class:`~blobstore.operations.follow.places.Place`."""
@@ -65,17 +64,14 @@ class TrainerFolder(ClosedPlace):
     def look(self, known: str | None, wait: int) -> Look:
         """See :class:`~blobstore.operations.follow.places.Place`."""
         del wait
-        newest = self._newest = self._versions.newest()
-        if newest is None:
-            if known is not None:
-                return Look(known)  # the trainer has begun again, and written nothing yet
-            raise ModelNotFound(f"{quote(self._versions.folder)} has no complete version yet")
-        return Look(_text(newest.number))
+        newest = self._versions.newest()
+        if newest is None and known is not None:
+            return Look(known)  # the trainer has begun again, and written nothing yet
+        return Look(_text(self._complete(newest).number))
 
     def install(self) -> Installed:
         """See :class:`~blobstore.operations.follow.places.Place`."""
-        target, newest = self._target, self._newest
-        assert newest is not None  # noqa: S101 - look was called
+        target, newest = self._target, self._complete(self._versions.newest())
         note = _Note.read(target)
         if note is not None and note.source != self._source:
             note = None
@@ -102,7 +98,12 @@ class TrainerFolder(ClosedPlace):
         with interrupts.deferred():  # all is done
             now = Digest.of(target.store.read_manifest(target.reference))
             _Note(self._source, number, now, first).write(target)
-        return Installed(number, f"v{number}", fetched)
+        return Installed(number, fetched, label=f"v{number}")
+
+    def _complete(self, newest: WeightVersion | None) -> WeightVersion:
+        if newest is None:
+            raise ModelNotFound(f"{quote(self._versions.folder)} has no complete version yet")
+        return newest
 
     def _base(
         self, note: _Note | None, chain: Sequence[WeightVersion], *, begins_again: bool

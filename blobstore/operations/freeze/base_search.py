@@ -1,11 +1,12 @@
 """Finds the base model of each model: the one that its card or config names, or the most similar one.
 
-Models are compared with few others: with those of the same layers whose blobs most models share, and with
-the most similar ones of other layers. Samples of blobs tell roughly how much a base saves. Of a family,
-as few models become bases as possible, because a base has no base itself: of the steps of one run, the one
-in the middle. The model that was imported first is preferred, if it serves as well: others are made from it.
-Where chains are allowed, each step has the one next to it. If another model is many times nearer than the
-one that a card names, as the steps of a run are to each other, the card is ignored.
+Models are compared with few others: with those of the same layers whose blobs most models share or which are
+next to them by name or time, and with the most similar ones of other layers. Samples of blobs tell roughly
+how much a base saves. Of a family, as few models become bases as possible, because a base has no base itself:
+of the steps of one run, the one in the middle. The model that was imported first is preferred, if it serves
+as well: others are made from it. Where chains are allowed, each step has the one next to it. If another model
+is many times nearer than the one that a card names, as the steps of a run are to each other, the card is
+ignored.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class BaseFinder:
         )
         self._groups: dict[frozenset[tuple[str, int]], list[Reference]] = defaultdict(list)
         """Models that can be bases, by the names and sizes of their layers."""
-        self._sorted: dict[frozenset[tuple[str, int]], list[Reference]] = {}
-        """The same models, sorted by their names."""
+        self._sorted: dict[frozenset[tuple[str, int]], list[list[Reference]]] = {}
+        """The same models in each of several orders."""
         for reference, layers in self._layers.items():
             # A base must not be a delta itself, so a model that consists mostly of deltas is of no
             # use as one.
@@ -160,6 +161,9 @@ class BaseFinder:
         except OSError:
             return math.inf
 
+    def _age_key(self, reference: Reference) -> tuple[float, Reference]:
+        return self._age(reference), reference
+
     def _similar_groups(self, kind: frozenset[tuple[str, int]]) -> list[frozenset[tuple[str, int]]]:
         """Return the groups with enough of the same layers, the most similar first."""
         total = sum(size for _, size in kind)
@@ -186,13 +190,19 @@ class BaseFinder:
 
     def _neighbours(
         self, reference: Reference, kind: frozenset[tuple[str, int]]
-    ) -> Sequence[Reference]:
-        """Return the models of the same layers whose names come before and after, as those of steps do."""
+    ) -> Iterator[Reference]:
+        """Yield the models of the same layers that come before and after, as the steps of a run do.
+
+        They do so in the order of time, or of one of the numbers in their names: of those of ``step-2-seed-1``
+        the first or the last.
+        """
+        orders = (_numbered, _numbered_last, self._age_key)
         if kind not in self._sorted:
-            self._sorted[kind] = sorted(self._groups.get(kind, ()), key=_natural)
-        group = self._sorted[kind]
-        place = bisect_left(group, _natural(reference), key=_natural)
-        return group[max(place - 1, 0) : place + 2]
+            group = self._groups.get(kind, ())
+            self._sorted[kind] = [sorted(group, key=order) for order in orders]
+        for order, group in zip(orders, self._sorted[kind], strict=True):
+            place = bisect_left(group, order(reference), key=order)
+            yield from group[max(place - 1, 0) : place + 2]
 
     def _rank(self, reference: Reference) -> tuple[int, Reference]:
         """Return a key that sorts models with blobs that many models have first."""
@@ -324,9 +334,16 @@ def tensor_layers(manifest: Manifest) -> dict[str, Descriptor]:
     return {layer.name: layer for layer in manifest.layers_of(media_types.TENSOR)}
 
 
-def _natural(reference: Reference) -> list[Any]:
-    """Return a key that sorts numbers in names by their values: ``step-9`` before ``step-10``."""
-    return [int(part) if part.isdecimal() else part for part in _NUMBERS.split(reference.full)]
+def _numbered(reference: Reference) -> tuple[list[str], list[int]]:
+    """Return a key that sorts names that differ only in numbers by these: ``step-9-a``, ``step-10-a``, ``step-1-b``."""
+    parts = _NUMBERS.split(reference.full)
+    return parts[::2], [int(part) for part in parts[1::2]]
+
+
+def _numbered_last(reference: Reference) -> tuple[list[str], list[int]]:
+    """Return a key as :func:`_numbered`, but with the last number as the first."""
+    texts, numbers = _numbered(reference)
+    return texts, numbers[::-1]
 
 
 def _normalize(name: str) -> str:

@@ -218,7 +218,7 @@ class _BlobCheck:
         error = self.damaged.get(base.id) if base is not None else None
         if base is None or error is None:
             return None
-        return base.id, f"its base, {base.digest}, is damaged: {_without_advice(error)}"
+        return base.id, f"its base is at fault: {_without_advice(error)}"
 
     def _check(self, blobs: Mapping[BlobId, Descriptor], *, as_bases: bool) -> None:
         self.seen |= blobs
@@ -392,7 +392,9 @@ def _tensor_fault(
     if not isinstance(header, Header):
         if error is None or str(error) == str(header):
             return "", _without_advice(header)
-        return "", f"{_without_advice(error)} ({_without_advice(header)})"
+        # What it says of another blob, the base, is said already.
+        _, is_own, detail = header.message.partition(f"{layer.digest.hex}': ")
+        return "", _without_advice(error) + (f" ({detail})" if is_own else "")
     names = list(header.tensors)
     if error is None:
         return name_fault(layer, names)

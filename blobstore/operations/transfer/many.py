@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from blobstore.core.escape import quote
 from blobstore.core.globs import glob_matches
 from blobstore.core.progress import of_items
-from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidReference,
+    MissingLibrary,
+    ModelNotFound,
+    NotFound,
+    UsageError,
+)
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
-from blobstore.operations.transfer.pull import Pulled, pull_model
+from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.pull import WITHOUT_BASES, Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.registry.reference import SCHEME, RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
@@ -22,9 +33,11 @@ from blobstore.store.name_patterns import is_pattern
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.core.progress import Progress
 
 _MAX_NAME_PARTS: Final = 3
+_STREAMS: Final = 8
 _Result = TypeVar("_Result", Pushed, Pulled)
 
 
@@ -62,11 +75,18 @@ def push_models(
     """
     local = LocalStore.of(store)
     names = list(dict.fromkeys(map(Reference.of, references)))
-    sizes = [sum(blob.size for blob in local.resolve(name).blobs) for name in names]
+    blobs = [local.resolve(name).blobs for name in names]
+    sizes = [sum(blob.size for blob in own) for own in blobs]
     places = [None if remote is None else place_of(remote, name) for name in names]
+    expected: set[Digest] = set()
 
     def push(number: int, step: Progress | None) -> Pushed:
-        return push_model(names[number], places[number], store=local, progress=step, **options)
+        pushed = push_model(
+            names[number], places[number], store=local, progress=step, expected=expected, **options
+        )
+        if remote is not None and options.get("mount", True):
+            expected.update(blob.digest for blob in blobs[number])
+        return pushed
 
     return list(_each([str(name) for name in names], sizes, progress, push))
 
@@ -80,7 +100,8 @@ def pull_models(
 ) -> list[Transferred[Pulled]]:
     """Fetch several models, which get the names that they have there, and return what became of each.
 
-    A repository of more parts than a name has gives the model its host and its last two parts.
+    Models that have bases of others' compressed forms come first. A repository of more parts than a name
+    has gives the model its host and its last two parts.
 
     Args:
         addresses: what :func:`find_remote_models` returned.
@@ -92,15 +113,65 @@ def pull_models(
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
+    find = partial(_bases, local, options.get("plain_http"))
+    bases = WorkerPool(_STREAMS, None, 0).run(addresses, find)
+    blobs = [{blob.id for blob in entry.blobs} for entry in addresses]
+    order = _bases_first(bases, blobs)
+    entries = [addresses[number] for number in order]
+    coming = set().union(*blobs)
+    expected: set[BlobId] = set()
 
     def pull(number: int, step: Progress | None) -> Pulled:
-        entry = addresses[number]
+        entry = entries[number]
         if entry.error is not None:
             raise entry.error
-        return pull_model(entry.address, store=local, progress=step, **options)
+        pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
+        expected.update(blobs[order[number]])
+        if bases[order[number]] <= coming:  # nothing else is to be pulled first
+            others = [text for text in pulled.notices if not text.startswith(WITHOUT_BASES)]
+            return replace(pulled, notices=tuple(others))
+        return pulled
 
-    sizes = [entry.size or 0 for entry in addresses]
-    return list(_each([entry.address for entry in addresses], sizes, progress, pull))
+    sizes = [entry.size or 0 for entry in entries]
+    return list(_each([entry.address for entry in entries], sizes, progress, pull))
+
+
+def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> list[int]:
+    """Return the numbers of models so that each follows those that have its bases, except in cycles.
+
+    Args:
+        bases: those of the compressed forms of each model.
+        blobs: the blobs of each model.
+    """
+    homes: dict[BlobId, int] = {}
+    for number, own in enumerate(blobs):
+        for blob in own:
+            homes.setdefault(blob, number)
+    needs = [sorted({homes[base] for base in found if base in homes}) for found in bases]
+    order: dict[int, None] = {}
+    for start in range(len(needs)):
+        path = {start: None}
+        while path:
+            last = next(reversed(path))
+            if rest := [number for number in needs[last] if number not in order | path]:
+                path[rest[0]] = None
+            else:
+                path.popitem()
+                order[last] = None
+    return list(order)
+
+
+def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> set[BlobId]:
+    """Return the bases of a model's compressed forms; none if the store has its blobs, or they cannot be read."""
+    if entry.error is None and not store.has_blobs(entry.blobs):
+        with (
+            contextlib.suppress(BlobstoreError),  # the pull reports it
+            find_model(entry.address, plain_http=plain_http, with_files=True) as source,
+        ):
+            _, fetch_layers = attached(source, source.root.digest, lambda _: None)
+            own = {blob.id for blob in entry.blobs}
+            return {layer.base for layer in fetch_layers().values() if layer.base} - own
+    return set()
 
 
 def find_remote_models(
@@ -200,6 +271,8 @@ def _each(
         step = of_items(progress, "models", names, sizes, number)
         try:
             result = transfer(number, step)
+        except MissingLibrary:
+            raise  # none of them could be transferred
         except BlobstoreError as error:
             if isinstance(error, UsageError) and not isinstance(error, InvalidReference):
                 raise  # an option is wrong, for all of them

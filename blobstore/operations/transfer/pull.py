@@ -38,7 +38,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
 
+WITHOUT_BASES: Final = "compressed forms whose bases are not here"
+"""How the notice about them begins."""
 STREAMS: Final = 8
 """Blobs, or parts of blobs, that are fetched at once by default."""
 
@@ -101,6 +103,7 @@ def pull_model(
     force: bool = False,
     cold: bool = True,
     dry_run: bool = False,
+    expected: Collection[BlobId] = (),
     plain_http: bool | None = None,
     progress: Progress | None = None,
 ) -> Pulled:
@@ -118,6 +121,7 @@ def pull_model(
             replaced without.
         cold: fetch compressed forms if the registry has them and the store has the bases of deltas.
         dry_run: fetch nothing but manifests; report what would be fetched.
+        expected: blobs that ``dry_run`` takes for present, because other models will have brought them.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
         progress: called with the current blob, the bytes done and the total.
 
@@ -173,7 +177,7 @@ def pull_model(
         if source.files and pull.is_imported(dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
-            done = pull.planned(fetch_layers)
+            done = pull.planned(fetch_layers, expected)
         else:
             done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
     if not dry_run:
@@ -236,14 +240,18 @@ class _Pull:
         with store.ingest() as ingest:
             return all(ingest.find(*blob.id) for blob in blobs)
 
-    def planned(self, fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]) -> Fetched:
+    def planned(
+        self,
+        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
+        expected: Collection[BlobId],
+    ) -> Fetched:
         """Return what the pull would fetch."""
         source, store = self.source, self.store
 
         def is_here(blob: BlobId) -> bool:
             # A damaged blob is fetched again.
             with contextlib.suppress(BlobDamaged):
-                return store.exists(*blob)
+                return blob in expected or store.exists(*blob)
             return False
 
         missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
@@ -328,10 +336,7 @@ class _Pull:
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:
-    notice = (
-        f"compressed forms whose bases are not here: {without_base}; pull the base model first to "
-        "fetch less"
-    )
+    notice = f"{WITHOUT_BASES}: {without_base}; pull the base model first to fetch less"
     return (notice,) if without_base else ()
 
 

@@ -40,7 +40,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from blobstore.compression.level import Level
@@ -117,6 +117,7 @@ def push_model(
     base: str | Reference | None = None,
     verify: bool = False,
     dry_run: bool = False,
+    expected: Collection[Digest] = (),
     plain_http: bool | None = None,
     streams: int = 8,
     limit_rate: float | None = None,
@@ -149,6 +150,7 @@ def push_model(
         verify: look for every blob, even if the tag refers to the model already; then read all blobs
             and manifests back, and compare their digests.
         dry_run: send nothing, and return what would be sent.
+        expected: blobs that ``dry_run`` takes for present, because other models will have brought them.
         plain_http: use HTTP without TLS; by default only for this machine.
         streams: number of blobs to send at once.
         limit_rate: maximum number of bytes per second.
@@ -202,7 +204,7 @@ def push_model(
         if cold:
             base = None if base is None else Reference.of(base)
             cold_blobs = ColdBlobs(store, reference, level, base)
-        push = _Push(target, steps, cold_blobs, progress, verify=verify, dry_run=dry_run)
+        push = _Push(target, steps, cold_blobs, progress, expected, verify=verify, dry_run=dry_run)
         push.send_blobs()
         # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
@@ -245,11 +247,13 @@ class _Push:
         steps: Steps,
         cold_blobs: ColdBlobs | None,
         progress: Progress | None,
+        expected: Collection[Digest],
         *,
         verify: bool,
         dry_run: bool,
     ) -> None:
         self._target = target
+        self._expected = expected if dry_run else ()
         self._steps = steps
         self._progress = progress
         self._cold_blobs = cold_blobs
@@ -294,7 +298,7 @@ class _Push:
         """Send a blob unless the target has it; return bytes by how the target got it."""
         progress = BlobProgress(report, blob.label, blob.size)
         # Only a hint: a registry that has lost the blob says so when it is sent the manifest.
-        if self._target.has(blob):
+        if blob.digest in self._expected or self._target.has(blob):
             counts: Mapping[Sent, int] = {"present": blob.size}
         elif self._dry_run:
             counts = {"sent": blob.size}

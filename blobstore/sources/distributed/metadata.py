@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
 from blobstore.core.gc_pause import gc_paused
-from blobstore.core.tensor import DTYPES as BY_NAME
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
 from blobstore.errors import (
     CheckpointDamaged,
     CheckpointUnsupported,
@@ -20,7 +20,6 @@ from blobstore.errors import (
     UnsupportedSource,
 )
 from blobstore.sources.distributed.pieces import Box
-from blobstore.sources.unpickler.globals import DTYPES
 from blobstore.sources.unpickler.machine import Limits, run
 from blobstore.sources.unpickler.state import LimitReached
 from blobstore.sources.unpickler.values import Global, Key, Number, Record, Use
@@ -269,7 +268,7 @@ def _tensor(entry: Any, items: list[_Item], limit: int) -> StoredTensor:
     cls = state[0] if type(state) is tuple and state else None
     if type(cls) is not Global or cls.use not in (Use.DTYPE, Use.UNREADABLE):
         raise DamagedSource("its properties are not TensorProperties, as torch writes them")
-    dtype = BY_NAME[DTYPES[cls.name]] if cls.use is Use.DTYPE else None
+    dtype = DTYPES_BY_LIBRARY_NAME[cls.name] if cls.use is Use.DTYPE else None
     shape = _numbers(fields.get("size"), "its sizes")
     itemsize = 1 if dtype is None else dtype.bits // 8 or 1
     if math.prod(shape) * itemsize > _LARGEST:

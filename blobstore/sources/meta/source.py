@@ -19,6 +19,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.meta.layout import ShardSpecs, check_same, lay_out
 from blobstore.sources.meta.params import PARAMS_FILE, Params, make_config, notices
+from blobstore.sources.sharded import WEIGHTS
 from blobstore.sources.small_files import matching_files, small_files, unusable_name
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"consolidated\.[0-9]+\.pth", re.ASCII)
 _CONFIG = "config.json"
-_WEIGHTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".gguf", ".pte")
+_WEIGHTS = (*WEIGHTS, ".pte")
 
 
 def is_meta_folder(folder: Path) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DTYPES as BY_NAME
-from blobstore.core.tensor import DType, TensorSpec
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import CheckpointDamaged, CheckpointRefused, CheckpointUnsupported
-from blobstore.sources.unpickler.globals import DTYPES, STORAGES
+from blobstore.sources.unpickler.globals import STORAGES
 from blobstore.sources.unpickler.values import Global, Persistent, Record, Reduced, Use, is_tensor
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _OTHER_SIZES = {
     "QInt32Storage": 4,
 }
 """Bytes per element of unsupported storages, which have to be skipped."""
-_ELEMENT_TYPES = {name: BY_NAME[dtype] for name, dtype in DTYPES.items()}
 
 
 _NEGATED = {
@@ -282,7 +281,7 @@ def _arguments(function: Global, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if type(cls) is not Global or cls.use is not Use.DTYPE:
             what = quote(cls) if type(cls) is Global else "something that is not a type"
             raise UnreadableTensor(f"tensors of {what} have no type in the safetensors format")
-        dtype = _ELEMENT_TYPES[cls.name]
+        dtype = DTYPES_BY_LIBRARY_NAME[cls.name]
     flags = arguments[-1] if len(arguments) == most > least else None
     return (*arguments[:4], dtype, flags)
 

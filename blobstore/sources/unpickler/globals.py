@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
 from blobstore.errors import CheckpointDamaged
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 
@@ -111,30 +112,6 @@ STORAGES: Final[Mapping[str, str]] = {
 }
 """Element types by the names of storage classes. An untyped storage has bytes."""
 
-DTYPES: Final[Mapping[str, str]] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "bool": "BOOL",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float4_e2m1fn_x2": "F4",
-}
-"""Element types of the safetensors format by torch's names."""
-
 _UNREADABLE_STORAGES = (
     "ComplexDoubleStorage QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage"
 )
@@ -165,7 +142,7 @@ _USES: Final[Mapping[tuple[str, str], Use]] = dict(
         *_names(Use.UNREADABLE, "torch", _UNREADABLE_STORAGES),
         *_names(Use.UNREADABLE, "torch.cuda", _UNREADABLE_STORAGES),
         *_names(Use.UNREADABLE, "torch.storage", "TypedStorage"),
-        *_names(Use.DTYPE, "torch", " ".join(DTYPES)),
+        *_names(Use.DTYPE, "torch", " ".join(DTYPES_BY_LIBRARY_NAME)),
         *_names(Use.UNREADABLE, "torch", _UNREADABLE_DTYPES),
         *_names(
             Use.VALUE, "torch", "Size device Tensor Generator per_tensor_affine per_channel_affine"

@@ -52,6 +52,7 @@ def completed(line: str) -> list[str]:
         ("blobstore show dense 'path", ["path/to/\u00e9<&>"]),
         ("blobstore list --sort s", ["size", "shared"]),
         ("blobstore create x y --quantize int", ["int4", "int8"]),
+        ("blobstore bench dense --device n", ["none"]),
         ("blobstore create ./mod", ["(paths)"]),
         ("blobstore export dense ", ["(paths)"]),
         ("blobstore list --store ", ["(paths)"]),

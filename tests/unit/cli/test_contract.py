@@ -66,7 +66,7 @@ ARGUMENTS = {
     "logout": ("%host",),
     "sign": ("dense", "--key", "@key.pem"),
     "run": ("dense", "--dry-run"),
-    "bench": ("dense",),
+    "bench": ("dense", "--device=cpu"),
     "completion": ("bash",),
 }
 STORELESS = ("convert", "inspect", "login", "logout", "completion")
@@ -96,6 +96,7 @@ VARIANTS = {
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),
+    "unpack --list": ("unpack", "@models.bsar", "--list"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
 # Keys that are names, and what the document says instead.
@@ -220,7 +221,9 @@ def numbers_in(value: Any) -> Iterator[tuple[str, Any]]:
 
 def test_every_command_has_a_contract() -> None:
     commands = program.list_commands(click.Context(program))
-    assert list(ARGUMENTS) == [name for name in commands if name not in UNTIL_STOPPED]
+    assert list(ARGUMENTS) == [name for name in commands if name not in UNTIL_STOPPED], (
+        "ARGUMENTS has a row for each command, in the order of the help"
+    )
     assert [name for name in (*ARGUMENTS, *VARIANTS) if name not in TEXT_ONLY] == list(JSON)
 
 

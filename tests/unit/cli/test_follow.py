@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,6 +96,19 @@ def test_a_command_runs_after_each_version(
     assert lines[0] == f"policy:latest {first['digest']} "
     # The second one may have been stopped.
     assert lines[1:] in ([], [f"policy:latest {second['digest']} {first['digest']}"])
+
+
+def test_a_command_uses_the_store_that_follows(
+    store: LocalStore, origin: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = shlex.join(command_line("list", "--quiet"))
+    arguments = ("follow", "policy", origin.root, "--once", "--exec", names)
+
+    followed = run_process(*arguments, "--store", "other")
+
+    assert followed.stderr == b"policy:latest\n"
+    assert run("list", "--quiet").stdout == ""
 
 
 def test_a_command_that_fails_is_reported_and_ends_only_a_single_question(

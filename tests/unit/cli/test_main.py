@@ -178,6 +178,7 @@ def test_an_error_is_json_too_when_asked(
         (["images"], "no such command 'images'; did you mean 'list'?; see 'program --help'"),
         (["xyzzy"], "no such command 'xyzzy'; see 'program --help'"),
         (["cat"], "missing argument 'NAME'; see 'program cat --help'"),
+        (["gc", "--remote"], "option '--remote' requires an argument; see 'program gc --help'"),
         (["list", "--stroe", "x"], "no such option '--stroe'; did you mean '--"),
         (["--stroe", "x"], "no such option '--stroe'; did you mean '--store'?"),
         (["create", "s", "n", "--jobs", "0"], "invalid value for '--jobs' / '-j': 0 is not in"),

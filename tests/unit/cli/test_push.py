@@ -82,6 +82,16 @@ def test_pushes_a_name_with_a_host_to_that_host(stored: LocalStore, server: Serv
     assert f"to {server.host}/team/dense:v1" in run("push", name).stdout
 
 
+def test_all_models_go_to_one_place(stored: LocalStore, tmp_path: Path) -> None:
+    put(stored, "team/one:v1", {"x": 1})
+    place = f"file://{tmp_path}/bucket"
+    names = [model["name"] for model in run_json("push", "--all", place)["models"]]
+    assert names == sorted(map(str, stored.references()))
+    found = run_json("list", place)["models"]
+    assert [model["name"] for model in found] == [f"{place}/{name}" for name in names]
+    assert "--all takes no NAME" in run("push", "--all", "dense", place, exit_code=2).stderr
+
+
 def test_a_name_without_a_host_is_a_usage_error(stored: LocalStore) -> None:
     result = run("push", "dense", exit_code=2)
     assert "give a REMOTE such as registry.example.com/library/dense" in result.stderr

@@ -75,6 +75,40 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
     assert "llama.cpp serves models from GGUF files" in result.stderr
 
 
+def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    content = gguf_file([], [("a", 0, [1 << 16], bytes(1 << 18))])
+    (tmp_path / "tiny.gguf").write_bytes(content)
+    run("create", tmp_path / "tiny.gguf", "tiny")
+    run("freeze", "tiny")
+    assert store.frozen()
+    # What is under test is which file the program gets.
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\ncat "$2"\n')
+    program.chmod(0o755)
+    variables = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+
+    first = run_process("run", "tiny", **variables)
+    thawed = not store.frozen()
+    run("freeze", "tiny")
+    again = run_process("run", "tiny", **variables)  # from the file that was written then
+
+    assert first.stdout == again.stdout == content
+    assert b"note: tiny:latest was frozen, and llama.cpp reads files: it is thawed" in first.stderr
+    assert b"frozen" not in again.stderr
+    assert thawed
+    assert store.frozen()
+    (file,) = (tmp_path / "cache").rglob("*.gguf")
+    file.unlink()
+    file.symlink_to("gone")
+    assert run_process("run", "tiny", **variables).stdout == content
+
+
 @pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "fastapi", "openai", "uvicorn"))),
     reason="transformers[serving] is not installed",

@@ -59,6 +59,30 @@ def test_verify_only_writes_nothing(store: LocalStore, path: Path) -> None:
     assert not store.root.exists()
 
 
+def test_lists_the_models_and_unpacks_none(store: LocalStore, path: Path) -> None:
+    no_suffix = path.rename(path.with_name("family"))
+    heading, *rows, total = run("unpack", "--list", no_suffix, "tun*").stdout.splitlines()
+    assert heading.split() == ["NAME", "ID", "SIZE", "STORED"]
+    assert [row.split()[0] for row in rows] == ["tuned:latest"]
+    assert total.startswith(f"{no_suffix}: 1 model, 8 blobs (3 as deltas) in ")
+    found = run_json("unpack", "--list", no_suffix)
+    run("unpack", no_suffix)
+    listed = {model["name"]: model["digest"] for model in run_json("list")["models"]}
+    assert {model["name"]: model["digest"] for model in found["models"]} == listed
+
+
+@pytest.mark.parametrize(
+    "options", [("--list", "absent"), ("--list", "--force"), ("--list", "--verify-only")]
+)
+def test_a_list_takes_names_of_the_archive_and_no_other_options(
+    store: LocalStore, path: Path, options: tuple[str, ...]
+) -> None:
+    is_name = not options[1].startswith("--")
+    result = run("unpack", path, *options, exit_code=3 if is_name else 2)
+    assert ("contradict each other" in result.stderr) != is_name
+    assert not store.root.exists()
+
+
 @pytest.mark.parametrize("options", [(), ("--verify-only",)])
 def test_exits_with_4_if_the_archive_is_damaged(
     store: LocalStore, path: Path, options: tuple[str, ...]

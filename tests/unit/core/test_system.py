@@ -138,3 +138,36 @@ def test_models_are_stored_frozen_and_exported_as_on_macos(
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
     assert {path.name: path.read_bytes() for path in (tmp_path / "store/blobs").iterdir()} == hot
     assert {item["place"] for item in benchmark["measurements"]} == {"page cache"}
+
+
+# Memory and GPUs
+
+
+def test_memory_is_what_the_system_has_left_up_to_the_limit_of_a_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\nBuffers: 1 kB\n")
+    (tmp_path / "limit").write_text("max\n")
+    monkeypatch.setattr(system, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(system, "_MEMORY_LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    assert system.available_memory() == 2048 << 10
+    (tmp_path / "limit").write_text("1000000\n")
+    assert system.available_memory() == 1_000_000
+
+
+@pytest.mark.parametrize("text", ["", "MemAvailable:", "MemAvailable: x kB"])
+def test_memory_of_a_system_that_does_not_say_what_is_left_is_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "meminfo").write_text(text)
+    monkeypatch.setattr(system, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(system, "_MEMORY_LIMITS", ())
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert system.available_memory() == size
+
+
+def test_a_gpu_needs_a_device_of_a_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(system, "_GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
+    assert not system.may_have_gpu()
+    (tmp_path / "kfd").touch()
+    assert system.may_have_gpu()

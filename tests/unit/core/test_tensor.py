@@ -1,23 +1,26 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
 from blobstore.core.tensor import DTYPES, DType, TensorSpec
-
-NAMES = """
-BOOL F4 F6_E2M3 F6_E3M2 U8 I8 F8_E5M2 F8_E4M3 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ
-I16 U16 F16 BF16 I32 U32 F32 C64 F64 I64 U64
-"""
-SIZES = [8, 4, 6, 6, *[8] * 7, *[16] * 4, *[32] * 3, *[64] * 4]
-BITS = dict(zip(NAMES.split(), SIZES, strict=True))
+from tests.support.dtypes import ROWS
 
 
-def test_the_table_has_the_types_of_the_format() -> None:
-    assert {name: dtype.bits for name, dtype in DTYPES.items()} == BITS
+def test_the_table_has_the_types_of_the_format_in_the_order_of_the_reference_library() -> None:
+    types = sorted(DType, key=lambda dtype: dtype.rank)
+    rows = {dtype.value: (dtype.bits, dtype.library_name or "-") for dtype in types}
+
+    assert list(rows.items()) == list(ROWS.items()), "tests/support/dtypes.py states this table too"
+    assert dict(zip(ROWS, types, strict=True)) == DTYPES
 
 
-def test_types_are_ranked_in_the_order_of_the_reference_library() -> None:
-    assert [dtype.value for dtype in sorted(DType, key=lambda dtype: dtype.rank)] == list(BITS)
+def test_a_copy_of_a_type_is_the_type() -> None:
+    assert all(
+        copy.deepcopy(dtype) is pickle.loads(pickle.dumps(dtype)) is dtype for dtype in DType
+    )
 
 
 @pytest.mark.parametrize(

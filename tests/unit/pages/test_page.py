@@ -126,6 +126,35 @@ def test_a_model_is_ok_without_a_further_word_once_it_is_verified(
     assert browser.run(states) == ["ok", "ok, partly verified"]  # both have the config
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dark", [False, True])
+def test_many_healthy_models_are_one_row_and_damaged_ones_a_row_each(
+    width: int, dark: bool, browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    names = [f"team/a-model-with-a-longer-name:v{number}" for number in range(22)]
+    for number, name in enumerate(names):
+        put(store, name, {"a": number})
+    for name in names[:2]:
+        Path(store.blob_path(store.resolve(name).layers[0].digest)).unlink()
+    browser.resize(width, 800, dark=dark)
+
+    opened(browser, store, tmp_path, "health")
+
+    rows = "[...document.querySelectorAll('.brief tbody tr')].map(row => row.cells[0].textContent)"
+    assert browser.run(rows) == [*names[:2], "20 models"]
+    inner = "(box => [box.scrollHeight - box.clientHeight, box.scrollWidth - box.clientWidth])"
+    assert browser.run(f"{inner}(document.querySelector('.brief'))") == [0, 0]
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    browser.run("document.querySelector('details').open = true")
+    browser.wait("document.querySelectorAll('details tbody tr').length === 22")
+    browser.run(
+        "(box => { box.value = 'v7'; box.dispatchEvent(new Event('input')); })"
+        "(document.querySelector('[type=search]'))"
+    )
+    browser.wait(f"String({rows}) === {names[7]!r}")
+    assert browser.complaints == []
+
+
 def test_why_gc_would_free_nothing_is_said(
     browser: Browser, store: LocalStore, tmp_path: Path
 ) -> None:

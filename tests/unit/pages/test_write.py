@@ -551,6 +551,30 @@ def test_a_printed_page_is_light_and_has_no_controls(
     assert browser.run("document.querySelector('canvas').getBoundingClientRect().width") > 500
 
 
+def test_a_phone_and_a_printed_page_lack_only_the_hints_about_keys(
+    browser: Browser, store: LocalStore, tmp_path: Path
+) -> None:
+    put(store, "alone", {"x": 1})
+    page = family(store, tmp_path)
+    shown = "[...document.querySelectorAll('.hint')].filter(one => one.offsetHeight).map(one => one.textContent)"
+    keys = "Arrow keys move"
+
+    opened(browser, page, tmp_path, "family")
+    notes = browser.run(shown)
+    opened(browser, page, tmp_path)
+    hints = browser.run(shown)
+    browser.resize(390, 844)
+    hidden = browser.run(shown)
+    opened(browser, page, tmp_path, "family")
+    browser.resize(390, 844)
+    on_phone = browser.run(shown)
+    browser.resize(1180, 900, media="print")
+
+    assert notes == on_phone == browser.run(shown) == ["1 model without relatives: not shown."]
+    assert hints[0].startswith(keys)
+    assert hidden == []
+
+
 def test_on_a_phone_a_family_is_a_list_that_fits(
     browser: Browser, store: LocalStore, tmp_path: Path
 ) -> None:

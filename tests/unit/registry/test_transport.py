@@ -21,6 +21,7 @@ from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry import transport
+from blobstore.registry.certificates import tls_context
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.retry import Patience
@@ -210,6 +211,55 @@ def test_a_refused_certificate_names_the_variable_that_counts(
         ),
     ):
         size(server.host, plain_http=False)
+
+
+@pytest.mark.parametrize("sends_page", [False, True])
+def test_plain_http_to_a_server_with_tls_says_so_at_once(
+    certificate: Path, *, sends_page: bool
+) -> None:
+    """Some such servers end the connection, and others say what is wrong without TLS."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    with RawServer(answer, context) as server:
+        if sends_page:
+            server.plain_answer = reply(400, b"Client sent an HTTP request to an HTTPS server.")
+        with (
+            RegistryClient(server.host, plain_http=True, credentials=NOBODY) as client,
+            pytest.raises(
+                RemoteError,
+                match=f"'http://{server.host}' speaks TLS, and was asked without it; the address may have to "
+                f"begin with https://{server.host}$",
+            ),
+        ):
+            client.blob_size("a", DIGEST)
+        assert server.connections == 2, "the request, and the question whether it is TLS"
+
+
+def test_tls_to_a_server_of_plain_http_says_so_at_once() -> None:
+    with RawServer(answer) as server:
+        server.plain_answer = reply(400)
+        with pytest.raises(RemoteError, match=f"begin with http://{server.host}$"):
+            size(server.host, plain_http=False)
+
+
+def test_a_server_that_breaks_off_is_asked_again() -> None:
+    answers = [b"", answer(Received("", "", {}, b""))]
+    with RawServer(lambda _: answers.pop(0)) as server:
+        server.plain_answer = reply(400)
+        patience = Patience(first=0.01)
+        with RegistryClient(server.host, credentials=NOBODY, patience=patience) as client:
+            assert client.blob_size("a", DIGEST) == 17
+
+
+def test_connections_share_what_they_trust_until_it_changes(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tls_context("a") is tls_context("b")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    first = tls_context("a")
+    assert first is tls_context("a")
+    certificate.write_bytes(certificate.read_bytes() * 2)
+    assert first is not tls_context("a")
 
 
 @pytest.mark.parametrize("variable", CERTIFICATES[:2])

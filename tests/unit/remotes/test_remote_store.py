@@ -28,6 +28,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.transfer.push import push_model
 from blobstore.remotes.addresses import Cache
 from blobstore.remotes.blob_cache import evict_models
+from blobstore.remotes.cold_layers import format_cold_layers, parse_cold_layers
 from blobstore.remotes.model_reader import pack_headers, unpack_headers
 from blobstore.remotes.remote_store import RemoteStore
 from blobstore.store.ingest import Ingest
@@ -182,6 +183,104 @@ def test_a_delta_is_read_only_if_its_base_is_here(
         assert model["w"].tobytes() == expected["w"].tobytes()
     layer = frozen.layers(local, "tuned")["w"]
     assert (str(layer.digest) in read.blobs()) is not has_base
+
+
+def test_a_delta_is_read_onto_a_base_that_was_frozen_here(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    """The chunks of that base, which is a sparse delta, lie elsewhere than those of the delta."""
+    local = LocalStore(tmp_path / "store")
+    for name, data in zip(("base", "one", "two"), frozen.mixed_steps(), strict=True):
+        add_blobs(local, name, {"x": data})
+        if name != "two":
+            add_blobs(other, name, {"x": data})
+    blobstore.freeze("one", store=other, base="base")
+    push_model("two", objects.address, store=local, cold=True, base="one")
+    plan = blobstore.open(f"{objects.address}/two", store=other, plan=True)
+    with (
+        blobstore.open("two", store=local) as expected,
+        blobstore.open(f"{objects.address}/two", store=other) as model,
+    ):
+        read.clear()  # of the header
+        for name in expected:
+            assert model[name].tobytes() == expected[name].tobytes()
+    assert read.size == plan.bytes_to_read < 0.03 * plan.size
+
+
+@pytest.mark.parametrize("cache", ["keep", "none"])
+def test_a_delta_is_read_after_its_base_if_both_are_read(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore, read: Read, cache: Cache
+) -> None:
+    local = LocalStore(tmp_path / "store")
+    twins = {name: frozen.layer(name, frozen.weights(1)) for name in "abc"}
+    add_blobs(local, "twins", twins)
+    push_model("twins", objects.address, store=local, cold=True)
+    plan = blobstore.open(f"{objects.address}/twins", store=other, plan=True)
+    with (
+        blobstore.open("twins", store=local) as expected,
+        blobstore.open(f"{objects.address}/twins", store=other, cache=cache) as model,
+    ):
+        read.clear()
+        assert {name: array.tobytes() for name, array in model.tensors().items()} == {
+            name: expected[name].tobytes() for name in expected
+        }
+    config = local.resolve("twins").config  # was read before
+    assert read.size == plan.bytes_to_read - config.size < 0.25 * plan.size
+
+
+def test_a_delta_is_not_read_without_its_base(
+    tmp_path: Path, objects: ObjectStore, other: LocalStore, read: Read
+) -> None:
+    """A part of one blob is less than the base and the delta."""
+    local = LocalStore(tmp_path / "store")
+    twins = {name: frozen.layer(name, frozen.weights(1, 1 << 20)) for name in "ab"}
+    add_blobs(local, "twins", twins)
+    push_model("twins", objects.address, store=local, cold=True)
+    for name in "ab":
+        with (
+            blobstore.open("twins", store=local) as expected,
+            blobstore.open(f"{objects.address}/twins", store=other, cache="none") as model,
+        ):
+            read.clear()
+            part = model.get_slice(name)[:1000]
+            assert part.tobytes() == expected.get_slice(name)[:1000].tobytes()
+        assert read.size == 2000
+
+
+@pytest.mark.parametrize("names", ["ab", "abcdefghijklmnopqrst"])
+@pytest.mark.parametrize("is_cycle", [True, False])
+def test_forged_bases_are_replaced_by_the_blobs(
+    tmp_path: Path,
+    objects: ObjectStore,
+    other: LocalStore,
+    monkeypatch: pytest.MonkeyPatch,
+    names: str,
+    is_cycle: bool,
+) -> None:
+    """Cycles, and chains that no store makes."""
+    local = LocalStore(tmp_path / "store")
+    frozen.put(local, "one", {name: number for number, name in enumerate(names)})
+    push_model("one", objects.address, store=local, cold=True)
+    layers = frozen.layers(local, "one")
+    really_read = ObjectSource.cold_index
+
+    def forged(self: ObjectSource) -> bytes:
+        known = parse_cold_layers(really_read(self) or b"")
+        found = []
+        for name, before in zip(names, names[-1] + names, strict=False):
+            layer = known[layers[name].digest]
+            is_first = name == names[0] and not is_cycle
+            found.append(layer._replace(base=None if is_first else layers[before].id))
+        return format_cold_layers(found)
+
+    monkeypatch.setattr(ObjectSource, "cold_index", forged)
+    with (
+        blobstore.open("one", store=local) as expected,
+        blobstore.open(f"{objects.address}/one", store=other) as model,
+    ):
+        assert {name: array.tobytes() for name, array in model.tensors().items()} == {
+            name: expected[name].tobytes() for name in expected
+        }
 
 
 def test_a_damaged_compressed_form_is_replaced_by_the_blob(

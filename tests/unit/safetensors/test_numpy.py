@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,12 +13,12 @@ from blobstore.safetensors.numpy import as_array
 from tests.support.dtypes import NAMES
 from tests.support.safetensors_file import SafetensorsFile
 
-KINDS = {dtype: np.dtype(name) for dtype, name in NAMES.items()}
-PACKED = [DType.F4, DType.F6_E2M3, DType.F6_E3M2]
-
-
-def test_every_type_is_here() -> None:
-    assert {*KINDS, *PACKED} == set(DType)
+KINDS = {
+    dtype: np.dtype(getattr(ml_dtypes, name, name))
+    for dtype, name in NAMES.items()
+    if hasattr(ml_dtypes, name) or hasattr(np, name)
+}
+LACKED = [dtype for dtype in DType if dtype not in KINDS]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
@@ -58,11 +59,13 @@ def test_a_scalar_has_no_dimensions() -> None:
     assert array == 7
 
 
-@pytest.mark.parametrize("dtype", PACKED, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("dtype", LACKED, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("shape", [(4,), (0,)])
-def test_refuses_packed_types(dtype: DType, shape: tuple[int, ...]) -> None:
-    with pytest.raises(UnsupportedDType, match=f"'a': numpy has no packed {dtype.value}; read its"):
-        as_array(memoryview(bytes(4)), 0, TensorSpec("a", dtype, shape))
+def test_refuses_types_that_numpy_lacks(dtype: DType, shape: tuple[int, ...]) -> None:
+    packed = "packed " if dtype.bits < 8 else ""
+    message = f"'a': numpy has no {packed}{dtype.value}; read its"
+    with pytest.raises(UnsupportedDType, match=message):
+        as_array(memoryview(bytes(32)), 0, TensorSpec("a", dtype, shape))
 
 
 @pytest.mark.parametrize("shape", [(1,) * 65, (0, 2**63, 2**63), (0, 2**40, 2**40)])

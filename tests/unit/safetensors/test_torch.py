@@ -13,11 +13,8 @@ from blobstore.errors import UnsupportedDType
 from blobstore.safetensors.torch import as_tensor
 from tests.support.dtypes import NAMES
 
-KINDS = {dtype: getattr(torch, name) for dtype, name in NAMES.items()}
-
-
-def test_every_type_is_here() -> None:
-    assert {*KINDS, DType.F4, DType.F6_E2M3, DType.F6_E3M2} == set(DType)
+KINDS = {dtype: getattr(torch, name) for dtype, name in NAMES.items() if hasattr(torch, name)}
+LACKED = [dtype for dtype in DType if dtype not in KINDS and dtype is not DType.F4]
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
@@ -72,13 +69,13 @@ def test_gives_four_bit_floats_in_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
-    [(DType.F4, (2, 3)), (DType.F4, ()), (DType.F6_E2M3, (4,)), (DType.F6_E3M2, (4,))],
+    [(DType.F4, (2, 3)), (DType.F4, ()), *((dtype, (4,)) for dtype in LACKED)],
 )
 def test_refuses_what_torch_has_no_type_for(dtype: DType, shape: tuple[int, ...]) -> None:
     with pytest.raises(
         UnsupportedDType, match=f"'a': torch has no type for {dtype.value} of shape"
     ):
-        as_tensor(memoryview(bytearray(8)), 0, TensorSpec("a", dtype, shape))
+        as_tensor(memoryview(bytearray(32)), 0, TensorSpec("a", dtype, shape))
 
 
 @pytest.mark.parametrize("shape", [(0, 2**63, 2**63), (0, 2**40, 2**40)])

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import cache_limit
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
-from blobstore.serve.upstream import Refusal
+from blobstore.serve.refusal import Refusal
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
@@ -38,7 +40,7 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         weights = np.full(COUNT, number, np.float32)
         source: Any = open_source(write_folder(tmp_path / name, {"weight": weights}))
         source.repository, source.commit = f"org/{name}", str(number) * 40
-        library.pulled.keep(Origin(source.repository, source.commit))
+        library.pulled.keep(Origin(source.repository, source.commit, is_public=True))
         with contextlib.closing(source):
             reference = Reference.parse(source.repository)
             import_source(source, reference, store, ImportOptions(), started=0.0)
@@ -104,3 +106,37 @@ def test_a_model_that_cannot_get_space_is_refused_before_it_arrives(
         limit.reserve("new", MOST)
     assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert names(store) == ["a", "b"]
+
+
+# Records
+
+
+@pytest.mark.parametrize("part", ["manifest", "source"])
+def test_a_model_that_cannot_be_read_keeps_its_record(
+    limit: CacheLimit, store: LocalStore, part: str
+) -> None:
+    manifest = store.resolve("org/a")
+    path = store.manifest_path("org/a")
+    if part == "source":
+        (layer,) = (one for one in manifest.layers if one.media_type == SOURCE)
+        path = Path(store.blob_path(layer.digest))
+    whole = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(b"damaged")
+    limit.forget_removed()
+    path.write_bytes(whole)
+    assert limit._pulled.origin(manifest) is not None
+
+
+def test_a_copy_of_a_restricted_model_keeps_the_record(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    for name in "ab":
+        copy_model(f"org/{name}", f"copy/{name}", store=store)
+        remove_models([f"org/{name}"], store=store)
+    limit._pulled.note_public("org/a", is_public=False)
+    limit.forget_removed()
+    assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
+    remove_models(["copy/a"], store=store)
+    limit.forget_removed()
+    assert limit._pulled.all() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,35 @@ def test_models_of_the_stores_own_have_no_origin(store: LocalStore, tmp_path: Pa
     assert pulled.origin(store.resolve("org/model")) is None
     pulled.keep(ORIGIN)
     assert pulled.origin(store.resolve("org/model")) is None
+
+
+def test_records_of_another_process_are_noticed(store: LocalStore) -> None:
+    writer, reader = PulledModels(store), PulledModels(store)
+    for number in range(20):  # more than one within a tick of the file system's clock
+        origin = replace(ORIGIN, commit=f"{number:040x}")
+        writer.keep(origin)
+        assert reader.get((origin.repository, origin.commit)) == origin
+    writer.note_public(ORIGIN.repository, is_public=False)
+    assert reader.restricted() == {ORIGIN.repository}
+    for origin in writer.all():
+        writer.forget(origin)
+    assert reader.all() == []
+
+
+def test_a_record_that_is_damaged_later_is_an_error_too(store: LocalStore) -> None:
+    reader = PulledModels(store)
+    PulledModels(store).keep(ORIGIN)
+    (path,) = store.folder("pulled").iterdir()
+    path.write_bytes(b"{}")
+    with pytest.raises(StoreError, match="cannot be read"):
+        reader.all()
+
+
+def test_the_process_that_writes_the_records_does_not_read_them_again(store: LocalStore) -> None:
+    writer = PulledModels(store)
+    PulledModels(store).keep(ORIGIN)
+    writer.own()
+    assert writer.all() == [ORIGIN]
+    (path,) = store.folder("pulled").iterdir()
+    path.write_bytes(b"{}")
+    assert writer.all() == [ORIGIN]

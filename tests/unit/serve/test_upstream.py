@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blobstore.errors import UsageError
-from blobstore.serve.upstream import Refusal, Revision, Upstream
+from blobstore.serve.upstream import Revision, Upstream
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,3 @@ def test_other_addresses_are_refused(url: str) -> None:
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
     assert Revision("a" * 40, names).probe == probe
-
-
-def test_only_codes_of_the_hub_are_repeated() -> None:
-    assert Refusal(403, "GatedRepo").code == "GatedRepo"
-    assert Refusal(403, "\r\nEvil: x").code == ""

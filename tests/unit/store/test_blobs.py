@@ -120,7 +120,8 @@ def test_reads_of_small_blobs_check_the_digest(store: LocalStore, path: Path) ->
     assert store.read_blob(DIGEST, SIZE) == DATA
     path.write_bytes(b"\0" * SIZE)
     with pytest.raises(
-        BlobDamaged, match=f"its bytes have digest {Digest.of(bytes(SIZE))}, expected {DIGEST}"
+        BlobDamaged,
+        match=f"{DIGEST.hex}' is damaged: its bytes have digest {Digest.of(bytes(SIZE))}",
     ):
         store.read_blob(DIGEST, SIZE)
 

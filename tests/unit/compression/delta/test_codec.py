@@ -392,7 +392,7 @@ def test_rejects_differences_that_the_elements_cannot_have(
 
 @pytest.mark.parametrize("vector", json.loads(_VECTORS.read_text()), ids=lambda item: item["name"])
 def test_decodes_what_is_on_record(vector: dict[str, Any]) -> None:
-    dtype = DType(vector["dtype"])
+    dtype = DType[vector["dtype"]]
     base = as_elements(bytes.fromhex(vector["base"]) * vector["repeat"], dtype)
     out = np.empty_like(base)
     decode_chunk(memoryview(bytes.fromhex(vector["stored"])), base, dtype, out)

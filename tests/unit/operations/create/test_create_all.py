@@ -112,7 +112,7 @@ def test_names_the_models_of_a_cache_after_their_repositories(
 def test_models_whose_names_cannot_be_used_fail(store: LocalStore, tmp_path: Path) -> None:
     for name in ("Twin", "twin", "a b"):
         write_folder(tmp_path / "m" / name, dense_tensors())
-    errors = {it.source.name: it.error for it in create_all(tmp_path / "m", store=store)}
+    errors = {Path(it.source).name: it.error for it in create_all(tmp_path / "m", store=store)}
     assert errors["Twin"] is None
     assert isinstance(errors["twin"], NameTaken)
     assert isinstance(errors["a b"], InvalidReference)

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 import blobstore
-from blobstore.errors import InvalidReference, ModelNotFound, SourceNotFound, UnsupportedSource
+from blobstore.errors import (
+    InvalidReference,
+    ModelNotFound,
+    SourceNotFound,
+    UnsupportedSource,
+    UsageError,
+)
 from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
+from blobstore.operations.create.create_all import create_all
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, write_folder
@@ -58,6 +65,26 @@ def test_the_folder_of_the_user_is_the_default(
     monkeypatch.setenv("HOME", str(tmp_path))
     add_gguf_model(LocalStore(tmp_path / ".ollama" / "models"), "m")
     assert create("ollama://m", "m", store=store, dry_run=True).blobs
+
+
+def test_all_models_of_the_folder_get_the_names_that_they_have_there(
+    ollama: LocalStore, store: LocalStore, tmp_path: Path
+) -> None:
+    for name in ("vision:8b", "hf.co/org/tiny:Q4"):
+        add_gguf_model(ollama, name)
+    create(write_folder(tmp_path / "dense", dense_tensors()), "dense", store=ollama)
+
+    planned = create_all("ollama://", store=store, dry_run=True)
+    made = create_all("ollama://", store=store)
+
+    assert [(model.name, model.source) for model in made] == [
+        (name, f"ollama://{name}") for name in ("dense:latest", "hf.co/org/tiny:Q4", "vision:8b")
+    ]
+    assert [model.source for model in planned] == [model.source for model in made]
+    assert "has 0 GGUF files" in str(made[0].error)
+    assert sorted(map(str, store.references())) == ["hf.co/org/tiny:Q4", "vision:8b"]
+    with pytest.raises(UsageError, match="ollama://vision"):
+        create_all("ollama://vision:8b", store=store)
 
 
 def test_other_models_are_refused(ollama: LocalStore, store: LocalStore, tmp_path: Path) -> None:

@@ -180,6 +180,18 @@ def test_the_last_versions_keep_tags_of_their_own(tmp_path: Path, replica: Local
     assert digest_of(replica, f"policy:latest-{got[-2].digest.short}") == got[-2].digest
 
 
+def test_a_version_of_a_registry_keeps_a_tag_with_the_id_of_the_model(
+    tmp_path: Path, registry: Server, replica: LocalStore
+) -> None:
+    place = f"oci://{registry.host}/tests/kept"
+    Trainer(tmp_path, place)
+
+    (got,) = blobstore.follow("policy", place, store=replica, keep_last=1, once=True)
+
+    assert got.version != str(got.digest)
+    assert str(got.kept) == f"policy:latest-{got.digest.short}"
+
+
 def test_errors_are_reported_and_the_place_is_asked_again(
     tmp_path: Path, replica: LocalStore
 ) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -209,6 +210,39 @@ def test_a_new_step_gets_the_nearest_step_as_its_base(
         add_blobs(store, f"run:step-{number}", {"x": layer("x", run[number])})
     newest = Reference.parse("run:step-10")
     assert finder(store).find_bases([newest])[newest].tag == f"step-{base}"
+
+
+@pytest.mark.parametrize("name", ["run:step-{0}-{1}", "run:step-{0}-seed-{1}", "run-{1}:step-{0}"])
+@pytest.mark.parametrize("run", [0, 1])
+def test_a_step_of_several_runs_gets_the_nearest_step_of_its_own(
+    tmp_path: Path, name: str, run: int
+) -> None:
+    """In whatever order they came; the names of the runs lie next to each other."""
+    store = LocalStore(tmp_path / "runs")
+    names = [0, 1] if "seed" in name else ["a", "b"]
+    models = {
+        name.format(number, names[seed]): data
+        for seed in range(2)
+        for number, data in enumerate(steps(5 + seed, 1, 10))
+    }
+    for one in random.Random(run).sample(sorted(models), len(models)):
+        add_blobs(store, one, {"x": layer("x", models[one])})
+    for number, base in ((0, {1}), (6, {5, 7}), (9, {8})):
+        newest = Reference.parse(name.format(number, names[run]))
+        nearest = {Reference.parse(name.format(other, names[run])) for other in base}
+        assert finder(store).find_bases([newest])[newest] in nearest
+
+
+def test_a_step_gets_the_one_before_it_if_names_say_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "run")
+    names = [Digest.of(bytes([number])).hex[:7] for number in range(30)]
+    for age, (name, data) in enumerate(zip(names, steps(5, 1, 30), strict=True)):
+        add_blobs(store, f"run:{name}", {"x": layer("x", data)})
+        os.utime(store.manifest_path(f"run:{name}"), (1e9 + age, 1e9 + age))
+    for number in (9, 20, 29):
+        newest = Reference.parse(f"run:{names[number]}")
+        base = finder(store).find_bases([newest])[newest]
+        assert abs(names.index(base.tag) - number) == 1
 
 
 def test_each_step_of_a_chain_has_its_neighbour_as_its_base(tmp_path: Path) -> None:

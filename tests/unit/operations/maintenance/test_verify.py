@@ -194,6 +194,7 @@ def test_says_what_a_changed_byte_broke_in_the_header(store: LocalStore) -> None
     assert (fault.layer, fault.tensor) == (EXPERTS, "")
     assert "have digest" in fault.message
     assert f"tensor '{EXPERTS}.0.down_proj.weight': unknown dtype 'F33'" in fault.message
+    assert fault.message.count(fault.blob.removeprefix("sha256:")) == 1
 
 
 def test_names_the_layer_of_a_missing_blob(store: LocalStore) -> None:

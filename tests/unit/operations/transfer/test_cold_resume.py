@@ -20,9 +20,10 @@ from blobstore.store.local import LocalStore
 from tests.faults.pushes import Proxy
 from tests.support.cold import cold
 from tests.support.cold_registry import ColdCase
-from tests.support.frozen import layer, put, tuned
+from tests.support.frozen import layer, mixed_steps, put, tuned
 from tests.support.models import add_blobs
 from tests.support.registry import Server
+from tests.support.serve_process import serving
 from tests.support.stub_registry import StubRegistry
 
 COUNT = 400_000
@@ -132,6 +133,36 @@ def killed_when(process: subprocess.Popen[bytes], is_time: Callable[[], bool]) -
     output, _ = process.communicate(timeout=LIMIT)
     assert process.returncode in (0, -signal.SIGKILL), output
     return process.returncode != 0
+
+
+@pytest.mark.parametrize("scheme", ["oci", "http"])
+def test_opening_a_step_costs_its_delta_on_the_wire(
+    tmp_path: Path, origin: LocalStore, target: LocalStore, remote: str, scheme: str
+) -> None:
+    """Also if the base was frozen here, so that its chunks lie elsewhere than those of the delta."""
+    for name, data in zip(("first", "one", "two"), mixed_steps(), strict=True):
+        add_blobs(origin, name, {"x": data})
+        if name != "two":
+            add_blobs(target, name, {"x": data})
+    blobstore.freeze("one", base="first", store=target)
+    with contextlib.ExitStack() as running:
+        host, _, path = remote.partition("/")
+        if scheme == "oci":
+            blobstore.push("two", remote, store=origin, cold=True, base="one")
+        else:
+            blobstore.freeze("two", base="one", store=origin)
+            host, path = running.enter_context(serving(origin, tmp_path)).host, "two"
+        meter = running.enter_context(Meter(host))
+        address = f"{scheme}://{meter.host}/{path}"
+        with blobstore.open(address, store=target, cache="none", framework="numpy") as model:
+            before = meter.returned
+            found = {name: array.tobytes() for name, array in model.tensors().items()}
+            fetched = meter.returned - before
+    with blobstore.open("two", store=origin, framework="numpy") as expected:
+        assert found == {name: array.tobytes() for name, array in expected.tensors().items()}
+    (layer,) = origin.resolve("two").layers
+    blobstore.freeze("two", base="one", store=origin)
+    assert fetched < Path(origin.cold_path(layer.digest)).stat().st_size + 1000 < 0.02 * layer.size
 
 
 def test_a_killed_push_sends_only_the_rest(

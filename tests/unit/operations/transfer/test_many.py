@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobMissing, ModelNotFound, NotFound, UsageError
-from blobstore.operations.transfer.many import find_remote_models, pull_models, push_models
+from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
+from blobstore.operations.transfer.many import (
+    Transferred,
+    find_remote_models,
+    pull_models,
+    push_models,
+)
+from blobstore.operations.transfer.push import Pushed
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.damage import blob_path
+from tests.support.models import add_blobs
 from tests.support.registry import Server
 
 
@@ -92,6 +100,82 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
         for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
     ]
     assert [str(model.result.reference) for model in pulled if model.result] == names
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+def test_a_dry_run_counts_what_models_share_once(
+    is_registry: bool, local: LocalStore, remote: str, bucket: str
+) -> None:
+    place, names = remote if is_registry else bucket, list(local.references())
+
+    planned = push_models(names, place, store=local, dry_run=True)
+    pushed = push_models(names, place, store=local)
+
+    def sent(models: list[Transferred[Pushed]]) -> list[int]:
+        return [model.result.bytes_sent for model in models if model.result]
+
+    assert sent(planned) == sent(pushed)
+    assert len(sent(pushed)) == 3
+    assert sent(pushed)[1] < sent(pushed)[0]
+
+
+def test_a_missing_library_is_reported_once_and_not_for_each_model(
+    local: LocalStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingLibrary, match="obstore is not installed"):
+        push_models(list(local.references()), bucket, store=local)
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+@pytest.mark.parametrize("order", [("base", "tune", "run"), ("run", "tune", "base")])
+def test_bases_come_before_what_is_compressed_against_them(
+    is_registry: bool, order: tuple[str, ...], remote: str, bucket: str, tmp_path: Path
+) -> None:
+    origin, other = LocalStore(tmp_path / "origin"), LocalStore(tmp_path / "other")
+    frozen.put(origin, "base", {"a": 1})
+    add_blobs(origin, "tune", {"a": frozen.layer("a", frozen.tuned(5, 1))})
+    add_blobs(origin, "run", {"a": frozen.layer("a", frozen.tuned(6, 1))})
+    place = remote if is_registry else bucket
+    push_models(["base"], place, store=origin)
+    push_models(["run", "tune"], place, store=origin, cold=True, base="base")
+    found = find_remote_models(f"{place}/{name}:latest" for name in order)
+
+    planned = pull_models(found, store=other, dry_run=True)
+    pulled = pull_models(found, store=other)
+
+    assert pulled[0].name == f"{place}/base:latest"
+    for models in (planned, pulled):
+        assert [model.result.notices for model in models if model.result] == [()] * 3
+        assert [bool(model.result.bytes_saved) for model in models if model.result] == [
+            False, True, True
+        ]  # fmt: skip
+    assert [model.result and model.result.bytes_fetched for model in planned] == [
+        model.result and model.result.bytes_fetched for model in pulled
+    ]
+
+
+def test_of_models_with_bases_of_each_other_only_one_is_fetched_whole(
+    bucket: str, tmp_path: Path
+) -> None:
+    origin = LocalStore(tmp_path / "origin")
+    for number in range(4):
+        add_blobs(origin, f"m{number}", {"a": frozen.layer("a", frozen.tuned(number + 5, 1))})
+    for number, base in enumerate(("m1", "m2", "m1", "m0")):
+        push_models([f"m{number}"], bucket, store=origin, cold=True, base=base)
+    found = find_remote_models([bucket], all_models=True)
+
+    pulled = pull_models(found, store=tmp_path / "other")
+
+    assert [model.name for model in pulled] == [
+        f"{bucket}/m{number}:latest" for number in (2, 1, 0, 3)
+    ]
+    results = [model.result for model in pulled if model.result]
+    assert [bool(result.bytes_saved) for result in results] == [False, True, True, True]
+    assert [result.notices for result in results] == [()] * 4
+    (alone,) = pull_models(found[3:], store=tmp_path / "third")
+    assert alone.result
+    assert "pull the base model first" in alone.result.notices[0]
 
 
 def test_repositories_below_an_address_are_listed_and_pulled_however_deep(

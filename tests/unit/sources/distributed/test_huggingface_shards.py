@@ -102,7 +102,7 @@ def test_pairs_of_f4_are_joined(tmp_path: Path, dimension: int) -> None:
 def test_other_types_of_less_than_a_byte_are_refused(
     tmp_path: Path, dtype: str, shape: tuple[int, ...]
 ) -> None:
-    size = math.prod(shape) * DType(dtype).bits // 8
+    size = math.prod(shape) * DType[dtype].bits // 8
     header = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0] * len(shape)}})

@@ -341,7 +341,7 @@ def test_swaps_bytes(kind: str, size: int, data: str, turned: str) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 def test_puts_elements_of_every_type_in_order(name: str) -> None:
     values = of_type(DTYPES[name], 4, 5)
-    found = gathered(strided((5, 4), (1, 5), DType(name)), bytearray(raw(values)))
+    found = gathered(strided((5, 4), (1, 5), DType[name]), bytearray(raw(values)))
     size = values.itemsize
     columns = values.view(torch.uint8).reshape(4, 5, size).transpose(0, 1)
     assert bytes(found) == columns.contiguous().numpy().tobytes()
@@ -414,7 +414,7 @@ def some_values() -> list[Any]:
 @pytest.mark.parametrize("values", some_values(), ids=lambda values: str(values.dtype))
 def test_negates_as_torch_does(values: Any) -> None:
     tensor = torch.from_numpy(values)
-    dtype = DType(TYPES[tensor.dtype])
+    dtype = DType[TYPES[tensor.dtype]]
     found = gathered(strided(values.shape, (1,), dtype, neg=True), bytearray(values.tobytes()))
     assert bytes(found) == raw(torch._neg_view(tensor))
 
@@ -422,5 +422,5 @@ def test_negates_as_torch_does(values: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
 def test_negates_types_that_numpy_lacks_or_negates_differently(dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, 1.0, 2.5, 96.0]).to(dtype)
-    tensor = strided((4,), (1,), DType(TYPES[dtype]), neg=True)
+    tensor = strided((4,), (1,), DType[TYPES[dtype]], neg=True)
     assert bytes(gathered(tensor, bytearray(raw(values)))) == raw(-values)

@@ -182,9 +182,9 @@ def test_an_object_that_holds_itself_ends(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.notices == ["left out: 1 value that is neither a tensor nor simple, in 'args'"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("leaf", [b"K\1", text("x" * 1000), b"}", b"C\0", tensor()])
-def test_objects_that_share_their_parts_end(leaf: bytes) -> None:
+def test_objects_that_share_their_parts_end(leaf: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_MAX_SIZE", 1 << 16)
     value = leaf
     for slot in range(60):
         get = b"h" + bytes([slot])
@@ -193,7 +193,7 @@ def test_objects_that_share_their_parts_end(leaf: bytes) -> None:
     found = of_pickle(mapping(args=args, n=number(1)))
     assert found.kept is None
     assert found.notices == [
-        "left out: the values in 'args', 'n', over the limit of 8388608 characters"
+        "left out: the values in 'args', 'n', over the limit of 65536 characters"
     ]
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME
 from blobstore.errors import CheckpointRefused
-from blobstore.sources.unpickler.globals import DTYPES, STORAGES, look_up, make_mapping, put
+from blobstore.sources.unpickler.globals import STORAGES, look_up, make_mapping, put
 from blobstore.sources.unpickler.values import Global, Items, Key, Number, Record, Use
 from tests.support.pickle_values import canonical
 
@@ -74,8 +75,10 @@ def test_calls_functions_and_classes_only() -> None:
 
 def test_names_element_types_as_torch_does() -> None:
     bits = {"BOOL": 8, "BF16": 16, "F4": 8}  # F4 elements are pairs in torch
-    for name, code in DTYPES.items():
-        dtype = getattr(torch, name)
+    for name, found in DTYPES_BY_LIBRARY_NAME.items():
+        if not hasattr(torch, name):
+            continue
+        dtype, code = getattr(torch, name), found.value
         digits = "".join(char for char in code.partition("_")[0] if char.isdigit())
         assert dtype.itemsize * 8 == bits.get(code, int(digits or 0))
         assert dtype.is_complex == code.startswith("C")
@@ -87,7 +90,7 @@ def test_names_storages_as_torch_does() -> None:
     for name, code in STORAGES.items():
         if name != "UntypedStorage":
             dtype = str(getattr(torch, name).dtype).removeprefix("torch.")
-            assert DTYPES[dtype] == code
+            assert DTYPES_BY_LIBRARY_NAME[dtype].value == code
     assert STORAGES["UntypedStorage"] == "U8"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, UnsupportedSource, UsageError
-from blobstore.operations.bench import measure_reading
+from blobstore.operations.bench.bench import measure_reading
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.transfer.push import push_model

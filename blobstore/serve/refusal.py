@@ -1,0 +1,100 @@
+"""Requests that are refused, in the words of the client's protocol, and the one rule about models that are not for a client.
+
+A model that is absent, one that a client may not read, and one that is not served get the same response, to the
+byte. Otherwise strangers would learn which restricted models there are. If somebody says who may read what, the
+response is that of the Hub for private models, 401, which also lets clients of registries send their login; other
+servers answer 404, because no token would help.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from blobstore.serve.messages import json_response
+
+if TYPE_CHECKING:
+    from blobstore.serve.messages import Request, Response
+
+REFUSALS: Final = (401, 403, 404, 410, 451)
+"""What an upstream answers if there is no such thing, or not for this client."""
+API_VERSION: Final = {"Docker-Distribution-API-Version": "registry/2.0"}
+_MESSAGES: Final = {
+    "RepoNotFound": "there is no such model",
+    "RevisionNotFound": "the model has no such revision",
+    "EntryNotFound": "the model has no such file",
+    "GatedRepo": "access to this model is restricted; its owner has to accept yours",
+    "DisabledRepo": "access to this model is disabled",
+}
+"""What the Hub's error codes mean."""
+_HIDDEN: Final = "there is no such model, or it needs a token that may read it: if it is gated, of a user whom its owner has accepted"
+_REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "MANIFEST_UNKNOWN"}
+
+
+class Refusal(Exception):
+    """There is no such thing, or not for this client."""
+
+    def __init__(self, status: int, code: str = "", message: str = "", commit: str = "") -> None:
+        """``code`` is one of the Hub, and ``commit`` the version that lacks a file."""
+        self.status = status
+        self.code = code if code in _MESSAGES else ""
+        self.message = message or _MESSAGES.get(code, "the upstream refuses access to this model")
+        self.commit = commit
+        super().__init__(self.message)
+
+    def again(self) -> Refusal:
+        """Return the same without the traceback, which holds what the request had open."""
+        return Refusal(self.status, self.code, self.message, self.commit)
+
+    @property
+    def is_of_repository(self) -> bool:
+        """Whether all of a repository is absent or refused, and not only a revision or a file."""
+        return self.status in REFUSALS and self.code not in {"RevisionNotFound", "EntryNotFound"}
+
+
+def no_model() -> Refusal:
+    """Return the refusal of a repository that the store lacks, or does not serve."""
+    return Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound")
+
+
+def refusal_response(
+    request: Request, refusal: Refusal, *, is_registry: bool, reads_tokens: bool
+) -> Response:
+    """Return the response to a request that was refused.
+
+    With ``reads_tokens``, a token decides which models there are for a client.
+    """
+    if refusal.is_of_repository:
+        if reads_tokens:
+            return unauthorized(request, _HIDDEN, is_registry=is_registry, code="RepoNotFound")
+        refusal = no_model()
+    if is_registry:
+        code = _REGISTRY_CODES.get(refusal.status, "UNKNOWN")
+        if refusal.is_of_repository:
+            code = "NAME_UNKNOWN"
+        return error_response(request, refusal.status, code, refusal.message)
+    headers = {"X-Error-Message": refusal.message}
+    if refusal.code:
+        headers["X-Error-Code"] = refusal.code
+    if refusal.commit:
+        headers["X-Repo-Commit"] = refusal.commit
+    return json_response(request, {"error": refusal.message}, refusal.status, headers)
+
+
+def unauthorized(request: Request, message: str, *, is_registry: bool, code: str = "") -> Response:
+    """Return the response to a request that may need a token; ``code`` is one of the Hub."""
+    # Registry clients send a password only if they are asked for one.
+    headers = {"WWW-Authenticate": f'{"Basic" if is_registry else "Bearer"} realm="blobstore"'}
+    if is_registry:
+        return error_response(request, 401, "UNAUTHORIZED", message, headers)
+    if code:
+        headers |= {"X-Error-Code": code, "X-Error-Message": message}
+    return json_response(request, {"error": message}, 401, headers)
+
+
+def error_response(
+    request: Request, status: int, code: str, message: str, headers: dict[str, str] | None = None
+) -> Response:
+    """Return an error in the form of registries."""
+    value = {"errors": [{"code": code, "message": message, "detail": None}]}
+    return json_response(request, value, status, API_VERSION | (headers or {}))

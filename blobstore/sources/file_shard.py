@@ -1,0 +1,138 @@
+"""One open weight file in which each tensor lies as a blob has it; a format says where."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from blobstore.core.escape import quote
+from blobstore.core.files import FileVersion, open_regular, read_exactly
+from blobstore.errors import BlobstoreError, DamagedSource, SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from blobstore.core.tensor import FileLayout, TensorSpec
+    from blobstore.manifests.source_record import Format, Gap
+
+
+class FileShard(ABC):
+    """An open file. The descriptor stays open, so that a rename cannot change the content.
+
+    A format is a subclass with the three attributes and two methods below.
+    """
+
+    ending: ClassVar[str]
+    """The end of the names of the files."""
+    format: ClassVar[Format]
+    """What the source layer calls it."""
+    invalid: ClassVar[type[Exception]]
+    """What :meth:`parse` and :meth:`layout_of` raise if a file breaks the format."""
+    notices: Sequence[str] = ()
+    gaps: tuple[Gap, ...] = ()
+    """Bytes that are neither in the header nor in tensors; short zeros between tensors are left out."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file and check its header and size.
+
+        Raises:
+            DamagedSource: the file is malformed, missing, or ends too early.
+            SourceError: it cannot be read.
+            UnsupportedSource: it has more than can be kept.
+        """
+        self.path = path
+        try:
+            self._descriptor, size = open_regular(path)
+        except FileNotFoundError:
+            raise DamagedSource(f"weight file {quote(path)} is missing") from None
+        except OSError as error:
+            raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
+        except BlobstoreError as error:
+            raise SourceError(str(error)) from None
+        try:
+            self._layout = self.parse(size)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, self.invalid):
+                raise DamagedSource(f"{quote(path)}: {error}") from None
+            if isinstance(error, OSError):
+                raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
+            raise
+
+    @abstractmethod
+    def parse(self, size: int) -> FileLayout:
+        """Read the header of a file of ``size`` bytes with :meth:`read_range`, and check it against the size.
+
+        Raises:
+            Exception: ``invalid``, if the file breaks the format.
+            OSError: it cannot be read.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def layout_of(start: bytes, size: int) -> FileLayout:
+        """Return the layout of a file of ``size`` bytes from its first bytes, which are not trusted.
+
+        Exports write the file again with it.
+
+        Raises:
+            Exception: ``invalid``, if the file breaks the format.
+        """
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return bytes of the file, fewer if it ends before. Raises OSError."""
+        return read_exactly(self._descriptor, end - begin, begin)
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """See :class:`Shard`."""
+        return {name: spec for name, (spec, _, _) in self._layout.tensors.items()}
+
+    def block_types(self) -> Iterable[tuple[str, str]]:
+        """Return the names of tensors that are blocks of llama.cpp, and of their types."""
+        return ()
+
+    def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
+        """See :class:`Shard`."""
+        _, offset, end = self._layout.tensors[name]
+        while left := end - offset:
+            try:
+                count = os.preadv(self._descriptor, [buffer[:left]], offset)
+            except OSError as error:
+                raise DamagedSource(
+                    f"cannot read {quote(self.path)} at byte {offset}, in tensor {quote(name)}: "
+                    f"{error.strerror}"
+                ) from error
+            if not count:
+                raise DamagedSource(
+                    f"{quote(self.path)} ended at byte {offset}, in tensor {quote(name)} with {left} "
+                    "bytes missing: the file was truncated while it was read"
+                )
+            yield buffer[:count]
+            offset += count
+
+    def version(self) -> FileVersion:
+        """See :class:`Shard`."""
+        return FileVersion.of_status(os.fstat(self._descriptor))
+
+    def header(self) -> bytes:
+        """Return the bytes before the data, padding included. Raises DamagedSource."""
+        size = self._layout.data_start
+        try:
+            data = self.read_range(0, size)
+        except OSError as error:
+            raise DamagedSource(
+                f"cannot read the header of {quote(self.path)}: {error.strerror}"
+            ) from error
+        if len(data) != size:
+            raise DamagedSource(
+                f"{quote(self.path)} ended at byte {len(data)}, in its header of {size} bytes: the file "
+                "was truncated while it was read"
+            )
+        return data
+
+    def close(self) -> None:
+        """See :class:`Shard`."""
+        os.close(self._descriptor)

@@ -1,0 +1,366 @@
+"""Strangers who want to know which restricted models a server has: every route, with and without an upstream."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.maintenance.names import copy_model
+from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer
+from tests.support.models import write_folder
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+RIGHT = "Bearer hf_right"
+GATED, LISTED, PRIVATE = "org/gated", "org/files", "org/Priv8"
+UNPUBLISHED, ABSENT = "org/close", "org/never"
+HIDDEN = (GATED, LISTED, PRIVATE, UNPUBLISHED)
+ALLOWED = [option for name in (GATED, LISTED, PRIVATE, ABSENT) for option in ("--allow", name)]
+FILE = "/{}/resolve/main/model.safetensors"
+
+
+class Known(NamedTuple):
+    """What a stranger may know of a model from elsewhere."""
+
+    commit: str
+    digest: str
+    etag: str
+
+
+HUB_ROUTES = (
+    FILE,
+    FILE + "?download=true",
+    "/{}/resolve/main/",
+    "/{}/resolve/main/none.json",
+    "/{}/resolve/main/..%2Fconfig.json",
+    "/{}/resolve/COMMIT/model.safetensors",
+    "/{}/resolve/none/model.safetensors",
+    "/{}/resolve/no%20tag/model.safetensors",
+    "/{}/resolve/..%2F../model.safetensors",
+    "/{}/resolve/refs%2Fheads%2Fmain/model.safetensors",
+    "/{}/resolve/refs%2Fpr%2F1/model.safetensors",
+    "/{}/resolve/" + "0" * 40 + "/model.safetensors",
+    "/{}/resolve",
+    "/registry.ollama.ai/{}/resolve/main/model.safetensors",
+    "/registry.ollama.ai.{}/resolve/main/model.safetensors",
+    "/{lower}/resolve/main/model.safetensors",
+    "/{upper}/resolve/main/model.safetensors",
+    "/{quoted}/resolve/main/model.safetensors",
+    "/{encoded}/resolve/main/model.safetensors",
+    "/{parts}/resolve/main/model.safetensors",
+    "//{}/resolve/main/model.safetensors",
+    "/./{}/resolve/main/model.safetensors",
+    "/x/../{}/resolve/main/model.safetensors",
+    "/{}/../{}/resolve/main/model.safetensors",
+    "/{}/raw/main/config.json",
+    "/{}/tree/main",
+    "/{}",
+    "/api/models/{}",
+    "/api/models/{}?blobs=true",
+    "/api/models/{}/",
+    "/api/models/{}/refs",
+    "/api/models/{}/refs/x",
+    "/api/models/{}/revision/main",
+    "/api/models/{}/revision/COMMIT",
+    "/api/models/{}/revision/none",
+    "/api/models/{}/revision/..%2F..",
+    "/api/models/{}/revision",
+    "/api/models/{}/tree/main?recursive=true",
+    "/api/models/{}/tree/COMMIT",
+    "/api/models/{}/tree/none/folder",
+    "/api/models/{}/tree",
+    "/api/models/{}/paths-info/main",
+    "/api/models/{}/paths-info/none",
+    "/api/models/{}/paths-info",
+    "/api/models/{}/xet-read-token/main",
+    "/api/models/{}/commits/main",
+    "/api/resolve-cache/models/{}/COMMIT/config.json",
+)
+REGISTRY_ROUTES = (
+    "/v2/{}/tags/list",
+    "/v2/{}/tags/list?n=1",
+    "/v2/{}/tags/none",
+    "/v2/{}/manifests/latest",
+    "/v2/{}/manifests/none",
+    "/v2/{}/manifests/latest.image",
+    "/v2/{}/manifests/no%20tag",
+    "/v2/{}/manifests/DIGEST",
+    "/v2/{}/manifests/sha256:0",
+    "/v2/{}/manifests/sha256-00.sig",
+    "/v2/{}/blobs/DIGEST",
+    "/v2/{}/blobs/none",
+    "/v2/{}/referrers/DIGEST",
+    "/v2/{}/referrers/DIGEST?artifactType=x",
+    "/v2/{}/manifests/latest?ns=registry.ollama.ai",
+    "/v2/registry.ollama.ai/{}/blobs/DIGEST",
+    "/v2/{lower}/blobs/DIGEST",
+    "/v2/{lower}/manifests/latest",
+    "/v2/{upper}/blobs/DIGEST",
+    "/v2/{parts}/blobs/DIGEST",
+    "/v2/{quoted}/blobs/DIGEST",
+    "/v2/x/../{}/blobs/DIGEST",
+    "/v2/{}/blobs/uploads/",
+    "/v2/{}/none",
+)
+HEADERS: tuple[dict[str, str], ...] = (
+    {},
+    {"Range": "bytes=0-9"},
+    {"Range": "bytes=999999999-"},
+    {"If_None_Match": "ETAG"},
+    {"If_None_Match": "*", "Prefer": "wait=1"},
+    {"If_Range": "ETAG", "Range": "bytes=0-9"},
+    {"Accept": "application/vnd.docker.distribution.manifest.v2+json"},
+    {"Authorization": "Bearer hf_wrong"},
+    {"Authorization": "Basic " + base64.b64encode(b"user:hf_wrong").decode()},
+    {"X_Blobstore_Peer": "1"},
+)
+METHODS = ("GET", "HEAD", "POST", "PUT")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        for seed, name in enumerate((GATED, LISTED, PRIVATE)):
+            repo = server.add(name, made(tmp_path / name, seed))
+            repo.token, repo.gated = "hf_right", name != PRIVATE
+            repo.is_listed = name == LISTED
+        yield server
+
+
+def made(folder: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+    return write_folder(folder, {"weight": random.standard_normal((64, 64), dtype=np.float32)})
+
+
+@pytest.fixture
+def known(hub: HubServer, store: LocalStore, tmp_path: Path) -> dict[str, Known]:
+    """What is known of the models that are hidden, which the store has."""
+    create(made(tmp_path / "own", 9), UNPUBLISHED, store=store)
+    found = {}
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        for name in HIDDEN:
+            status, headers, _ = server.request(FILE.format(name), Authorization=RIGHT)
+            assert status == 200
+            if name != UNPUBLISHED:
+                server.wait_for_log("written")
+                until_there(server, store, name)
+            blob = store.resolve(name).layers[0].digest
+            found[name] = Known(headers["x-repo-commit"], str(blob), headers["etag"])
+    return found
+
+
+def until_there(server: Serving, store: LocalStore, name: str) -> None:
+    server.wait_for_log("model", f"{name}:latest")
+    assert store.has_model(name)
+
+
+def counters(server: Serving) -> list[str]:
+    """Return the metrics that do not count bytes of responses or requests."""
+    lines = server.request("/metrics")[2].decode().splitlines()
+    return [line for line in lines if "requests" not in line and "sent" not in line]
+
+
+def response(
+    server: Serving, route: str, method: str, headers: dict[str, str], name: str, about: Known
+) -> tuple[int, dict[str, str], bytes]:
+    """Return the response to a request for a model, without its date."""
+
+    def filled(text: str) -> str:
+        text = text.replace("{}", name).replace("{lower}", name.lower())
+        text = text.replace("{upper}", name.upper()).replace("{quoted}", name.replace("/", "%2F"))
+        text = text.replace("{encoded}", "".join(f"%{ord(one):02x}" for one in name))
+        text = text.replace("{parts}", name.replace("o", "%6F")).replace("COMMIT", about.commit)
+        return text.replace("DIGEST", about.digest).replace("ETAG", about.etag)
+
+    sent = {key: filled(value) for key, value in headers.items()}
+    body = b"paths=config.json" if method == "POST" else None
+    status, found, data = server.request(filled(route), method, body, **sent)
+    found.pop("date", None)
+    return status, found, data
+
+
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+@pytest.mark.parametrize("routes", [HUB_ROUTES, REGISTRY_ROUTES], ids=["hub", "registry"])
+def test_a_model_that_is_not_for_a_client_is_answered_as_one_that_is_absent(
+    options: list[str],
+    routes: tuple[str, ...],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    upstream = [*options, hub.url] if options else []
+    with serving(store, tmp_path, *upstream, *ALLOWED) as server:
+        cases = [(route, method, HEADERS[0]) for route in routes for method in METHODS]
+        cases += [(route, "GET", headers) for route in routes for headers in HEADERS[1:]]
+        for route, method, headers in cases:
+            for name in HIDDEN:
+                expected = response(server, route, method, headers, ABSENT, known[name])
+                found = response(server, route, method, headers, name, known[name])
+                assert found == expected, (route, method, headers, name)
+                assert found[0] in {400, 401, 404, 405}, (route, method, headers, name)
+        for listing in ("/api/models", "/api/models?author=org", "/v2/_catalog"):
+            assert b"org/" not in server.request(listing, Authorization=RIGHT)[2]
+        status = 200 if upstream else 404
+        assert server.request(FILE.format(GATED), Authorization=RIGHT)[0] == status
+
+
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+def test_no_metric_says_that_a_restricted_model_is_there(
+    options: list[str],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    changes = []
+    for name in (ABSENT, GATED, PRIVATE):
+        with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+            for route in (FILE, "/v2/{}/blobs/DIGEST", "/v2/{}/tags/list"):
+                response(server, route, "GET", {}, name, known[GATED])
+            changes.append(counters(server))
+    assert changes[1:] == changes[:1] * 2
+
+
+def test_a_restricted_model_is_not_shown_while_it_arrives(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    create(made(tmp_path / "own", 9), UNPUBLISHED, store=store)
+    gate = hub.repos[GATED].gates["model.safetensors"] = (100, threading.Event())
+    about = Known(hub.repos[GATED].commit, f"sha256:{'0' * 64}", '"0"')
+    with (
+        serving(store, tmp_path, "--upstream", hub.url) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        reader = pool.submit(server.request, FILE.format(GATED), Authorization=RIGHT)
+        try:
+            target = f"/api/models/{GATED}"
+            while server.request(target, Authorization=RIGHT)[0] != 200:
+                assert not reader.done()
+            for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+                for headers in ({}, {"X_Blobstore_Peer": "1"}):
+                    expected = response(server, route, "GET", headers, ABSENT, about)
+                    found = response(server, route, "GET", headers, GATED, about)
+                    assert found == expected, (route, headers)
+            assert b"gated" not in server.request("/api/models")[2]
+        finally:
+            gate[1].set()
+        assert reader.result()[0] == 200
+
+
+def test_the_answer_is_the_same_if_the_upstream_is_gone(
+    known: dict[str, Known], store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", "http://127.0.0.1:9") as server:
+        for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+            expected = response(server, route, "GET", {}, ABSENT, known[GATED])
+            for name in (GATED, PRIVATE):
+                assert response(server, route, "GET", {}, name, known[GATED]) == expected, route
+
+
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+def test_a_copy_of_a_restricted_model_is_for_nobody_else_either(
+    options: list[str],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    copy_model(GATED, "own/copy1", store=store)
+    copy_model(GATED, "ghcr.io/own/copy2", store=store)
+    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+        for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+            for name, absent in (
+                ("own/copy1", "own/never"),
+                ("ghcr.io/own/copy2", "ghcr.io/own/never"),
+                ("ghcr.io.own/copy2", "ghcr.io.own/never"),
+            ):
+                for headers in ({}, {"X_Blobstore_Peer": "1"}):
+                    expected = response(server, route, "GET", headers, absent, known[GATED])
+                    found = response(server, route, "GET", headers, name, known[GATED])
+                    assert found == expected, (route, headers, name)
+        assert b"copy" not in server.request("/api/models")[2] + server.request("/v2/_catalog")[2]
+
+
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+def test_a_model_of_the_stores_own_has_none_of_the_restricted_versions_of_its_repository(
+    options: list[str],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    create(made(tmp_path / "mine", 5), f"{GATED}:mine", store=store)
+    (blob,) = store.resolve(f"{GATED}:mine").layers[:1]
+    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+        assert server.request(FILE.format(GATED).replace("main", "mine"))[0] == 200
+        assert server.request(f"/v2/{GATED}/manifests/mine")[0] == 200
+        assert server.request(f"/v2/{GATED}/blobs/{blob.digest}")[0] == 200
+        for route in (
+            FILE,
+            "/{}/resolve/COMMIT/model.safetensors",
+            "/v2/{}/manifests/latest",
+            "/v2/{}/blobs/DIGEST",
+        ):
+            assert response(server, route, "GET", {}, GATED, known[GATED])[0] in {401, 404}, route
+        for listing in (f"/v2/{GATED}/tags/list", f"/api/models/{GATED}/refs"):
+            assert b"latest" not in server.request(listing)[2]
+
+
+@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
+def test_a_restricted_model_that_is_damaged_is_not_shown_by_the_error(
+    options: list[str],
+    hub: HubServer,
+    known: dict[str, Known],
+    store: LocalStore,
+    tmp_path: Path,
+) -> None:
+    for name in (GATED, PRIVATE):
+        manifest = store.resolve(name)
+        damaged = store.manifest_path(Reference.parse(name))
+        if name == GATED:
+            damaged = Path(store.blob_path(manifest.layers[0].digest))
+        damaged.chmod(0o600)
+        damaged.write_bytes(b"damaged")
+    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+        for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+            for name in (GATED, PRIVATE):
+                expected = response(server, route, "GET", {}, ABSENT, known[name])
+                assert response(server, route, "GET", {}, name, known[name]) == expected, route
+
+
+def test_a_server_notices_restricted_models_that_another_one_fetches(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    create(made(tmp_path / "own", 9), UNPUBLISHED, store=store)
+    (tmp_path / "plain").mkdir()
+    with (
+        serving(store, tmp_path / "plain") as plain,
+        serving(store, tmp_path, "--upstream", hub.url) as server,
+    ):
+        assert plain.request(FILE.format(UNPUBLISHED))[0] == 200
+        status, headers, _ = server.request(FILE.format(GATED), Authorization=RIGHT)
+        assert status == 200
+        until_there(server, store, GATED)
+        blob = store.resolve(GATED).layers[0].digest
+        known = Known(headers["x-repo-commit"], str(blob), headers["etag"])
+        for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
+            expected = response(plain, route, "GET", {}, ABSENT, known)
+            assert response(plain, route, "GET", {}, GATED, known) == expected, route
+        assert b"gated" not in plain.request("/api/models")[2]
+        # A server may also start while another one fetches.
+        (tmp_path / "later").mkdir()
+        with serving(store, tmp_path / "later") as later:
+            assert later.request(FILE.format(GATED))[0] == 404
+            assert later.request(FILE.format(UNPUBLISHED))[0] == 200

@@ -1,0 +1,49 @@
+"""What a client gets that is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from blobstore.serve.messages import Request, Response
+from blobstore.serve.refusal import REFUSALS, Refusal, refusal_response
+from tests.support.serve import json_of
+
+GET = Request("GET", "/")
+
+
+def test_only_codes_of_the_hub_are_repeated() -> None:
+    assert Refusal(403, "GatedRepo").code == "GatedRepo"
+    assert Refusal(403, "\r\nEvil: x").code == ""
+
+
+@pytest.mark.parametrize("is_registry", [False, True])
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_all_refusals_of_a_repository_are_one(*, is_registry: bool, reads_tokens: bool) -> None:
+    def answered(refusal: Refusal) -> Response:
+        return refusal_response(GET, refusal, is_registry=is_registry, reads_tokens=reads_tokens)
+
+    expected = answered(Refusal(404, "RepoNotFound"))
+    assert expected.status == (401 if reads_tokens else 404)
+    assert ("WWW-Authenticate" in expected.headers) == reads_tokens
+    for status in REFUSALS:
+        for code in ("", "GatedRepo", "RepoNotFound", "DisabledRepo", "Evil"):
+            assert answered(Refusal(status, code, "gated")) == expected
+
+
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_what_is_missing_in_a_model_or_fails_is_named(*, reads_tokens: bool) -> None:
+    for refusal in (
+        Refusal(404, "RevisionNotFound"),
+        Refusal(404, "EntryNotFound", commit="a" * 40),
+        Refusal(502, message="nobody is there"),
+        Refusal(507, message="it is too large"),
+    ):
+        hub = refusal_response(GET, refusal, is_registry=False, reads_tokens=reads_tokens)
+        assert (hub.status, hub.headers["X-Error-Message"]) == (refusal.status, refusal.message)
+        assert hub.headers.get("X-Error-Code", "") == refusal.code
+        assert hub.headers.get("X-Repo-Commit", "") == refusal.commit
+        registry = refusal_response(GET, refusal, is_registry=True, reads_tokens=reads_tokens)
+        assert registry.status == refusal.status
+        assert refusal.message in json.dumps(json_of(registry))
