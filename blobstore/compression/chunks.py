@@ -53,17 +53,18 @@ def encode_chunk(
     for transform, coders in pipelines:
         split = transform.encode(chunk, base) if prepared is None else prepared
         prepared = None
-        if split is None or not _are_possible(split, transform, len(chunk)):
+        limits = transform.sizes(len(chunk) // transform.width)
+        if split is None or not _are_possible(split, limits):
             continue
         planes = [
             encode_plane(plane.data, tried or _coders_after_probe(plane))
             for plane, tried in zip(split, coders, strict=True)
         ]
         if sum(plane.size for plane in planes) < len(chunk):
-            return _entry(chunk, transform, planes), planes
+            return _entry(chunk, transform, planes, limits), planes
         break
     planes = [encode_plane(chunk.data, ())]
-    return _entry(chunk, IDENTITY[1], planes), planes
+    return _entry(chunk, IDENTITY[1], planes, (len(chunk),)), planes
 
 
 def decode_chunk(
@@ -110,9 +111,8 @@ def decode_chunk(
         raise ColdDamaged("a chunk does not match its checksum: the file or the base is altered")
 
 
-def _are_possible(planes: Sequence[Bytes], transform: Transform, size: int) -> bool:
+def _are_possible(planes: Sequence[Bytes], limits: Sequence[int]) -> bool:
     """Return whether decoders accept planes of these sizes; differences may be longer than the chunk."""
-    limits = transform.sizes(size // transform.width)
     return all(len(plane) <= abs(limit) for plane, limit in zip(planes, limits, strict=True))
 
 
@@ -125,10 +125,11 @@ def _coders_after_probe(plane: Bytes) -> Sequence[Coder]:
     return (Coder.HUFFMAN,) if probe.method else ()
 
 
-def _entry(chunk: Bytes, transform: Transform, planes: Sequence[Plane]) -> Chunk:
+def _entry(
+    chunk: Bytes, transform: Transform, planes: Sequence[Plane], limits: Sequence[int]
+) -> Chunk:
     checksum = crc32(chunk)
-    sizes = transform.sizes(len(chunk) // transform.width)
-    for plane, limit in zip(planes, sizes, strict=True):
+    for plane, limit in zip(planes, limits, strict=True):
         if _is_checked(plane.method, limit):
             checksum = crc32(plane.data, checksum)
     stored = tuple(StoredPlane(plane.method, plane.size) for plane in planes)

@@ -28,8 +28,11 @@ _WORD: Final = 8
 """Bytes that are compared at once."""
 _FEW_WORDS: Final = 1 / 4
 """If more words differ, their elements are as fast to find among all."""
-_FEW_ESCAPES: Final = {Form.CRUMBS: 1 / 64, Form.NIBBLES: 1 / 8, Form.ESCAPED: 1 / 8}
-"""The share of escapes that a form may have where there is no time for an estimate."""
+_FEW_ESCAPES: Final = [
+    (int(form), planes.largest(form), share)
+    for form, share in ((Form.CRUMBS, 1 / 64), (Form.NIBBLES, 1 / 8), (Form.ESCAPED, 1 / 8))
+]
+"""Forms, their largest differences, and the share of escapes that each may have where there is no time for an estimate."""
 
 
 def differing_words(chunk: Array, predicted: Array) -> Array:
@@ -160,8 +163,8 @@ def encode(
 
 def _form_by_size(magnitudes: Array) -> int:
     """Return a form that suits nonzero differences of these magnitudes, in little time."""
-    for form, share in _FEW_ESCAPES.items():
-        if np.count_nonzero(magnitudes > planes.largest(form)) <= share * len(magnitudes):
+    for form, largest, share in _FEW_ESCAPES:
+        if np.count_nonzero(magnitudes > largest) <= share * len(magnitudes):
             return form
     return Form.BYTES + magnitudes.itemsize - 1
 

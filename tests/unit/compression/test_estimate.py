@@ -126,6 +126,18 @@ def test_many_differing_elements_are_not_sparse(share: float) -> None:
     assert coded(data.tobytes(), span, BASE, "fast")[2] == [span]
 
 
+@pytest.mark.parametrize(("elements", "is_sparse"), [(512, True), (513, False)])
+def test_tiny_spans_are_sparse_even_if_half_of_their_elements_differ(
+    elements: int, is_sparse: bool
+) -> None:
+    before = np.arange(elements, dtype=np.uint16)
+    after = before ^ (before & 1)
+    base = BaseBlob.hot(before.view(np.uint8))
+    span = Span(before.nbytes, DType.BF16, base_begin=0)
+    found = fit_low_rank(memoryview(after).cast("B"), [span], base, "fast")
+    assert [one.is_sparse for one in found] == [is_sparse]
+
+
 def test_a_sample_of_a_large_cold_base_reads_a_small_part_of_it() -> None:
     before = np.zeros(1 << 24, np.uint8)
     sizes: list[int] = []
