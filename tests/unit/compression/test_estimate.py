@@ -132,9 +132,9 @@ def test_tiny_spans_are_sparse_even_if_half_of_their_elements_differ(
 ) -> None:
     before = np.arange(elements, dtype=np.uint16)
     after = before ^ (before & 1)
-    base = BaseBlob.hot(before.view(np.uint8))
+    base = BaseBlob.hot(before.data)
     span = Span(before.nbytes, DType.BF16, base_begin=0)
-    found = fit_low_rank(memoryview(after).cast("B"), [span], base, "fast")
+    found = fit_low_rank(after.data.cast("B"), [span], base, "fast")
     assert [one.is_sparse for one in found] == [is_sparse]
 
 
