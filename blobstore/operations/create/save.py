@@ -88,7 +88,7 @@ def save(
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         background: copy the tensors, and return a future of the result. The caller may change the tensors
             then; an error of the import is raised by ``future.result()``. Waits for earlier background
-            saves first.
+            saves first, and in Python 3.12.0 and 3.12.1 for this one too.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a blob, bytes done and total bytes; with ``background`` on
             another thread.
@@ -139,9 +139,13 @@ def save(
     _register_exit()
     _RUNNING.add(future)
     future.add_done_callback(_RUNNING.discard)
+    if _STARTS_NO_THREADS_AT_EXIT:
+        wait([future])
     return future
 
 
+_STARTS_NO_THREADS_AT_EXIT: Final = (3, 12) <= sys.version_info < (3, 12, 2)
+"""Whether saves that the interpreter waits for would fail (python/cpython#113964); none is in the background then."""
 _RUNNING: set[Future[Created]] = set()
 """The saves in the background; a forked process has none."""
 os.register_at_fork(after_in_child=_RUNNING.clear)
