@@ -112,7 +112,8 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if str(folder) in " ".join(words) and not _is_whole(folder):
+    needed = gguf or folder / "config.json"
+    if str(folder) in " ".join(words) and not (needed.exists() and _is_whole(folder)):
         from blobstore.cli.thaw import thaw_whole
         from blobstore.operations.export.link import link_model
 
@@ -154,8 +155,8 @@ def _folder(store: LocalStore, model: Reference) -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the folder is there, which is named by its content, and its links lead to files."""
-    return folder.is_dir() and all(path.exists() for path in folder.rglob("*"))
+    """Return whether the links in the folder, which is named by its content, lead to files."""
+    return all(path.exists() for path in folder.rglob("*"))
 
 
 def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:

@@ -105,6 +105,8 @@ def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
     assert store.frozen()
     (file,) = (tmp_path / "cache").rglob("*.gguf")
     file.unlink()
+    assert run_process("run", "tiny", **variables).stdout == content
+    file.unlink()
     file.symlink_to("gone")
     assert run_process("run", "tiny", **variables).stdout == content
 
