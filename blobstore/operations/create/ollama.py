@@ -65,10 +65,13 @@ def ollama_models() -> list[tuple[str, str]]:
     """Return the names and sources of all models in Ollama's folder.
 
     Raises:
-        SourceNotFound: there is no folder of Ollama.
+        SourceNotFound: there is no folder of Ollama, or it has no models.
         StoreError: it cannot be read.
     """
-    names = sorted(map(str, _ollama_store().references()))
+    store = _ollama_store()
+    names = sorted(map(str, store.references()))
+    if not names:
+        raise SourceNotFound(f"{quote(store.root)} has no models of Ollama's")
     return [(name, f"{SCHEME}{name}") for name in names]
 
 

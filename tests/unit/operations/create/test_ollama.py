@@ -87,6 +87,12 @@ def test_all_models_of_the_folder_get_the_names_that_they_have_there(
         create_all("ollama://vision:8b", store=store)
 
 
+def test_a_folder_without_models_is_an_error(ollama: LocalStore, store: LocalStore) -> None:
+    ollama.root.mkdir()
+    with pytest.raises(SourceNotFound, match="has no models"):
+        create_all("ollama://", store=store)
+
+
 def test_other_models_are_refused(ollama: LocalStore, store: LocalStore, tmp_path: Path) -> None:
     add_gguf_model(ollama, "m")
     create(write_folder(tmp_path / "dense", dense_tensors()), "dense", store=ollama)
