@@ -84,9 +84,6 @@ class Shard(Protocol):
     def version(self) -> FileVersion:
         """Return the version that the open file has now."""
 
-    def header(self) -> bytes:
-        """Return the bytes before the data of a safetensors file; none for other files."""
-
     def close(self) -> None:
         """Close the file."""
 

@@ -196,10 +196,6 @@ class Checkpoint:
         """See :class:`~blobstore.sources.base.Shard`."""
         return FileVersion.of_status(os.fstat(self._descriptor))
 
-    def header(self) -> bytes:
-        """See :class:`~blobstore.sources.base.Shard`."""
-        return b""
-
     def close(self) -> None:
         """Close the file. Views stay valid: they keep the mapping alive."""
         if self._descriptor >= 0:
