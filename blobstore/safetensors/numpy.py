@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 _EXTENDED = ("bfloat", "float4_", "float6_", "float8_")
 """Starts of the names of types that ``ml_dtypes`` has and numpy lacks."""
 _DTYPES: dict[DType, np.dtype[Any]] = {
-    dtype: np.dtype(name).newbyteorder("<")
+    # What newbyteorder() returns is equal to the native type, but its buffers have the format "<f".
+    dtype: np.dtype(np.dtype(name).newbyteorder("<").str)
     for name, dtype in DTYPES_BY_LIBRARY_NAME.items()
     if not name.startswith(_EXTENDED)
 }

@@ -38,6 +38,17 @@ def test_views_the_memory() -> None:
     assert array.tolist() == [0, 7, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", KINDS, ids=lambda dtype: dtype.value)
+def test_gives_the_types_that_numpy_itself_makes(dtype: DType) -> None:
+    array = as_array(memoryview(bytes(16)), 0, TensorSpec("a", dtype, (2,)))
+    assert repr(array.dtype) == repr(KINDS[dtype])  # equal types may have other byte orders
+
+
+def test_buffers_of_arrays_have_elements() -> None:
+    array = as_array(memoryview(bytes(8)), 0, TensorSpec("a", DType.F32, (2,)))
+    assert memoryview(array).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (2, 2)])
 def test_is_writable_only_if_the_memory_is(shape: tuple[int, ...]) -> None:
     spec = TensorSpec("a", DType.U8, shape)
