@@ -112,7 +112,9 @@ def measure_all(
         except BlobstoreError as error:
             if not run.is_optional:
                 raise
-            notices.append(f"not all was measured: {error}")
+            notice = f"not all was measured: {error}"
+            if notice not in notices:  # as of each way, of a device that fails
+                notices.append(notice)
     return done
 
 
@@ -145,6 +147,6 @@ def _limit(done: Sequence[Measurement], opened: Measurement) -> tuple[str, float
     reads = [one.rate for one in bare if (one.place, one.device) == (opened.place, None)]
     copies = [one.rate for one in bare if one.device]
     limits = [("bare reads", max(reads))]
-    if opened.device is not None:  # pages in memory are copied from there
+    if opened.device is not None and copies:  # pages in memory are copied from there
         limits = [("bare copies", max(copies)), *(limits if opened.place == "disk" else ())]
     return min(limits, key=lambda named: named[1])

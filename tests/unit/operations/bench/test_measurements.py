@@ -58,6 +58,11 @@ def test_a_load_from_the_disk_is_compared_with_what_limits_it(
     )
 
 
+def test_a_load_is_compared_with_bare_reads_if_all_bare_copies_failed() -> None:
+    done = [bare("disk", 100), opened("disk", "a", 50, "cuda:0")]
+    assert advice_of(done) == ("disk to cuda:0: a reaches 50% of bare reads",)
+
+
 def test_the_fastest_of_several_passes_counts_and_progress_ends_at_its_total() -> None:
     rates = iter([1, 3, 2, 5])
     prepared: list[None] = []
@@ -78,13 +83,13 @@ def test_the_fastest_of_several_passes_counts_and_progress_ends_at_its_total() -
     assert reports == [(10, 40), (20, 40), (30, 40), (40, 40)]
 
 
-def test_an_error_of_an_optional_way_is_a_notice() -> None:
+def test_an_error_of_optional_ways_is_one_notice() -> None:
     def fail(_: WorkerPool) -> Measurement:
         raise BlobstoreError("the device is out of memory")
 
     notices: list[str] = []
     runs = [
-        Run(measure=fail, size=1, is_optional=True),
+        *[Run(measure=fail, size=1, is_optional=True)] * 2,
         Run(measure=lambda _: bare("disk", 1), size=1),
     ]
     assert len(measure_all(runs, None, notices)) == 1
