@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from blobstore.store.local import LocalStore
 from tests.support.gguf_files import ARRAY, TEXT, gguf_file, text, texts
 from tests.support.hostile_gguf import F32_TENSOR, HOSTILE, NAME
 from tests.support.ollama_store import add_gguf_model
+from tests.support.samples import samples
 from tests.unit.cli.running import run
 
 NOT_GGUF = {"empty", "other magic"}
@@ -75,11 +77,12 @@ def test_a_layer_of_an_ollama_folder_is_refused(case: str, tmp_path: Path) -> No
         assert "\x1b" not in done.output
 
 
-def test_every_shorter_file_is_refused_by_every_reader(tmp_path: Path) -> None:
+def test_any_shorter_file_is_refused_by_every_reader(tmp_path: Path) -> None:
     values = [NAME, ("t", ARRAY, texts(["a", "b"]))]
     data = gguf_file(values, [F32_TENSOR, ("b", 12, [256], bytes(144))])
     store = LocalStore(tmp_path / "store")
-    for size in range(len(data) - 16):
+    sizes = range(len(data) - 16)
+    for size in random.Random(0).sample(sizes, samples(len(sizes))):
         path = written(tmp_path, data[:size])
         message_of(lambda path=path: blobstore.create(path, "m", store=store))  # type: ignore[misc]
         message_of(lambda path=path: blobstore.open(path))  # type: ignore[misc]

@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra
 
 @pytest.mark.parametrize("case", arrivals.CASES)
 def test_a_disturbed_fetch_leaves_the_store_whole(case: str) -> None:
-    (outcome,) = arrivals.run(Effort(samples(6)), only={case})
+    (outcome,) = arrivals.run(Effort(samples(4)), only={case})
     if outcome.skipped:
         pytest.skip(outcome.skipped)
     assert outcome.injected >= 1
