@@ -337,7 +337,10 @@ class Transport:
         with self._sockets_lock:
             self._sockets.add(stream.get_extra_info("socket"))
         if not self._has_answered:
-            self._peer = stream.get_extra_info("server_addr")[:2]
+            with contextlib.suppress(
+                OSError
+            ):  # the server has left already, which the next step reports
+                self._peer = stream.get_extra_info("server_addr")[:2]
         # `abort` may have taken its list of sockets just before this one was added.
         if self._closed.is_set():
             self.abort()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime as dt
+import errno
 import ipaddress
+import os
 import socket
 import ssl
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from httpcore2._backends.sync import SyncStream
 
 from blobstore.core.digest import Digest
 from blobstore.core.rate_limit import RateLimiter
@@ -211,6 +214,20 @@ def test_a_refused_certificate_names_the_variable_that_counts(
         ),
     ):
         size(server.host, plain_http=False)
+
+
+def test_a_server_that_has_left_when_it_is_asked_for_its_address_is_no_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(stream: SyncStream, name: str) -> object:
+        if name == "server_addr":
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return info(stream, name)
+
+    info = SyncStream.get_extra_info
+    monkeypatch.setattr(SyncStream, "get_extra_info", leave)
+    with RawServer(answer) as server:
+        assert size(server.host) == 17
 
 
 @pytest.mark.parametrize("sends_page", [False, True])
