@@ -42,6 +42,7 @@ def test_a_store_without_models_is_not_found(store: LocalStore, tmp_path: Path) 
 
 
 def test_a_device_has_rows_with_bars_of_their_own(stored: LocalStore) -> None:
+    pytest.importorskip("torch")
     lines = run("bench", "dense", "--device", "cpu").stdout.splitlines()
     rows = [line for line in lines if "cpu" in line.split(":")[0] and line.endswith("#")]
     assert [line.split("  ")[0] for line in rows] == [
@@ -76,6 +77,7 @@ def test_no_device_is_measured_and_torch_not_imported_where_there_is_no_gpu(
     ],
 )
 def test_an_absent_device_is_a_usage_error(stored: LocalStore, device: str, text: str) -> None:
+    pytest.importorskip("torch")
     result = run("bench", "dense", "--device", device, exit_code=2)
     assert text in result.stderr
     assert result.stdout == ""
