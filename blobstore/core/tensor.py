@@ -47,6 +47,8 @@ class DType(enum.Enum):
     """Bits per element."""
     library_name: str
     """The name in torch and numpy; empty if they do not have the type."""
+    is_packed: bool
+    """Whether an element is not a whole number of bytes, so that elements share some."""
     rank: int
     """Position in this table."""
 
@@ -55,6 +57,7 @@ class DType(enum.Enum):
         member = object.__new__(cls)
         member._value_ = code
         member.bits, member.library_name, member.rank = bits, library_name, len(cls.__members__)
+        member.is_packed = bool(bits % 8)
         return member
 
     # Members are singletons, and the hash of identity is implemented in C. Enum's own, in Python, takes
@@ -68,11 +71,7 @@ DTYPES_BY_LIBRARY_NAME: Final[Mapping[str, DType]] = {
     dtype.library_name: dtype for dtype in DType if dtype.library_name
 }
 """Element types by the names that numpy and torch have for them."""
-BYTE_FLOATS: Final = tuple(
-    dtype
-    for dtype in DType
-    if dtype.bits == 8 and dtype.library_name.startswith("float")  # noqa: PLR2004
-)
+BYTE_FLOATS: Final = tuple(dtype for dtype in DType if dtype.library_name.startswith("float8_"))
 """The floats of 8 bits."""
 
 

@@ -169,7 +169,7 @@ def read_slice(
     device: str = "cpu",  # noqa: ARG001 - torch's
 ) -> Any:
     """Return selected elements of the tensor that begins at byte ``begin`` of a file."""
-    if spec.dtype.bits < 8 or not spec.dtype.library_name:  # noqa: PLR2004 - bits of a byte
+    if spec.dtype.is_packed or not spec.dtype.library_name:
         raise arrays.no_type(spec, "MLX")
     part = arrays.read_slice(reader, begin, spec, selection)
     return copied(np.asarray(part, order="C"), spec)  # MLX has no negative strides

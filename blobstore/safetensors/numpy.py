@@ -271,7 +271,7 @@ def _type_in_file(dtype: np.dtype[Any]) -> DType:
 
 def no_type(spec: TensorSpec, framework: str) -> UnsupportedDType:
     """Return the error for a type that a framework lacks."""
-    packed = "packed " if spec.dtype.bits < 8 else ""  # noqa: PLR2004 - bits of a byte
+    packed = "packed " if spec.dtype.is_packed else ""
     return UnsupportedDType(
         f"tensor {quote(spec.name)}: {framework} has no {packed}{spec.dtype.value}",
         advice="read its bytes with Model.view()",

@@ -1,7 +1,7 @@
 """Fetches models that the store lacks from an upstream, once for all clients, and decides who may read them.
 
-:meth:`PullThrough.library_for` looks at each request before it is answered. A model that the store has of its own
-is none of its business. Of any other model, three things have to be known, and each is known for a while:
+:meth:`PullThrough.library_for` looks at each request before it is answered. It does not judge the store's own models.
+Of any other model, three things have to be known, and each is known for a while:
 
 - what the upstream calls this revision now;
 - whether the upstream lets this client read it, judged by a request for a file with the client's own token;

@@ -45,7 +45,7 @@ class RawServer:
         self.tls = tls
         self.requests: list[Received] = []
         self.plain_answer = b""
-        """What clients get that begin with TLS if there is none, or without if there is."""
+        """What clients get that begin with TLS at a server without it, or without TLS at one with it."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept)
         self._connections: list[threading.Thread] = []

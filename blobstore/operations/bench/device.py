@@ -55,9 +55,9 @@ _PAGE: Final = 4096
 
 
 def target_of(device: str) -> ArrayTarget | None:
-    """Return the device to measure, or None if there is none.
+    """Return the device to measure; None without a GPU.
 
-    ``auto`` is the first CUDA device that torch can use. Torch is not imported where there is none.
+    ``auto`` is the first CUDA device that torch can use. Torch is not imported without a GPU.
 
     Raises:
         UsageError: no such device can be measured here.
@@ -81,7 +81,7 @@ def _has_cuda() -> bool:
     try:
         with optional_libraries():
             from blobstore.safetensors.copies import has_cuda
-    except (MissingLibrary, OSError):  # a broken installation is none
+    except (MissingLibrary, OSError):  # a broken installation has no device
         return False
     return has_cuda()
 

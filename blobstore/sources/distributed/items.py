@@ -49,7 +49,7 @@ def read_piece(
         "", value
     )
     expected = box.sizes
-    if tensor.dtype is not None and tensor.dtype.bits < 8:  # noqa: PLR2004 - torch counts pairs
+    if tensor.dtype is not None and tensor.dtype.is_packed:  # torch counts pairs
         expected = (*expected[:-1], expected[-1] * 2)
     if found.spec.dtype is not tensor.dtype or found.spec.shape != expected:
         raise DamagedSource(

@@ -143,7 +143,7 @@ class _Runs:
         if not is_tensor(value):
             raise CheckpointDamaged(f"{quote(name)} is not a tensor")
         found = self._reader.read(name, value)
-        if not found.is_mapped or found.spec.dtype.bits < 8:  # noqa: PLR2004
+        if not found.is_mapped or found.spec.dtype.is_packed:
             raise CheckpointUnsupported(f"tensor {quote(name)} is not contiguous in the file")
         place = found.place
         check = None

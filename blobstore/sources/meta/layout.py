@@ -272,7 +272,7 @@ class _Planner:
 
     def _check_dtype(self, spec: TensorSpec) -> None:
         if spec.dtype.value not in DTYPE_NAMES and not (
-            self._keep_names and spec.dtype.bits % 8 == 0
+            self._keep_names and not spec.dtype.is_packed
         ):
             raise UnsupportedSource(
                 f"{quote(self._file)}: tensor {quote(spec.name)} has type {spec.dtype.value}; a "
