@@ -18,6 +18,27 @@ if TYPE_CHECKING:
     from blobstore.manifests.source_record import Format, Gap
 
 
+def open_part(path: Path, what: str) -> tuple[int, int]:
+    """Open one of the files of a source, and return its descriptor and its size in bytes.
+
+    Args:
+        path: the file.
+        what: what it is, for errors.
+
+    Raises:
+        DamagedSource: it is missing.
+        SourceError: it cannot be read, or is no regular file.
+    """
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise DamagedSource(f"{what} {quote(path)} is missing") from None
+    except OSError as error:
+        raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
+    except BlobstoreError as error:
+        raise SourceError(str(error)) from None
+
+
 class FileShard(ABC):
     """An open file. The descriptor stays open, so that a rename cannot change the content.
 
@@ -43,14 +64,7 @@ class FileShard(ABC):
             UnsupportedSource: it has more than can be kept.
         """
         self.path = path
-        try:
-            self._descriptor, size = open_regular(path)
-        except FileNotFoundError:
-            raise DamagedSource(f"weight file {quote(path)} is missing") from None
-        except OSError as error:
-            raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
-        except BlobstoreError as error:
-            raise SourceError(str(error)) from None
+        self._descriptor, size = open_part(path, "weight file")
         try:
             self._layout = self.parse(size)
         except BaseException as error:

@@ -7,8 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion, open_regular
-from blobstore.errors import BlobstoreError, DamagedSource, SourceError
+from blobstore.core.files import FileVersion
+from blobstore.errors import DamagedSource
+from blobstore.sources.file_shard import open_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,7 @@ class DataFile:
             SourceError: it cannot be opened, or is not a regular file.
         """
         self.path = path
-        descriptor = self._open()
+        descriptor = open_part(self.path, "data file")[0]
         try:
             self.version = FileVersion.of_status(os.fstat(descriptor))
         finally:
@@ -46,7 +47,7 @@ class DataFile:
         """
         own = None
         if descriptor is None:
-            descriptor = own = self._open()
+            descriptor = own = open_part(self.path, "data file")[0]
         try:
             if self.version != FileVersion.of_status(os.fstat(descriptor)):
                 raise DamagedSource(f"{quote(self.path)} changed while it was read")
@@ -56,13 +57,3 @@ class DataFile:
         finally:
             if own is not None:
                 os.close(own)
-
-    def _open(self) -> int:
-        try:
-            return open_regular(self.path)[0]
-        except FileNotFoundError:
-            raise DamagedSource(f"data file {quote(self.path)} is missing") from None
-        except OSError as error:
-            raise SourceError(f"cannot open {quote(self.path)}: {error.strerror}") from error
-        except BlobstoreError as error:
-            raise SourceError(str(error)) from None
