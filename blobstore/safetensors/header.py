@@ -305,7 +305,7 @@ def _what_is_wrong(name: str, fields: Any) -> str:
         return f"{tensor}: expected an object with dtype, shape and data_offsets"
     code, dims, offsets = (fields[key] for key in wanted)
     if not isinstance(code, str) or code not in DTYPES:
-        return f"{tensor}: unknown dtype {quote(code)}"
+        return f"{tensor}: unknown dtype {quote(code)}; a newer release of blobstore may know it"
     if not isinstance(dims, list) or not _are_u64(dims):
         return f"{tensor}: shape {quote(dims)} is not a list of whole numbers"
     return f"{tensor}: data_offsets {quote(offsets)} is not a [begin, end] of whole numbers"
