@@ -15,6 +15,7 @@ _STATUS = re.compile(
 _CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
 _ALERT = re.compile(r"AlertReceived\(\s*([A-Za-z]{1,40})")
+_CLOSED = re.compile(r"UnexpectedEof|IncompleteMessage|ConnectionReset|BrokenPipe")
 _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
 """What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
@@ -115,19 +116,33 @@ class Failure(NamedTuple):
                 f"{what}: the server redirects to another place{shown}",
                 advice="set AWS_REGION to the region of the bucket, or check AWS_ENDPOINT_URL",
             )
-        if found := _CERTIFICATE.search(self.text):
-            return _untrusted(what, found[1])
-        if found := _ALERT.search(self.text):
-            return RemoteRefused(
-                f"{what}: the server refuses the TLS connection ({found[1]})",
-                advice="it may ask for a certificate of the client, which requests to object storage do not have",
-            )
+        if failure := _of_connection(what, self.text):
+            return failure
         if self.is_panic:
             return RemoteError(
                 f"{what}: the library obstore failed: {quote(self.text.strip(), 200)}",
                 advice="check the settings in the environment",
             )
         return RemoteError(f"{what}: {_line(self.text)}{shown}")
+
+
+def _of_connection(what: str, text: str) -> RemoteError | None:
+    """Return the error of a connection that ended; None if it did not."""
+    if found := _CERTIFICATE.search(text):
+        return _untrusted(what, found[1])
+    if found := _ALERT.search(text):
+        return RemoteRefused(
+            f"{what}: the server refuses the TLS connection ({found[1]})",
+            advice="it may ask for a certificate of the client, which requests to object storage do not have",
+        )
+    if _CLOSED.search(text):
+        # With TLS 1.3, a client that has no certificate may learn no more than this.
+        return RemoteError(
+            f"{what}: the server closed the connection before its answer was complete",
+            advice="try again; if the server always does this, it may ask for a certificate of the "
+            "client, which requests to object storage do not have",
+        )
+    return None
 
 
 def _untrusted(what: str, cause: str) -> RemoteError:

@@ -123,7 +123,7 @@ def blobs_only(answer: Callable[[Received], Answer]) -> Callable[[Received], Ans
         (failure(418, "\x1b[31mCode\nX<" * 50), RemoteError, "failed .status 418"),
         (failure(301, "PermanentRedirect"), RemoteError, "redirect.* AWS_REGION"),
         (b"hello\r\n", RemoteError, "error sending request"),
-        (b"", RemoteError, "error sending request"),
+        (b"", RemoteError, "closed the connection before its answer was complete"),
     ],
     ids=[
         "403",

@@ -558,11 +558,13 @@ def test_a_server_that_asks_for_a_certificate_is_named(
     certificate(home, "self", None, is_authority=False)
     context = secured(home, "self")
     context.verify_mode = ssl.CERT_REQUIRED
+    # With TLS 1.3, the client's request and the server's refusal cross, and the reason may be lost.
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
     with hostile_s3(context) as server:
         port = server.server.host.rpartition(":")[2]
         set_all(monkeypatch, KEYS | {"AWS_ENDPOINT_URL": f"https://localhost:{port}"})
         monkeypatch.setenv("AWS_CA_BUNDLE", str(home / "self.pem"))
-        with pytest.raises(RemoteRefused, match="refuses the TLS connection .CertificateRequired"):
+        with pytest.raises(RemoteRefused, match="refuses the TLS connection .HandshakeFailure"):
             ObjectStore(server.address).client.get("k", 100)
 
 
