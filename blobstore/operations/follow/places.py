@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
@@ -25,6 +25,7 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from typing import Self
 
     from blobstore.core.progress import Progress
@@ -283,7 +284,7 @@ def find_place(target: Target, source: str) -> Place:
         return ObjectName(target, source)
     if not is_address(source):
         with contextlib.suppress(OSError, BlobstoreError):
-            folder = Path(source).expanduser()
+            folder = local_path(source, "source")
             if folder.is_dir():
                 return StoreName(target, folder)
     return RegistryTag(target, source)

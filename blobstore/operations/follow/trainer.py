@@ -11,10 +11,10 @@ import contextlib
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
@@ -33,6 +33,7 @@ from blobstore.sources.weight_versions import OpenChanges, WeightVersions, versi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.follow.places import Target
@@ -51,10 +52,10 @@ class TrainerFolder(ClosedPlace):
     """The folder in which a trainer writes versions."""
 
     def __init__(self, target: Target, text: str) -> None:
-        """Ask nothing yet."""
+        """Ask nothing yet. Raises UsageError."""
         self._target = target
         self._source = text
-        self._versions = WeightVersions(Path(text.partition(":")[2]).expanduser())
+        self._versions = WeightVersions(local_path(text.partition(":")[2], "source"))
 
     def known(self) -> str | None:
         """See :class:`~blobstore.operations.follow.places.Place`."""
