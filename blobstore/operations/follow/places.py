@@ -15,6 +15,7 @@ from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.transfer_cache import PullRecord
@@ -213,6 +214,7 @@ class HubRevision(ClosedPlace):
         target = self._target
         # The name stays quantized, for example, if it was.
         _, options = self._record()
+        ImportOptions.from_json(options)  # they are those of create
         created = create(
             self._text,
             target.reference,
