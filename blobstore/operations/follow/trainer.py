@@ -19,7 +19,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, DamagedSource, ModelNotFound
+from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, ModelNotFound
 from blobstore.manifests.model import Manifest
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
@@ -226,7 +226,7 @@ def find_manifest(store: LocalStore, reference: Reference, digest: Digest) -> by
         for former in store.former(reference):
             yield former.data
         for other in store.references():
-            with contextlib.suppress(ModelNotFound):
+            with contextlib.suppress(BlobstoreError):  # what cannot be read is another model
                 yield store.read_manifest(other)
 
     for data in candidates():
