@@ -99,6 +99,14 @@ def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
             assert headers["server"] == "blobstore"
 
 
+def test_headers_of_other_bytes_than_utf_8_are_answered(library: Library, tmp_path: Path) -> None:
+    with serving(library.store, tmp_path, "--anonymous") as server:
+        for name in ("authorization", "host", "range", "if-none-match", "prefer", "user-agent"):
+            headers = {name: "\xff"}
+            status, _, _ = server.request("/api/models/org/model/tree/main?limit=1", **headers)
+            assert status == 200, name
+
+
 def test_one_connection_carries_many_requests(server: Serving, folder: Path) -> None:
     (name,) = [path.name for path in folder.glob("*-00001-of-*.safetensors")]
     data = (folder / name).read_bytes()
@@ -182,6 +190,7 @@ def test_tokens_are_read_again_and_never_logged(library: Library, tmp_path: Path
         assert server.request("/healthz")[0] == 200
         assert server.request(target)[0] == 401
         assert server.request("/metrics")[0] == 401
+        assert server.request(target, authorization="Bearer \xff\xfe")[0] == 401
         assert server.request(target, authorization=f"Bearer {TOKEN}")[0] == 200
         second = tmp_path / "second"
         second.write_text("another-secret-token\n")
