@@ -128,7 +128,7 @@ class Server:
         manager = web.Server(
             handle,
             access_log=None,
-            logger=_logger(self._note),
+            logger=_ErrorLog(self._note),
             keepalive_timeout=IDLE_SECONDS,
             max_line_size=MAX_HEAD,
             max_field_size=MAX_HEAD,
@@ -406,19 +406,18 @@ async def _until(is_reached: Callable[[], bool]) -> None:
         await asyncio.sleep(interrupts.POLL)
 
 
-def _logger(note: Callable[..., None]) -> logging.Logger:
-    """Return a logger that notes the failures of aiohttp. Their texts may have tokens of requests."""
+class _ErrorLog(logging.Logger):
+    """Notes the failures of aiohttp. Their texts may have tokens of requests."""
 
-    class Notes(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            error = record.exc_info[1] if record.exc_info else None
-            if not isinstance(error, ConnectionError):  # the request has a line of its own
-                name = "" if error is None else type(error).__name__
-                note(error=": ".join(filter(None, (record.getMessage(), name))))
+    def __init__(self, note: Callable[..., None]) -> None:
+        super().__init__("blobstore.serve", logging.WARNING)
+        self._note = note
 
-    logger = logging.Logger("blobstore.serve", logging.WARNING)  # noqa: LOG001 - for one server
-    logger.addHandler(Notes())
-    return logger
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, ConnectionError):  # the request has a line of its own
+            name = "" if error is None else type(error).__name__
+            self._note(error=": ".join(filter(None, (record.getMessage(), name))))
 
 
 class _Refusal(asyncio.Protocol):
