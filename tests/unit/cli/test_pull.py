@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,6 @@ def origin(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "origin")
     put(store, "a", {"x": 1, "y": 2})
     return store
-
-
-@pytest.fixture
-def registry() -> Iterator[StubRegistry]:
-    with StubRegistry() as server:
-        yield server
 
 
 @pytest.fixture
