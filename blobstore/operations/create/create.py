@@ -309,7 +309,7 @@ def import_source(
 def _described(
     opened: TensorSource, plan: ModelPlan, options: ImportOptions, store: LocalStore
 ) -> tuple[SourceRecord, list[FileLayer], list[str]]:
-    """Return the record of the source, the layers that are no blobs of tensors, and the notices."""
+    """Return the record of the source, the layers other than tensors, and the notices."""
     record, unkept = source_record(opened, plan.blobs, options)
     layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
     files = [*stacks_layer(plan.blobs), *file_layers(opened), layer]

@@ -475,7 +475,7 @@ class _Collection:
         yield from ((path, 0.0) for path in self._history.lost(self._there()))
 
     def _lost_signatures(self) -> Iterator[tuple[Path, float]]:
-        """Yield signatures of no manifest, or that are none, and the age at which each is removed."""
+        """Yield signatures of lost manifests, and unusable ones, and the age at which each is removed."""
         if not self._marks.lost():  # else a damaged manifest may be the one that was signed
             # An import stores signatures before it publishes their manifest.
             manifests = self._marks.manifests() | self._history.manifests()
