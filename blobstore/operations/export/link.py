@@ -110,7 +110,8 @@ def link_model(
     manifest = store.resolve(reference)
     if any(store.is_cold(layer.digest) for layer in manifest.layers_of(media_types.TENSOR)):
         raise StoreError(
-            f"model {reference} is frozen, but links need uncompressed blobs; run 'blobstore thaw {reference}'"
+            f"model {reference} is frozen, but links need uncompressed blobs",
+            advice=f"'blobstore thaw {reference}', or link with --thaw, decompresses them",
         )
     target = writer.resolve_target(folder, force=force)
     try:
