@@ -138,6 +138,19 @@ def link_model(
     return _result(target, plan, copied, time.monotonic() - started)
 
 
+def is_linked(reference: Reference, folder: Path, *, store: LocalStore) -> bool:
+    """Return whether a folder still has each file that :func:`link_model` has written, and its links lead to blobs.
+
+    Raises:
+        ModelNotFound: the store has no model of this name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
+    """
+    if not folder.is_dir():
+        return False
+    names = plan_links(ModelContents(store, store.resolve(reference))).names()
+    return all((folder / name).is_file() for name in names)
+
+
 def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool) -> None:
     # The real path, so that links stay valid if a link that leads to the store is removed.
     blobs = f"{os.path.realpath(store.folder('blobs'))}{os.sep}"
