@@ -186,10 +186,10 @@ def available_memory() -> int:
 
 
 def _cached_files(group: Path) -> int:
-    """Return how many bytes a control group uses for the page cache of files, which the system can take back."""
+    """Return the bytes of page cache in a control group, which the system can take back."""
     with contextlib.suppress(OSError, ValueError):
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # In version 1, the names without "total_" leave out the groups within this one.
+        # In version 1, names without "total_" leave out the groups below this one.
         kinds = ("active_file", "inactive_file")
         return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
     return 0
