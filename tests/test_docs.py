@@ -64,6 +64,14 @@ OBJECTS = "http://localhost:8333"
 """The servers of the documents. Those of the tests have other ports."""
 
 
+def test_the_package_is_installed_from_the_clone_as_long_as_no_index_has_it() -> None:
+    assert "not on PyPI yet" in (ROOT / "docs/getting-started/install.md").read_text()
+    notebooks = (ROOT / "docs").rglob("*.ipynb")
+    texts = [*map(Path.read_text, (*DOCUMENTS, *notebooks)), *python_examples().values()]
+    assert [text for text in texts if re.search(r"pip\s+install[^`\n]*tensor-", text)] == []
+    assert sum("pip install -e '.[" in text for text in texts) > 9
+
+
 @needs_signing
 def test_commands_print_what_the_document_of_signatures_says() -> None:
     check_examples("docs/guides/signatures.md", None)
