@@ -49,6 +49,32 @@ def test_the_command_names_the_model_and_the_store_and_passes_arguments_on(
 
 
 @needs_server
+def test_a_server_that_reads_the_store_needs_no_home_folder(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    run("run", "dense", "--with", "mlx-lm", "--dry-run")
+
+
+def test_a_server_that_reads_a_folder_needs_a_place_for_it(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "tiny.gguf").write_bytes(gguf_file([], [("a", 0, [4], bytes(16))]))
+    run("create", tmp_path / "tiny.gguf", "tiny")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    result = run("run", "tiny", "--dry-run", exit_code=2)
+    assert "there is no home folder; set XDG_CACHE_HOME" in result.stderr
+
+
+@needs_server
 @pytest.mark.slow
 def test_the_server_takes_the_place_of_the_command(stored: LocalStore) -> None:
     done = run_process("run", "dense", "--with", "mlx-lm", "--", "--help")
