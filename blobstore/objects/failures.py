@@ -15,7 +15,10 @@ _STATUS = re.compile(
 _CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
 _ALERT = re.compile(r"AlertReceived\(\s*([A-Za-z]{1,40})")
-_CLOSED = re.compile(r"UnexpectedEof|IncompleteMessage|ConnectionReset|BrokenPipe")
+_CLOSED = re.compile(
+    r"IncompleteMessage|(?:kind: |Kind\()(?:UnexpectedEof|ConnectionReset|BrokenPipe)\b"
+)
+"""The end of a connection: of HTTP, or as a kind of the system's errors. A document may have an early end too."""
 _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
 """What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
