@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -9,7 +10,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, ModelNotFound, StoreError
+from blobstore.errors import Damaged, InvalidReference, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,7 +158,9 @@ def _selected(
                 raise unreadable[0]
             raise ModelNotFound(
                 f"no model matches {quote(pattern)}",
-                advice=arguments.address_advice(pattern) or arguments.shown_path_advice(pattern),
+                advice=arguments.address_advice(pattern)
+                or arguments.shown_path_advice(pattern)
+                or _similar(pattern, models),
             )
     return [
         model
@@ -175,6 +178,14 @@ def _matches(model: ListedModel, pattern: str) -> bool:
         return True
     globs = [pattern] if is_pattern(pattern) else [pattern, f"{pattern}:*"]
     return any(name_matches(model.reference, text) for text in globs)
+
+
+def _similar(pattern: str, models: Sequence[ListedModel]) -> str:
+    from blobstore.manifests.reference import Reference, similar_names
+
+    with contextlib.suppress(InvalidReference):  # a glob
+        return similar_names(Reference.parse(pattern), [model.reference for model in models])
+    return ""
 
 
 def _as_table(models: Sequence[ListedModel]) -> str:
