@@ -55,7 +55,7 @@ def command(
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
-    the start of the manifest's digest. A manifest that cannot be read is listed with its error, and
+    the start of the manifest's digest, the same in a store, a registry and object storage. A manifest that cannot be read is listed with its error, and
     the exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code
     is then 1.
     """
@@ -104,7 +104,9 @@ def _show_remote(
     out.result(
         {
             "models": [
-                output.record(entry, "name=address digest bytes=size modified error")
+                output.record(
+                    entry, "name=address digest registry_digest bytes=size modified error"
+                )
                 | {"shared_bytes": None if entry.error else shared}
                 for entry, shared in models
             ]

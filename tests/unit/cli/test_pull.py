@@ -240,4 +240,9 @@ def test_list_prints_the_tags_of_a_repository(store: LocalStore, remote: str) ->
     repository = remote.rpartition(":")[0]
     assert remote in run("list", f"oci://{repository}").stdout
     assert run("list", f"oci://{repository}", "-q").stdout == f"{remote}\n"
+    (there,) = run_json("list", f"oci://{repository}")["models"]
+    pulled = run_json("pull", remote, "a")
+    (here,) = run_json("list", "a")["models"]
+    assert there["digest"] == here["digest"]
+    assert there["registry_digest"] == pulled["digest"]
     run("list", f"oci://{repository}", "a", exit_code=2)
