@@ -86,15 +86,17 @@ def command(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model = arguments.model(store, name)
-    folder = _folder(store, model)
-    gguf = _gguf_path(store, model, folder)
+    gguf = _gguf_path(store, model)
     if chosen is None and gguf is None:
         _check_generates(store, model)
     name, server = _server(chosen, is_gguf=gguf is not None)
     words = [sys.executable, "-m", server.program]
+    folder = None
     if name == _LLAMA_CPP:
+        folder = _folder(store, model)
         words = [shutil.which(server.program) or server.program, "-m", str(gguf)]
     elif name == "transformers":
+        folder = _folder(store, model)
         words += ["serve", str(folder)]
     else:
         words += [str(model), "--store", str(store.root)]
@@ -112,7 +114,7 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if str(folder) in " ".join(words):
+    if folder is not None and str(folder) in " ".join(words):
         _link_if_needed(store, model, folder, name)
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
@@ -138,7 +140,10 @@ def _folder(store: LocalStore, model: Reference) -> Path:
     from blobstore.core.digest import Digest
 
     digest = Digest.of(store.read_manifest(model))
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise UsageError("there is no home folder; set XDG_CACHE_HOME") from None
     return Path(cache, "blobstore", "run", digest.hex[:32])
 
 
@@ -160,7 +165,7 @@ def _link_if_needed(store: LocalStore, model: Reference, folder: Path, server: s
         )
 
 
-def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:
+def _gguf_path(store: LocalStore, model: Reference) -> Path | None:
     """Return the GGUF file of a model: the blob of Ollama's, or that in the folder of links; None for others."""
     from pathlib import Path
 
@@ -172,7 +177,8 @@ def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None
         return Path(store.blob_path(layer.digest))
     record = read_source_record(store, manifest)
     names = sorted(file.name for file in record.files if file.format == "gguf") if record else []
-    return next((folder / name for name in names if not name.startswith("mmproj")), None)
+    name = next((name for name in names if not name.startswith("mmproj")), None)
+    return None if name is None else _folder(store, model) / name
 
 
 def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:

@@ -15,7 +15,8 @@ import blobstore
 from blobstore.cli.main import program
 from tests.faults.processes import workspace
 from tests.support.objects import ObjectServer
-from tests.support.registry import PROGRAM, free_port, running_registry
+from tests.support.ports import free_port
+from tests.support.registry import PROGRAM, running_registry
 from tests.support.transcripts import PYTHON_BLOCK, ROOT, examples, is_as_expected, outputs, pages
 
 PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")

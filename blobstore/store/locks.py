@@ -246,7 +246,9 @@ class Lease:
 
     def close(self) -> None:
         """End the lease and close its file."""
-        self.end()
+        # If the store cannot be written any more: without its lock, the file is that of a dead lease.
+        with contextlib.suppress(OSError):
+            self.end()
         NOT_INHERITED.discard(self)
         os.close(self._descriptor)
 

@@ -1,4 +1,4 @@
-"""Workflow: write a stored model as a Hugging Face folder of links to its blobs.
+"""The operation ``link``: writes a stored model as a Hugging Face folder of links to its blobs.
 
 Blobs that are valid weight files as they are stored are linked. Other weight files share their bytes
 with a blob if the file system can do that, and are copies otherwise. Other files are linked if they are

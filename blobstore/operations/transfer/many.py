@@ -1,4 +1,4 @@
-"""Pushes and pulls of several models, one after the other. One that fails does not keep others from following."""
+"""Pushes or pulls several models, one after the other. If one fails, the others follow all the same."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def find_remote_models(
 
 
 def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
-    """Return the models that a glob matches, which follows the address of a store or repository."""
+    """Return the models that match the glob at the end of an address of a store or repository."""
     fixed = text[: min(text.index(character) for character in "*?[" if character in text)]
     if is_in_objects(text):
         places = [fixed.rpartition("/")[0]]
@@ -258,11 +258,11 @@ def _is_match(name: str, pattern: str) -> bool:
 
 
 def place_of(remote: str, name: Reference) -> str:
-    """Return where a model goes of several that are pushed to one place.
+    """Return the address that a model gets below ``remote``, to which several models are pushed.
 
     Raises:
-        InvalidReference: it is not a place, or a registry allows no such name.
-        UsageError: it is the address of one model.
+        InvalidReference: ``remote`` is not an address, or a registry allows no such name.
+        UsageError: ``remote`` is the address of one model.
     """
     if is_in_objects(remote):
         if has_tag(remote):

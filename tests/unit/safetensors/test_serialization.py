@@ -457,7 +457,7 @@ def test_a_file_is_saved_while_another_one_is_written(
 
     def slow(descriptor: int, parts: Any) -> int:
         if threading.current_thread() is other:
-            assert may_end.wait(20)
+            assert may_end.wait()
         return write(descriptor, parts)
 
     other = threading.Thread(target=save_file, args=({"a": ARRAY}, tmp_path / "slow"))

@@ -133,6 +133,19 @@ def test_a_lease_lists_the_blobs_that_it_holds(store: LocalStore) -> None:
     assert list(store.folder("leases").iterdir()) == []
 
 
+def test_a_lease_that_cannot_be_removed_is_ended_by_its_lock(store: LocalStore) -> None:
+    folder = store.folder("leases")
+    with store.lease() as lease:
+        lease.hold([A])
+        folder.rename(folder.with_name("aside"))
+        folder.write_bytes(b"")
+    folder.unlink()
+    folder.with_name("aside").rename(folder)
+    found = store.read_leases()
+    assert found.digests == set()
+    assert [path.name for path in found.dead] == [lease.name]
+
+
 def test_leases_of_dead_processes_are_distinguished_from_living_ones(
     store: LocalStore, others: list[subprocess.Popen[str]]
 ) -> None:
