@@ -55,9 +55,9 @@ def command(
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
-    the start of the manifest's digest, the same in a store, a registry and object storage. A manifest that cannot be read is listed with its error, and
-    the exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code
-    is then 1.
+    the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
+    that cannot be read is listed with its error, and the exit code is then 4. A folder of manifests
+    that cannot be read is reported, and the exit code is then 1.
     """
     from blobstore.operations.describe.list import list_models
     from blobstore.remotes.addresses import is_address

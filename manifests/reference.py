@@ -124,7 +124,7 @@ def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
     models = {str(one).removesuffix(":latest"): one.model for one in others}
     near = most_like(name, models, 0.6)
     if not near:  # the namespace or the tag may be missing
-        alike = most_like(reference.model, set(models.values()), 0.7)
+        alike = most_like(reference.model, dict.fromkeys(models.values()), 0.7)
         near = [one for one, model in models.items() if model in alike][:2]
     return question(near)
 

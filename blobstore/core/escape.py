@@ -83,7 +83,7 @@ def question(names: Sequence[str]) -> str:
 
 
 def most_like(text: str, names: Collection[str], cutoff: float) -> list[str]:
-    """Return the two names that are most like a text, if ``cutoff`` of them and the text is equal."""
+    """Return at most two names that are most like a text; ``cutoff`` as for :func:`did_you_mean`."""
     from difflib import get_close_matches
 
     text = text[:MAX_SHOWN]
