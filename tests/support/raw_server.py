@@ -49,6 +49,7 @@ class RawServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept)
         self._connections: list[threading.Thread] = []
+        self._last: tuple[str, int] | None = None
         self.closing = threading.Event()
         """Set at the end; answers that block wait for it."""
 
@@ -71,18 +72,21 @@ class RawServer:
         at: TracebackType | None,
     ) -> None:
         self.closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        # Connections are accepted in their order: those of clients that have given up already, too.
+        with socket.socket() as last:
+            last.bind(("127.0.0.1", 0))
+            self._last = last.getsockname()
+            last.connect(self._listener.getsockname())
+            self._thread.join()
         self._listener.close()
-        self._thread.join()
         for connection in self._connections:
             connection.join()
 
     def _accept(self) -> None:
         while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
+            connection, client = self._listener.accept()
+            if client == self._last:
+                connection.close()
                 return
             thread = threading.Thread(target=self._serve, args=(connection,))
             self._connections.append(thread)
