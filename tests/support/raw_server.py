@@ -102,7 +102,7 @@ class RawServer:
                     connection.sendall(self.plain_answer)
                     return
             if self.tls is not None:
-                connection = stack.enter_context(self.tls.wrap_socket(connection, server_side=True))
+                connection = stack.enter_context(_secured(connection, self.tls))
             received = self._receive(connection)
             self.requests.append(received)
             answer = self.answer(received)
@@ -131,3 +131,18 @@ class RawServer:
         while len(body) < int(headers.get("content-length", 0)):
             body += read()
         return Received(method, path, headers, body)
+
+
+def _secured(connection: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+    secured = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    try:
+        secured.do_handshake()
+    except OSError:
+        # With TLS 1.3, the client may have sent its request. If that were left unread, the system would drop the
+        # connection, and with it the reason of the refusal.
+        with secured, contextlib.suppress(OSError):
+            secured.shutdown(socket.SHUT_WR)
+            while secured.recv(1 << 16):
+                pass
+        raise
+    return secured
