@@ -98,7 +98,7 @@ def run_process(*arguments: object, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         env=environment(**variables),
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -22,7 +22,7 @@ from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.training import first_weights, steps
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 
-SECONDS = 60
+SECONDS = 240
 HOOK = (
     "import os, sys; names = ['NAME', 'DIGEST', 'PREVIOUS'];"
     "open(sys.argv[1], 'a').write(' '.join(os.environ['BLOBSTORE_' + n] for n in names) + '\\n');"
