@@ -373,13 +373,15 @@ class Server:
         if lines and self._log is not None:
             self._log("\n".join(lines))
 
-    @staticmethod
-    async def _repeat(seconds: float, act: Callable[[], object]) -> None:
-        """Call ``act`` again and again on a thread."""
+    async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
+        """Call ``act`` again and again on a thread. A failure is noted, and does not end that."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(seconds)
-            await loop.run_in_executor(None, act)
+            try:
+                await loop.run_in_executor(None, act)
+            except Exception as error:  # noqa: BLE001 - of a disk or of a thread that cannot be started
+                self._note(error=f"{type(error).__name__}: {error}")
 
     def _metrics_text(self) -> str:
         return self.metrics.text(self._connections())

@@ -140,6 +140,8 @@ def measure_reading(
 
 def _files_of_model(reference: Reference, store: LocalStore, notices: list[str]) -> _Files:
     layers = store.resolve(reference).layers_of(*media_types.WEIGHTS)
+    for blob in layers:
+        store.check_size(blob.digest, blob.size)
     blobs = {blob.digest: blob.size for blob in layers}
     cold = {digest for digest in blobs if not store.has_hot(digest)}
     if cold:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,32 @@ def test_the_command_names_the_model_and_the_store_and_passes_arguments_on(
     ]
     run("run", "dense", "--json", exit_code=2)
     run("run", "desne", "--dry-run", exit_code=3)
+
+
+@needs_server
+def test_a_server_that_reads_the_store_needs_no_home_folder(
+    stored: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    run("run", "dense", "--with", "mlx-lm", "--dry-run")
+
+
+def test_a_server_that_reads_a_folder_needs_a_place_for_it(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "tiny.gguf").write_bytes(gguf_file([], [("a", 0, [4], bytes(16))]))
+    run("create", tmp_path / "tiny.gguf", "tiny")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    result = run("run", "tiny", "--dry-run", exit_code=2)
+    assert "there is no home folder; set XDG_CACHE_HOME" in result.stderr
 
 
 @needs_server
@@ -107,6 +134,34 @@ def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
     assert run_process("run", "tiny", **variables).stdout == content
     file.unlink()
     file.symlink_to("gone")
+    assert run_process("run", "tiny", **variables).stdout == content
+
+
+def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_again(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "tiny"
+    source.mkdir()
+    for number, name in enumerate(("t-00001-of-00002.gguf", "t-00002-of-00002.gguf")):
+        values = [("split.no", number), ("split.count", 2), ("split.tensors.count", 2)]
+        listed = [(key, 4, struct.pack("<I", value)) for key, value in values]
+        content = gguf_file(listed, [(name, 0, [4], bytes(16))])
+        (source / name).write_bytes(content)
+    run("create", source, "tiny")
+    # What is under test is which files the program finds.
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\ncat "${2%/*}"/*.gguf\n')
+    program.chmod(0o755)
+    variables = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    content = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
+
+    assert run_process("run", "tiny", **variables).stdout == content
+    (part,) = (tmp_path / "cache").rglob("*-00002-of-*")
+    part.unlink()
     assert run_process("run", "tiny", **variables).stdout == content
 
 
