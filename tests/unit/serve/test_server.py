@@ -82,8 +82,11 @@ def rest_of(client: socket.socket) -> bytes:
 
 
 def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) -> None:
+    tested = Server(store, None)
+
     async def run() -> None:
-        loop, ended, done = asyncio.get_running_loop(), asyncio.Event(), []
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        done: list[int] = []
 
         def act() -> None:
             done.append(len(done))
@@ -91,13 +94,12 @@ def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) ->
                 raise OSError(errno.EROFS, "read-only")
             loop.call_soon_threadsafe(ended.set)
 
-        chore = asyncio.create_task(server._repeat(0, act))
+        chore = asyncio.create_task(tested._repeat(0, act))
         await ended.wait()
         chore.cancel()
 
-    server = Server(store, None)
     asyncio.run(run())
-    errors = [json.loads(line)["error"] for line in server._lines]
+    errors = [json.loads(line)["error"] for line in tested._lines]
     assert errors == [f"OSError: [Errno {errno.EROFS}] read-only"] * 2
 
 
