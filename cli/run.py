@@ -114,19 +114,8 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    if folder is not None and str(folder) in " ".join(words) and not _is_whole(folder, gguf):
-        from blobstore.cli.thaw import thaw_whole
-        from blobstore.operations.export.link import link_model
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with progress_bar() as progress:
-            thawed = thaw_whole(model, store, progress)
-            link_model(model, folder, store=store, force=True, progress=progress)
-        if thawed.blobs:
-            output.show_note(
-                f"{model} was frozen, and {name} reads files: it is thawed now; "
-                f"'blobstore freeze {model}' compresses it again"
-            )
+    if folder is not None and str(folder) in " ".join(words):
+        _link_if_needed(store, model, folder, name)
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
@@ -158,11 +147,22 @@ def _folder(store: LocalStore, model: Reference) -> Path:
     return Path(cache, "blobstore", "run", digest.hex[:32])
 
 
-def _is_whole(folder: Path, gguf: Path | None) -> bool:
-    """Return whether the links in the folder, which is named by its content, lead to files, and what is needed is there."""
-    return (gguf or folder / "config.json").exists() and all(
-        path.exists() for path in folder.rglob("*")
-    )
+def _link_if_needed(store: LocalStore, model: Reference, folder: Path, server: str) -> None:
+    """Make the folder of links, unless an earlier run has made it and all of its files are there."""
+    from blobstore.cli.thaw import thaw_whole
+    from blobstore.operations.export.link import is_linked, link_model
+
+    if is_linked(model, folder, store=store):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with progress_bar() as progress:
+        thawed = thaw_whole(model, store, progress)
+        link_model(model, folder, store=store, force=True, progress=progress)
+    if thawed.blobs:
+        output.show_note(
+            f"{model} was frozen, and {server} reads files: it is thawed now; "
+            f"'blobstore freeze {model}' compresses it again"
+        )
 
 
 def _gguf_path(store: LocalStore, model: Reference) -> Path | None:
