@@ -219,8 +219,8 @@ class LocalStore(BlobReader):
         free = shutil.disk_usage(self.folder("temporary")).free
         if needed > free:
             raise StoreError(
-                f"not enough space for the store {quote(self.root)}: {needed} bytes are needed, "
-                f"and {free} are free"
+                f"not enough space for the store {quote(self.root)}: {needed / 10**6:,.1f} MB are "
+                f"needed, and {free / 10**6:,.1f} MB are free"
             )
 
     # Manifests
