@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_url
 from blobstore.core.workers import Cancelled
 from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
@@ -84,7 +84,11 @@ class ObjectSource:
                 looked.append(f"{quote(address.reference)} in {quote(address.store)}")
         if refused is not None:
             raise refused
-        raise ModelNotFound(f"no model {quote(text)}; looked for {', '.join(looked)}")
+        first = next(model_addresses(text)).store
+        raise ModelNotFound(
+            f"no model {quote(text)}; looked for {', '.join(looked)}",
+            advice=f"'blobstore list {quote_url(str(first))[1:-1]}' lists the models there",
+        )
 
     @property
     def data(self) -> bytes:
