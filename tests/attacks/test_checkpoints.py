@@ -125,7 +125,7 @@ def run_by_pickle(path: Path, canary: Path, code: str) -> None:
         env={**os.environ, "PTH_CANARY": str(canary)},
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 

@@ -223,7 +223,8 @@ def test_a_body_that_stalls_is_refused(server: HostileS3, monkeypatch: pytest.Mo
 
     server.disturb = blobs_only(stall)
     store = ObjectStore(server.address)
-    refused(lambda: read(store), RemoteError, "body error")
+    # Also the head may come too late on a busy machine.
+    refused(lambda: read(store), RemoteError, "body error|error sending request")
 
 
 @pytest.mark.parametrize(
