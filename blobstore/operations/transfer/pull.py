@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
-from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.attached import Attached, attached
 from blobstore.operations.transfer.cold_manifests import usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.signatures import SelectedSignatures
@@ -167,19 +167,19 @@ def pull_model(
         policy = read_policy(store)
         errors: list[RemoteError] = []
         # The policy is asked before any weight is fetched.
-        found, fetch_layers = attached(source, digest, errors.append)
-        signatures = SelectedSignatures.of(found, digest, policy)
+        with_model = attached(source, digest, errors.append)
+        signatures = SelectedSignatures.of(with_model.signatures, digest, policy)
         verdict = check_trust(store, reference, signed, signatures.data, policy, errors)
         # Compressed forms are those of a store's blobs, and files of other tools are imported
         # first.
         if source.files or not cold:
-            fetch_layers = dict
+            with_model = with_model._replace(fetch_layers=dict)
         if source.files and pull.is_imported(dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
-            done = pull.planned(fetch_layers, expected)
+            done = pull.planned(with_model, expected)
         else:
-            done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
+            done = pull.fetch(signatures, with_model, streams, jobs, progress)
     if not dry_run:
         remember_remotes(store, *places_of(source.address))
     return Pulled(
@@ -240,11 +240,7 @@ class _Pull:
         with store.ingest() as ingest:
             return all(ingest.find(*blob.id) for blob in blobs)
 
-    def planned(
-        self,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
-        expected: Collection[BlobId],
-    ) -> Fetched:
+    def planned(self, with_model: Attached, expected: Collection[BlobId]) -> Fetched:
         """Return what the pull would fetch."""
         source, store = self.source, self.store
 
@@ -255,12 +251,18 @@ class _Pull:
             return False
 
         missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
-        listed = fetch_layers() if missing else {}
-        layers, without_base = usable_layers(store, listed, missing, is_here)
-        stored = _stored(missing, layers)
+        usable = usable_layers(
+            store,
+            with_model.fetch_layers() if missing else {},
+            missing,
+            is_here,
+            with_model.fetch_bases,
+        )
+        stored = _stored(missing, usable.layers)
+        stored += [layer.stored for layer in usable.bases.values()]
         size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
         resumed = sum(map(store.partial_bytes, stored))
-        notices = _base_notices(without_base)
+        notices = _base_notices(usable.without_base)
         return Fetched(
             len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
         )
@@ -268,7 +270,7 @@ class _Pull:
     def fetch(
         self,
         signatures: SelectedSignatures,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
+        with_model: Attached,
         streams: int,
         jobs: int | None,
         progress: Progress | None,
@@ -281,13 +283,16 @@ class _Pull:
             # Each blob is leased before it is looked for, so what is found stays.
             found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
             missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
-            listed = fetch_layers() if missing else {}
-            layers, without_base = usable_layers(
-                store, listed, missing, lambda base: ingest.find(*base) is not None
+            usable = usable_layers(
+                store,
+                with_model.fetch_layers() if missing else {},
+                missing,
+                lambda base: ingest.find(*base) is not None,
+                with_model.fetch_bases,
             )
             size = sum(blob.size for blob in missing)
             workers = WorkerPool(streams, progress, size)
-            transfer = Download(source, store, ingest, missing, workers, layers)
+            transfer = Download(source, store, ingest, missing, workers, usable)
             transfer.run(streams)
             if source.files:
                 created = self._import(transfer, jobs, progress)
@@ -308,7 +313,7 @@ class _Pull:
                 if not store.has_model(reference) or store.is_taken(reference, model.manifest):
                     former = store.place(reference, model.manifest, model.blobs)
                 PullRecord.of(source, digest).keep(store, reference)
-            notices = (*replacement_notices(reference, former), *_base_notices(without_base))
+            notices = (*replacement_notices(reference, former), *_base_notices(usable.without_base))
             return transfer.result(
                 notices, repaired=dict(ingest.repaired), replaced=former is not None
             )
