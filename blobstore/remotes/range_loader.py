@@ -146,7 +146,12 @@ class RangeLoader:
                 return
             end = min(begin + PART, load.stored.size)
             memory = load.arriving()[begin:end]
-            self._read(load.stored, begin, memory)
+            try:
+                self._read(load.stored, begin, memory)
+            except (BlobDamaged, BlobMissing):
+                if load.layer is None:
+                    raise
+                load.is_lost = True
             if batch is not None:
                 batch.beat()
             if load.has_arrived(begin, end):
@@ -309,6 +314,8 @@ class RangeLoader:
 
     def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
         """Decode a blob; return whether that succeeds."""
+        if load.is_lost:
+            return False
         try:
             decoder = ColdBlobDecoder(load.arriving())
             load.release()
@@ -367,6 +374,8 @@ class _Load:
         self.layer: ColdLayer | None = None
         self.links: Sequence[ColdLayer] = ()
         """The forms that the base of the layer is decoded from, if it is nowhere else."""
+        self.is_lost = False
+        """Whether the remote does not have the compressed form that it lists."""
         self.base: _Load | None = None
         """What the layer is decoded against, if that is read too."""
         self._compressed: memoryview | None = None

@@ -12,11 +12,11 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from blobstore.core.digest import BlobId
 from blobstore.core.escape import quote
 from blobstore.core.files import write_all
 from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import Cancelled
-from blobstore.core.digest import BlobId
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, DamagedSource, RemoteError
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.registry.protocol import DAMAGED_ADVICE

@@ -38,7 +38,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress

@@ -337,7 +337,7 @@ class _Push:
                     self.cold_sizes.append(size)
             # Only now: a listed layer must be there.
             if new:
-                forms = {}
+                forms: Mapping[Digest, ColdLayer] = {}
                 if cold_blobs.base is not None:
                     forms = self._target.read_forms_with(cold_blobs.base)
                 bases = {link.blob: link for layer in new for link in bases_of(layer, forms)}

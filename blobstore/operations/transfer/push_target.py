@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Reference
     from blobstore.objects.address import ModelAddress
     from blobstore.registry.layouts.plan import RemoteLayout
-    from blobstore.manifests.reference import Reference
     from blobstore.registry.reference import RemoteReference
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.store.local import LocalStore
