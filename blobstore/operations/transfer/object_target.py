@@ -180,8 +180,11 @@ class ObjectTarget:
 
     def read_forms_with(self, model: Reference) -> Mapping[Digest, ColdLayer]:
         """Return the cold layers that are listed with another model, and those of bases."""
-        manifest = Digest.of(self._store.read_manifest(model))
         found: dict[Digest, ColdLayer] = {}
+        try:
+            manifest = Digest.of(self._store.read_manifest(model))
+        except ModelNotFound:  # removed since its blobs were chosen as bases
+            return found
         for folder in (COLD_BASES, COLD_INDEXES):
             data = self.objects.read_for_manifest(folder, manifest, READ_COLD_INDEX)
             found |= parse_cold_layers(data or b"")

@@ -70,19 +70,26 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 def publish(
-    trainer: LocalStore, run: list[dict[str, bytes]], address: str, numbers: range = range(VERSIONS)
+    trainer: LocalStore,
+    run: list[dict[str, bytes]],
+    address: str,
+    numbers: range = range(VERSIONS),
+    **options: Any,
 ) -> list[int]:
     """Push versions as deltas, each against the one before; return the sizes of the forms."""
     sizes = []
     for number in numbers:
         add_blobs(trainer, f"policy:{number}", run[number])
         base = f"policy:{number - 1}" if number else None
-        sizes.append(push(f"policy:{number}", address, trainer, base).bytes_cold)
+        pushed = push(f"policy:{number}", address, trainer, base, **options)
+        sizes.append(pushed.bytes_cold)
     return sizes
 
 
-def push(name: str, address: str, trainer: LocalStore, base: str | None) -> blobstore.Pushed:
-    return blobstore.push(name, address, store=trainer, cold=True, base=base)
+def push(
+    name: str, address: str, trainer: LocalStore, base: str | None, **options: Any
+) -> blobstore.Pushed:
+    return blobstore.push(name, address, store=trainer, cold=True, base=base, **options)
 
 
 def client(folder: Path, run: list[dict[str, bytes]], number: int) -> LocalStore:
@@ -147,6 +154,17 @@ def test_opening_what_a_skipped_version_leads_to_reads_the_deltas(
         assert found == {name: array.tobytes() for name, array in expected.tensors().items()}
     pulled = blobstore.pull(address, "policy", store=store, force=True, dry_run=True)
     assert plan.bytes_to_read == pulled.bytes_fetched
+
+
+@pytest.mark.parametrize("layout", ["ollama", "image"])
+def test_other_layouts_have_chains_too(
+    trainer: LocalStore, run: list[dict[str, bytes]], remote: str, tmp_path: Path, layout: str
+) -> None:
+    publish(trainer, run, remote, range(3), layout=layout)
+    store = client(tmp_path, run, 0)
+    pulled = blobstore.pull(remote, "policy", store=store, force=True)
+    assert_is_last(store, trainer, 2)
+    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 2))
 
 
 def test_a_client_without_any_version_begins_with_the_compressed_first_one(
