@@ -7,6 +7,7 @@ overrides, or megabytes of text. All such text passes through this module before
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,14 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
     except RecursionError:  # a decoded JSON value may be nested as deeply as the parser allows
         shown = "(nested too deeply to show)"
     return f"'{escape(shown, limit)}'"
+
+
+def shell_word(text: str) -> str:
+    """Return a text as one word of a command, for advice that a person may copy into a shell.
+
+    It is the text itself unless that has characters that :func:`escape` changes.
+    """
+    return shlex.quote(escape(text))
 
 
 def quote_url(url: str) -> str:

@@ -21,10 +21,13 @@ from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import workspace
 from tests.support.hub_server import HubServer
 from tests.support.models import write_folder
+from tests.support.ports import free_port
 from tests.support.serve_process import Serving, serving
 
 _NAME = "org/model"
 _FILES = tuple(f"model-{number}-of-00004.safetensors" for number in ("00001", "00003"))
+_PAUSE = 0.002
+"""Seconds before each part of a file that the upstream sends, so that a fetch can be disturbed."""
 _IN_FLIGHT = 2**20
 """Bytes of a file that may have been sent in vain when a process is killed: buffers of both sides."""
 
@@ -41,13 +44,14 @@ class Case:
             for number in range(8)
         }
         self.source = write_folder(folder / "source", tensors, shards=4)
-        hub.add(_NAME, self.source).pause = 0.002
+        self._upstream = hub.add(_NAME, self.source)
         self.files = {path.name: path.read_bytes() for path in self.source.iterdir()}
         self.size = sum(map(len, self.files.values()))
         self.store = LocalStore(folder / "store")
 
     def forget(self) -> None:
-        """Let the store have nothing."""
+        """Let the store have nothing, and the upstream be slow again."""
+        self._upstream.pause = _PAUSE
         command("rm", "*", "--store", self.store.root)
         command("gc", "--force", "--older-than", "0s", "--store", self.store.root)
         self.hub.sent = 0
@@ -71,7 +75,8 @@ class Case:
                 outcome.violate(f"{how}: verify: {output[-300:]}{errors[-300:]}")
 
     def must_get(self, server: Serving, outcome: Outcome, how: str) -> None:
-        """Check that clients get all files now, and that the store has them then."""
+        """Check that clients get all files now, and fast, and that the store has them then."""
+        self._upstream.pause = 0.0
         deadline = time.monotonic() + 60
         for name, data in self.files.items():
             while (found := _get(server, name)) != data:
@@ -154,15 +159,15 @@ def _upstream_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
     for _ in effort:
         case.forget()
         with contextlib.ExitStack() as stack:
-            upstream = stack.enter_context(serving(origin, place))
-            port = upstream.url.rpartition(":")[2]
+            listen = f"--port={free_port()}"
+            upstream = stack.enter_context(serving(origin, place, listen))
             server = stack.enter_context(case.server(upstream.url))
             stack.enter_context(_clients(server))
             time.sleep(case.chance.uniform(0, 0.3))
             upstream.process.send_signal(signal.SIGKILL)
             upstream.process.wait()
             outcome.injected += 1
-            stack.enter_context(serving(origin, place, f"--port={port}"))
+            stack.enter_context(serving(origin, place, listen))
             case.must_get(server, outcome, "after the upstream was killed")
 
 

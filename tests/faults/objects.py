@@ -30,6 +30,8 @@ from tests.support.objects import ObjectServer, running_object_store
 
 _REQUESTS = 2**17
 """Bytes of all requests of a push but those of blobs, at most."""
+_PAUSE = 0.002
+"""Seconds before each 16 KiB of a push that is disturbed."""
 
 
 class Case:
@@ -70,6 +72,15 @@ class Case:
 
     def push(self) -> Child:
         """Push the model in a child."""
+        self.proxy.pause = 0.0
+        return self._push()
+
+    def push_slowly(self) -> Child:
+        """Push the model in a child, which takes more than a second, so that it can be disturbed."""
+        self.proxy.pause = _PAUSE
+        return self._push()
+
+    def _push(self) -> Child:
         return self._start("blobstore", "push", self.name, self.address, "--store", self.local.root)
 
     def pull(self) -> Child:
@@ -125,7 +136,7 @@ class Case:
             except RemoteError:
                 if time.monotonic() > until:
                     raise
-                time.sleep(1)
+                time.sleep(0.05)
             else:
                 return
 
@@ -159,7 +170,6 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
             outcome = Outcome(fault)
             rows.append(outcome)
             with Proxy(server.endpoint.removeprefix("http://")) as proxy:
-                proxy.pause = 0.002
                 endpoint = {"AWS_ENDPOINT_URL": f"http://{proxy.host}"}
                 with patch.dict(os.environ, server.environment | endpoint), Nursery() as nursery:
                     place = folder / str(number)
@@ -171,7 +181,7 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
 def _push_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
     for _ in effort:
         case.renew()
-        child = case.push()
+        child = case.push_slowly()
         time.sleep(case.chance.uniform(0, 1.5))
         child.kill()
         outcome.injected += child.wait().is_killed
@@ -200,12 +210,12 @@ def _fetch_killed(
 def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
     for _ in effort:
         case.renew()
-        first = case.push()
+        first = case.push_slowly()
         time.sleep(case.chance.uniform(0, 1))
         first.kill()  # what it has sent is garbage, and what the next one relies on
         outcome.injected += 1
         first.wait()
-        second = case.push()
+        second = case.push_slowly()
         while not second.has_ended and not case.has_name:
             ended = case.collect()
             if ended.code:
@@ -222,7 +232,7 @@ def _server_killed(
     def disturb(case: Case, effort: Effort, outcome: Outcome) -> None:
         for _ in effort:
             case.renew()
-            if start is not Case.push:
+            if start is not Case.push_slowly:
                 case.must(case.push, outcome, "before")
             child = start(case)
             time.sleep(case.chance.uniform(0.1, 1))
@@ -246,6 +256,6 @@ CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
     "pull from object storage killed and repeated": _fetch_killed(Case.pull),
     "model opened in object storage, killed and repeated": _fetch_killed(Case.open),
     "object storage collected during push": _collected,
-    "object storage killed during push": _server_killed(Case.push),
+    "object storage killed during push": _server_killed(Case.push_slowly),
     "object storage killed during pull": _server_killed(Case.pull),
 }

@@ -59,9 +59,9 @@ class Case:
         where = ["--store", self.store.root]
         return ["blobstore", "pull", self.remote, name, "--streams", _STREAMS, *where]
 
-    def pull(self, name: str = "model") -> Ended:
+    def pull(self, **hooks: object) -> Ended:
         """Pull the model in a child."""
-        return nursery().run(*self.arguments(name))
+        return nursery().run(*self.arguments(), hooks=hooks)
 
     def forget(self) -> None:
         """Let the store have no model, no blob and no unfinished download."""
@@ -82,9 +82,9 @@ class Case:
                 outcome.names_lost += 1
                 outcome.violate(f"{how}: the model is not complete: {output[-300:]}{errors[-300:]}")
 
-    def must_pull(self, outcome: Outcome, how: str) -> None:
+    def must_pull(self, outcome: Outcome, how: str, **hooks: object) -> None:
         """Check that a pull succeeds now."""
-        ended = self.pull()
+        ended = self.pull(**hooks)
         if ended.code:
             outcome.violate(f"{how}: the next pull exits with {ended.code}: {ended.stderr[-300:]}")
         self.check(outcome, how, is_there=True)
@@ -138,7 +138,7 @@ def _cut(case: Case, effort: Effort, outcome: Outcome) -> None:
         for item in case.blobs:
             case.registry.cut_after[str(item.digest)] = case.chance.randrange(item.size)
             outcome.injected += 1
-        case.must_pull(outcome, "connections were cut")
+        case.must_pull(outcome, "connections were cut", impatience=0.01)
         case.registry.cut_after.clear()
         if case.registry.sent.total() > case.size + len(case.blobs) * _IN_FLIGHT:
             outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")

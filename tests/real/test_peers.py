@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -36,6 +35,7 @@ from tests.support import frozen
 from tests.support.altered_server import altered, is_marked
 from tests.support.hub_server import HubServer
 from tests.support.models import Arrays, add_blobs, write_folder
+from tests.support.ports import free_port
 from tests.support.raw_server import Answer, Received
 from tests.support.serve import read_parts
 from tests.support.serve_process import SECONDS, Serving, serving
@@ -85,9 +85,7 @@ def log() -> Log:
 @pytest.fixture
 def dead() -> Peer:
     """A peer at a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    return Peer.parse(f"http://127.0.0.1:{port}")
+    return Peer.parse(f"http://127.0.0.1:{free_port()}")
 
 
 def wanted(store: LocalStore, name: str = "org/one") -> Wanted:
@@ -487,12 +485,6 @@ def test_peers_that_name_each_other_do_not_wait_for_each_other(
         while second.request(f"/{NAME}/resolve/main/README.md")[0] != 200:
             assert time.monotonic() < time_out
         weights_of(second, folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def test_a_server_behind_a_server_moves_deltas(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-_SECONDS = 30
+_SECONDS = 120
 
 
 class Browser:

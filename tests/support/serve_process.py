@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from blobstore.store.local import LocalStore
 
-SECONDS = 60
+SECONDS = 120
 
 
 @dataclass
@@ -111,7 +111,7 @@ def serving(
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=SECONDS)
             finally:
                 process.kill()
         process.communicate()

@@ -26,6 +26,29 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from blobstore.__main__ import main
 main()
 """
+# Signals itself when it has opened a file of a folder; a thread waits there until the main thread stops.
+_INTERRUPTED = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from blobstore.core import interrupts
+folder, is_stopping, stopped, opened = sys.argv.pop(1), threading.Event(), interrupts._stopped, os.open
+
+def stop():
+    is_stopping.set()
+    return stopped()
+
+def strike(path, *arguments, **options):
+    descriptor = opened(path, *arguments, **options)
+    if not is_stopping.is_set() and os.path.dirname(os.fsdecode(path)) == folder:
+        os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            is_stopping.wait()
+    return descriptor
+
+interrupts._stopped, os.open = stop, strike
+from blobstore.__main__ import main
+main()
+"""
 
 
 def run(*arguments: object, exit_code: int = 0, stdin: str | None = None) -> Result:
@@ -47,6 +70,13 @@ def run_json(*arguments: object, exit_code: int = 0, stdin: str | None = None) -
 def command_line(*arguments: object) -> list[str]:
     """Return the command line of a real process."""
     return [sys.executable, "-c", LAUNCHER, *map(str, arguments)]
+
+
+def interrupted(folder: Path, *arguments: object) -> tuple[int, str]:
+    """Interrupt a real process while it works on files of a folder; return its status and its errors."""
+    command = [sys.executable, "-c", _INTERRUPTED, str(folder), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, env=environment(), check=False, text=True)
+    return done.returncode, done.stderr
 
 
 def environment(**variables: str) -> Mapping[str, str]:

@@ -227,6 +227,33 @@ def test_a_shape_that_a_framework_cannot_hold_is_a_clear_error(
         assert bytes(model.view("x").data) == b"x"
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("shape", [(2**63, 0), (0, 2**64 - 1), (0, 2**63, 2)])
+def test_an_empty_tensor_of_a_huge_shape_is_imported_and_not_loaded_as_by_the_reference(
+    tmp_path: Path, framework: Any, shape: tuple[int, ...]
+) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"x": entry}).encode()
+    source = tmp_path / "x.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header)
+    with safe_open(source, framework) as theirs:
+        assert theirs.keys() == ["x"]
+        with pytest.raises((ValueError, TypeError)):
+            theirs.get_tensor("x")
+
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(source, "m", store=store)
+    blobstore.export("m", tmp_path / "out", store=store)
+    assert (tmp_path / "out" / source.name).read_bytes() == source.read_bytes()
+    with blobstore.open("m", store=store, framework=framework) as model:
+        shown = re.escape(str(list(shape)))
+        with pytest.raises(
+            UnsupportedDType, match=f"'x': {framework} cannot hold its shape {shown}"
+        ):
+            model["x"]
+        assert model.view("x").spec.shape == shape
+
+
 # Memory
 
 

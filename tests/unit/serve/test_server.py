@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import http.client
+import json
 import os
 import resource
 import shutil
@@ -28,6 +31,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.registry.client import RegistryClient
 from blobstore.serve.library import Library
+from blobstore.serve.server import Server
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -63,6 +67,28 @@ def large_model(store: LocalStore, folder: Path) -> bytes:
     source = write_folder(folder / "large", tensors)
     create(source, "org/large", store=store)
     return (source / "model.safetensors").read_bytes()
+
+
+def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) -> None:
+    tested = Server(store, None)
+
+    async def run() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        done: list[int] = []
+
+        def act() -> None:
+            done.append(len(done))
+            if len(done) < 3:
+                raise OSError(errno.EROFS, "read-only")
+            loop.call_soon_threadsafe(ended.set)
+
+        chore = asyncio.create_task(tested._repeat(0, act))
+        await ended.wait()
+        chore.cancel()
+
+    asyncio.run(run())
+    errors = [json.loads(line)["error"] for line in tested._lines]
+    assert errors == [f"OSError: [Errno {errno.EROFS}] read-only"] * 2
 
 
 def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:

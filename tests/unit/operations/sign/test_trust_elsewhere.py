@@ -37,11 +37,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
-@pytest.fixture
 def address(server: HostileS3, key: KeyFiles, tmp_path: Path) -> str:
     """Return the address of a signed model."""
     store = LocalStore(tmp_path / "source")

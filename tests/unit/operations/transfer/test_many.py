@@ -155,6 +155,23 @@ def test_bases_come_before_what_is_compressed_against_them(
     ]
 
 
+def test_a_base_that_could_not_be_fetched_is_named_as_missing(bucket: str, tmp_path: Path) -> None:
+    origin = LocalStore(tmp_path / "origin")
+    frozen.put(origin, "base", {"a": 1})
+    add_blobs(origin, "tune", {"a": frozen.layer("a", frozen.tuned(5, 1))})
+    push_models(["base"], bucket, store=origin)
+    push_models(["tune"], bucket, store=origin, cold=True, base="base")
+    (tmp_path / "bucket" / "blobs" / blob_path(origin, "a", "base").name).unlink()
+
+    base, tune = pull_models(
+        find_remote_models([bucket], all_models=True), store=tmp_path / "other"
+    )
+
+    assert isinstance(base.error, BlobMissing)
+    assert tune.result
+    assert "pull the base model first" in tune.result.notices[0]
+
+
 def test_of_models_with_bases_of_each_other_only_one_is_fetched_whole(
     bucket: str, tmp_path: Path
 ) -> None:

@@ -18,12 +18,7 @@ from tests.attacks.test_request_rules import Registry
 from tests.support.hostile_s3 import HostileS3, failure, hostile_s3
 from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply
-from tests.support.signing import KeyFiles, key_files, policy
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
+from tests.support.signing import KeyFiles, policy
 
 
 @pytest.fixture

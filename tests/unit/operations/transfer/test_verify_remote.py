@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +21,6 @@ def origin(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "origin")
     frozen.put(store, "a", {"x": 1, "y": 2})
     return store
-
-
-@pytest.fixture
-def registry() -> Iterator[StubRegistry]:
-    with StubRegistry() as server:
-        yield server
 
 
 @pytest.fixture
