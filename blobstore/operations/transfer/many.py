@@ -217,7 +217,7 @@ def find_remote_models(
         else:
             with find_model(text, plain_http=plain_http, with_files=True) as source:
                 blobs = tuple(source.model.blobs)
-            entries = [RemoteEntry(address=text, digest=source.root.digest, blobs=blobs)]
+            entries = [RemoteEntry(address=text, blobs=blobs)]
         found |= {entry.address: entry for entry in entries}
     return list(found.values())
 

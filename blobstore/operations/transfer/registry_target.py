@@ -89,7 +89,7 @@ def registry_address(reference: Reference, remote: str | RemoteReference | None)
             path = f"{reference.namespace}/{reference.model}".lower()
             raise UsageError(
                 f"{quote(reference)} has no host to push to",
-                advice=f"give a REMOTE such as registry.example.com/{path}",
+                advice=f"give a REMOTE such as registry.example.com/{path} or s3://bucket/prefix",
             )
         return RemoteReference.of(reference)
     address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
