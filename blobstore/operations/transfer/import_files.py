@@ -100,7 +100,7 @@ def _unpack(file: RemoteFile, content: Path, folder: Path) -> None:
     limit = file.size + _END if not file.compression else max(file.size * _MAX_RATIO, _MIN_LIMIT)
     try:
         with _decompressed(content, file.compression) as stream:
-            for number, member in enumerate(TarStream(stream, limit).files()):
+            for number, member in enumerate(TarStream(stream.read, limit).files()):
                 name = member.name.removeprefix("./")
                 if number >= _MAX_MEMBERS:
                     raise InvalidTar("it unpacks to too much")

@@ -8,10 +8,10 @@ and nothing is kept but one header of limited size.
 from __future__ import annotations
 
 import re
-from typing import IO, TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _BLOCK: Final = 512
 _PIECE: Final = 1 << 20
@@ -52,9 +52,9 @@ class _Entry(NamedTuple):
 class TarStream:
     """A tar. Folders are left out."""
 
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
-        """Read nothing yet; at most ``limit`` bytes are read."""
-        self._stream = stream
+    def __init__(self, read: Callable[[int], bytes], limit: int) -> None:
+        """Read nothing yet. ``read`` returns some bytes, and none at the end; at most ``limit`` are read."""
+        self._read_some = read
         self._left = limit
         self._is_begun = False
 
@@ -124,7 +124,7 @@ class TarStream:
         if self._left < 0:
             raise InvalidTar("it unpacks to too much")
         found = b""
-        while len(found) < count and (piece := self._stream.read(count - len(found))):
+        while len(found) < count and (piece := self._read_some(count - len(found))):
             found += piece
         return found
 

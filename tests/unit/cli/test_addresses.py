@@ -162,3 +162,17 @@ def test_an_address_may_have_other_bytes_than_utf_8(here: Path) -> None:
     run("follow", "other", f"{place}/dense:latest", "--once")
     run("show", f"{place}/dense")
     assert "'copy:latest'" in run("lock", "copy").stderr  # no file can say where it is
+
+
+@pytest.mark.parametrize(
+    "words", [("list",), ("info",), ("pull",), ("push", "one"), ("tag", "--force")]
+)
+@pytest.mark.parametrize("address", ["S3://bucket/x", "s3:/bucket/x", "OCI://host/x"])
+def test_a_misspelled_scheme_is_named_with_the_right_one(
+    words: tuple[str, ...], address: str, here: Path
+) -> None:
+    rest = address.partition(":")[2].strip("/")
+    more = ("v1",) if words[0] == "tag" else ()
+    result = run(*words, address, *more, exit_code=2)
+    assert f"; write {address.partition(':')[0].lower()}://{rest}\n" in result.stderr
+    assert not (here / "s3:").exists()

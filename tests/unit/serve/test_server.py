@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,7 @@ def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
 def test_headers_of_other_bytes_than_utf_8_are_answered(library: Library, tmp_path: Path) -> None:
     with serving(library.store, tmp_path, "--anonymous") as server:
         for name in ("authorization", "host", "range", "if-none-match", "prefer", "user-agent"):
-            headers = {name: "\xff"}
+            headers: Any = {name: "\xff"}
             status, _, _ = server.request("/api/models/org/model/tree/main?limit=1", **headers)
             assert status == 200, name
 

@@ -32,7 +32,7 @@ def tar_of(files: dict[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
 
 def read(data: bytes, limit: int = LIMIT) -> dict[str, bytes]:
     found = {}
-    for file in TarStream(io.BytesIO(data), limit).files():
+    for file in TarStream(io.BytesIO(data).read, limit).files():
         assert file.is_regular
         found[file.name] = b"".join(file.pieces)
     return found
@@ -45,7 +45,9 @@ def test_files_are_those_that_were_written(form: int) -> None:
     data = tar_of(files, form)
     assert read(data) == files
     assert read(data.rstrip(b"\0") + bytes(512)) == files
-    assert [file.name for file in TarStream(io.BytesIO(data), LIMIT).files()] == names  # unread
+    assert [
+        file.name for file in TarStream(io.BytesIO(data).read, LIMIT).files()
+    ] == names  # unread
 
 
 def test_large_sizes_are_read_in_both_forms() -> None:
@@ -61,9 +63,9 @@ def test_large_sizes_are_read_in_both_forms() -> None:
 def test_links_are_not_regular() -> None:
     info = tarfile.TarInfo("a")
     info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    assert [file.is_regular for file in TarStream(io.BytesIO(info.tobuf()), LIMIT).files()] == [
-        False
-    ]
+    assert [
+        file.is_regular for file in TarStream(io.BytesIO(info.tobuf()).read, LIMIT).files()
+    ] == [False]
 
 
 def entry(name: str, data: bytes = b"", **fields: Any) -> bytes:
@@ -125,7 +127,7 @@ def test_a_header_that_unpacks_to_much_takes_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidTar, match="a header of 67108864 bytes"):
-            for _ in TarStream(gzip.GzipFile(fileobj=io.BytesIO(bomb)), LIMIT).files():
+            for _ in TarStream(gzip.GzipFile(fileobj=io.BytesIO(bomb)).read, LIMIT).files():
                 pass
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
