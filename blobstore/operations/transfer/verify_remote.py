@@ -108,23 +108,22 @@ def verify_remote(
     started = time.monotonic()
     check_jobs(streams)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    place: ObjectStore | str | None = None
-    if is_in_objects(remote):
-        place = find_store(remote)
-    elif isinstance(remote, str) and has_many_models(remote, plain_http=plain_http):
-        place = remote
+    store = find_store(remote) if is_in_objects(remote) else None
+    several: StoreAddress | str | None = None if store is None else store.address
+    if isinstance(remote, str) and not is_in_objects(remote):
+        several = remote if has_many_models(remote, plain_http=plain_http) else None
     with contextlib.ExitStack() as stack:
         faults: list[RemoteFault] = []
         sources: list[RemoteSource | ObjectSource]
-        if place is None:
-            found = find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
-            sources = [stack.enter_context(found)]
-        elif isinstance(place, str):
-            entries = read_remote_catalog(place, plain_http=plain_http)
+        if store is not None:
+            sources = list(_sources_of(store, limiter, faults))
+        elif isinstance(several, str):
+            entries = read_remote_catalog(several, plain_http=plain_http)
             finds = _registry_sources(entries, plain_http, limiter, faults)
             sources = [stack.enter_context(found) for found in finds]
         else:
-            sources = list(_sources_of(place, limiter, faults))
+            found = find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
+            sources = [stack.enter_context(found)]
         read = [_blobs_of(source, faults) for source in sources]
         # A blob of several models is read once.
         jobs = {
@@ -140,8 +139,8 @@ def verify_remote(
 
         results = workers.run(list(jobs.values()), lambda job: _verify(*job, workers), abort)
     return VerifiedRemote(
-        remote=sources[0].address if place is None else getattr(place, "address", place),
-        digest=sources[0].root.digest if place is None else None,
+        remote=several or sources[0].address,
+        digest=None if several else sources[0].root.digest,
         blobs=len({blob.digest for blobs, _ in read for blob in blobs}),
         cold_blobs=len({blob.digest for _, layers in read for blob in layers}),
         bytes_read=sum(
