@@ -105,9 +105,12 @@ class ObjectSource:
         """Nothing: object storage serves bytes as they are."""
         return ()
 
-    def cold_index(self) -> bytes | None:
-        """Return the list of compressed forms of the blobs, None if there is none. Nothing of it is checked."""
-        return self.store.read_for_manifest(COLD_INDEXES, self.root.digest, READ_COLD_INDEX)
+    def cold_index(self, folder: str = COLD_INDEXES) -> bytes | None:
+        """Return the list of compressed forms of the blobs, or of their bases, None if there is none.
+
+        Nothing of it is checked.
+        """
+        return self.store.read_for_manifest(folder, self.root.digest, READ_COLD_INDEX)
 
     def headers(self) -> bytes | None:
         """Return the headers of the blobs, None if these must be asked. Nothing of it is checked."""

@@ -33,9 +33,9 @@ class RemoteEntry:
 
     address: str
     digest: Digest | None = None
-    """The digest of the manifest of the model there."""
-    manifest: Digest | None = None
-    """The digest of the manifest that it has in a store, whose start is its ID; None if another tool pushed it."""
+    """The digest of the manifest that the model has in a store; None if another tool has pushed its files."""
+    registry_digest: Digest | None = None
+    """The digest of the manifest in the registry, which addresses the model there."""
     modified: float | None = None
     """When the name was written, in seconds since the epoch; a registry does not say."""
     blobs: tuple[Descriptor, ...] = field(default=(), repr=False)
@@ -154,9 +154,7 @@ def _entry(address: str, data: bytes, modified: float | None) -> RemoteEntry:
         blobs = Manifest.from_bytes(data).blobs
     except BlobstoreError as error:
         return RemoteEntry(address=address, digest=digest, modified=modified, error=error)
-    return RemoteEntry(
-        address=address, digest=digest, manifest=digest, modified=modified, blobs=tuple(blobs)
-    )
+    return RemoteEntry(address=address, digest=digest, modified=modified, blobs=tuple(blobs))
 
 
 def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
@@ -172,10 +170,13 @@ def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
         try:
             found = RemoteSource.resolve(client, place, with_files=True)
         except BlobstoreError as error:
-            return RemoteEntry(address="", digest=place.digest, error=error)
-        manifest = Digest.of(found.data) if found.data else None
-        blobs = tuple(found.blobs)
-        return RemoteEntry(address="", digest=found.root.digest, manifest=manifest, blobs=blobs)
+            return RemoteEntry(address="", registry_digest=place.digest, error=error)
+        return RemoteEntry(
+            address="",
+            digest=Digest.of(found.data) if found.data else None,
+            registry_digest=found.root.digest,
+            blobs=tuple(found.blobs),
+        )
 
     # Tags of one manifest are read once.
     places = {(tag.repository, digest or tag): replace(tag, digest=digest) for tag, digest in tags}

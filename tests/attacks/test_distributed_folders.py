@@ -19,7 +19,6 @@ from tests.support.distributed_folders import data_name, grid, write_folder
 from tests.unit.cli.running import run_process
 
 HUGE = 2**63 - 1
-EMPTY_TUPLE, TUPLE2, MEMOIZE = b")", b"\x86", b"\x94"
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from tests.support.serve_process import Serving, serving
 
 _NAME = "org/model"
 _FILES = tuple(f"model-{number}-of-00004.safetensors" for number in ("00001", "00003"))
+_PAUSE = 0.002
+"""Seconds before each part of a file that the upstream sends, so that a fetch can be disturbed."""
 _IN_FLIGHT = 2**20
 """Bytes of a file that may have been sent in vain when a process is killed: buffers of both sides."""
 
@@ -42,13 +44,14 @@ class Case:
             for number in range(8)
         }
         self.source = write_folder(folder / "source", tensors, shards=4)
-        hub.add(_NAME, self.source).pause = 0.002
+        self._upstream = hub.add(_NAME, self.source)
         self.files = {path.name: path.read_bytes() for path in self.source.iterdir()}
         self.size = sum(map(len, self.files.values()))
         self.store = LocalStore(folder / "store")
 
     def forget(self) -> None:
-        """Let the store have nothing."""
+        """Let the store have nothing, and the upstream be slow again."""
+        self._upstream.pause = _PAUSE
         command("rm", "*", "--store", self.store.root)
         command("gc", "--force", "--older-than", "0s", "--store", self.store.root)
         self.hub.sent = 0
@@ -72,7 +75,8 @@ class Case:
                 outcome.violate(f"{how}: verify: {output[-300:]}{errors[-300:]}")
 
     def must_get(self, server: Serving, outcome: Outcome, how: str) -> None:
-        """Check that clients get all files now, and that the store has them then."""
+        """Check that clients get all files now, and fast, and that the store has them then."""
+        self._upstream.pause = 0.0
         deadline = time.monotonic() + 60
         for name, data in self.files.items():
             while (found := _get(server, name)) != data:

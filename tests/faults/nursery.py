@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import json
+import math
 import os
 import resource
 import select
@@ -58,6 +59,8 @@ def warm_up() -> None:
     for package, command in (("transfer", "pull"), ("transfer", "push"), ("export", "link")):
         importlib.import_module(f"blobstore.cli.{command}")
         importlib.import_module(f"blobstore.operations.{package}.{command}")
+    # A command says one line, however slow the machine.
+    vars(importlib.import_module("blobstore.cli.progress"))["_LINE_SECONDS"] = math.inf
     importlib.import_module("h11")  # which the HTTP client imports when it connects
     workloads = importlib.import_module("tests.faults.workloads")
     with tempfile.TemporaryDirectory(prefix="blobstore-faults-") as folder:

@@ -30,6 +30,8 @@ from tests.support.objects import ObjectServer, running_object_store
 
 _REQUESTS = 2**17
 """Bytes of all requests of a push but those of blobs, at most."""
+_PAUSE = 0.002
+"""Seconds before each 16 KiB of a push that is disturbed."""
 
 
 class Case:
@@ -70,6 +72,15 @@ class Case:
 
     def push(self) -> Child:
         """Push the model in a child."""
+        self.proxy.pause = 0.0
+        return self._push()
+
+    def push_slowly(self) -> Child:
+        """Push the model in a child, which takes more than a second, so that it can be disturbed."""
+        self.proxy.pause = _PAUSE
+        return self._push()
+
+    def _push(self) -> Child:
         return self._start("blobstore", "push", self.name, self.address, "--store", self.local.root)
 
     def pull(self) -> Child:
@@ -125,7 +136,7 @@ class Case:
             except RemoteError:
                 if time.monotonic() > until:
                     raise
-                time.sleep(1)
+                time.sleep(0.05)
             else:
                 return
 
@@ -159,7 +170,6 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
             outcome = Outcome(fault)
             rows.append(outcome)
             with Proxy(server.endpoint.removeprefix("http://")) as proxy:
-                proxy.pause = 0.002
                 endpoint = {"AWS_ENDPOINT_URL": f"http://{proxy.host}"}
                 with patch.dict(os.environ, server.environment | endpoint), Nursery() as nursery:
                     place = folder / str(number)
@@ -168,13 +178,24 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
     return rows
 
 
+def _is_killed(case: Case, start: Callable[[Case], Child], most: float, held: bytes) -> bool:
+    """Kill a command at a random instant, or at its first request that begins so; return whether it had not ended."""
+    case.proxy.held = held
+    child = start(case)
+    if held:
+        case.proxy.is_holding.wait()
+    else:
+        time.sleep(case.chance.uniform(0, most))
+    child.kill()
+    case.proxy.held = b""
+    case.proxy.may_go_on.set()
+    return child.wait().is_killed
+
+
 def _push_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
-    for _ in effort:
+    for number in effort:
         case.renew()
-        child = case.push()
-        time.sleep(case.chance.uniform(0, 1.5))
-        child.kill()
-        outcome.injected += child.wait().is_killed
+        outcome.injected += _is_killed(case, Case.push_slowly, 1.5, b"" if number else b"PUT ")
         case.check(outcome, "killed")
         case.must_push(outcome, "after a kill")
 
@@ -183,13 +204,10 @@ def _fetch_killed(
     start: Callable[[Case], Child],
 ) -> Callable[[Case, Effort, Outcome], None]:
     def disturb(case: Case, effort: Effort, outcome: Outcome) -> None:
-        for _ in effort:
+        for number in effort:
             case.renew()
             case.must(case.push, outcome, "before")
-            child = start(case)
-            time.sleep(case.chance.uniform(0, 0.15))
-            child.kill()
-            outcome.injected += child.wait().is_killed
+            outcome.injected += _is_killed(case, start, 0.15, b"" if number else b"GET ")
             case.check_local(outcome, "killed")
             case.must(lambda: start(case), outcome, "after a kill")
             case.check_local(outcome, "after a kill")
@@ -200,12 +218,12 @@ def _fetch_killed(
 def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
     for _ in effort:
         case.renew()
-        first = case.push()
+        first = case.push_slowly()
         time.sleep(case.chance.uniform(0, 1))
         first.kill()  # what it has sent is garbage, and what the next one relies on
         outcome.injected += 1
         first.wait()
-        second = case.push()
+        second = case.push_slowly()
         while not second.has_ended and not case.has_name:
             ended = case.collect()
             if ended.code:
@@ -222,7 +240,7 @@ def _server_killed(
     def disturb(case: Case, effort: Effort, outcome: Outcome) -> None:
         for _ in effort:
             case.renew()
-            if start is not Case.push:
+            if start is not Case.push_slowly:
                 case.must(case.push, outcome, "before")
             child = start(case)
             time.sleep(case.chance.uniform(0.1, 1))
@@ -246,6 +264,6 @@ CASES: dict[str, Callable[[Case, Effort, Outcome], None]] = {
     "pull from object storage killed and repeated": _fetch_killed(Case.pull),
     "model opened in object storage, killed and repeated": _fetch_killed(Case.open),
     "object storage collected during push": _collected,
-    "object storage killed during push": _server_killed(Case.push),
+    "object storage killed during push": _server_killed(Case.push_slowly),
     "object storage killed during pull": _server_killed(Case.pull),
 }

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ _STREAMS = 4
 _IN_FLIGHT = 2**20
 """Bytes that a stream may have fetched in vain when its process is killed: buffers of both sides."""
 _PAGE = 4096
+_HELD = 2**18
+"""Bytes of each blob that a registry sends at first."""
 _PULLED = ("model", "second", "third")
 _COPIED = "copied"
 
@@ -59,9 +62,9 @@ class Case:
         where = ["--store", self.store.root]
         return ["blobstore", "pull", self.remote, name, "--streams", _STREAMS, *where]
 
-    def pull(self, name: str = "model") -> Ended:
+    def pull(self, **hooks: object) -> Ended:
         """Pull the model in a child."""
-        return nursery().run(*self.arguments(name))
+        return nursery().run(*self.arguments(), hooks=hooks)
 
     def forget(self) -> None:
         """Let the store have no model, no blob and no unfinished download."""
@@ -82,9 +85,9 @@ class Case:
                 outcome.names_lost += 1
                 outcome.violate(f"{how}: the model is not complete: {output[-300:]}{errors[-300:]}")
 
-    def must_pull(self, outcome: Outcome, how: str) -> None:
+    def must_pull(self, outcome: Outcome, how: str, **hooks: object) -> None:
         """Check that a pull succeeds now."""
-        ended = self.pull()
+        ended = self.pull(**hooks)
         if ended.code:
             outcome.violate(f"{how}: the next pull exits with {ended.code}: {ended.stderr[-300:]}")
         self.check(outcome, how, is_there=True)
@@ -106,13 +109,29 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
 
 
 def _killed(case: Case, effort: Effort, outcome: Outcome) -> None:
-    """Kill each pull at a random instant until one ends; count what the registry has sent."""
+    """Kill each pull at a random instant until one ends; count what the registry has sent.
+
+    The first is killed while the registry holds most of the blobs, so that one is sure to be struck.
+    """
     case.registry.pause = 0.002
+    may_go_on = threading.Event()
+
+    def hold(_: str, begin: int, data: bytes) -> bytes:
+        if begin >= _HELD:
+            may_go_on.wait()
+        return data
+
+    case.registry.alter = hold
     kills = 0
-    for _ in effort:
+    for number in effort:
         child = nursery().start(*case.arguments())
-        time.sleep(case.chance.uniform(0, 1.2))
+        if number:
+            time.sleep(case.chance.uniform(0, 1.2))
+        else:
+            while case.registry.sent.total() < _HELD:
+                time.sleep(0.002)
         child.kill()
+        may_go_on.set()
         ended = child.wait()
         kills += ended.is_killed
         outcome.injected += ended.is_killed
@@ -138,7 +157,7 @@ def _cut(case: Case, effort: Effort, outcome: Outcome) -> None:
         for item in case.blobs:
             case.registry.cut_after[str(item.digest)] = case.chance.randrange(item.size)
             outcome.injected += 1
-        case.must_pull(outcome, "connections were cut")
+        case.must_pull(outcome, "connections were cut", impatience=0.01)
         case.registry.cut_after.clear()
         if case.registry.sent.total() > case.size + len(case.blobs) * _IN_FLIGHT:
             outcome.violate(f"{case.registry.sent.total()} bytes were sent for {case.size}")

@@ -188,9 +188,9 @@ class Case:
             item.size for item in self.blobs if not self.server.blob(str(item.digest)).exists()
         )
 
-    def must_push(self, outcome: Outcome, how: str, *options: object) -> None:
+    def must_push(self, outcome: Outcome, how: str, *options: object, **hooks: object) -> None:
         """Check that a push succeeds now."""
-        ended = self.push(*options)
+        ended = self.push(*options, **hooks)
         if ended.code:
             outcome.violate(f"{how}: the next push exits with {ended.code}: {ended.stderr[-300:]}")
         self.check(outcome, how, is_there=True)
@@ -262,7 +262,7 @@ def _cut(case: Case, effort: Effort, outcome: Outcome) -> None:
         case.renew()
         case.proxy.cuts = sorted(case.chance.sample(range(1, case.size), 3))
         outcome.injected += 3
-        case.must_push(outcome, "connections were lost")
+        case.must_push(outcome, "connections were lost", impatience=0.01)
         case.proxy.cuts = []
         wasted = case.proxy.received - case.size
         outcome.notes.append(f"{wasted} of {case.size} bytes were sent twice")
@@ -310,7 +310,9 @@ def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
     for number in effort:
         case.renew()
         proxy.held = b"" if number else f"PUT /v2/{_REPOSITORY}/manifests/".encode()
-        child = nursery().start(*case.arguments("--verify"), hooks={"part": _PART})
+        child = nursery().start(
+            *case.arguments("--verify"), hooks={"part": _PART, "impatience": 0.01}
+        )
         enough = case.chance.randrange(case.size)
         if not number:
             proxy.is_holding.wait()

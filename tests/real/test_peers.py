@@ -23,6 +23,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.registry.client import RegistryClient
 from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.serve import peers
@@ -206,14 +207,15 @@ def test_two_liars_do_not_keep_the_third_from_being_asked(
         fetched(one, other, *several, Peer.parse(server.url), log=log)
 
 
-def test_a_slow_peer_is_left(
-    one: LocalStore,
-    other: LocalStore,
-    tmp_path: Path,
-    log: Log,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peers, "PATIENCE", Patience(stall=0.5, attempts=1))
+class ImpatientPeer(Peer):
+    """A peer that is not waited for long, as others must be on a busy machine."""
+
+    def client(self) -> RegistryClient:
+        patience = Patience(stall=0.5, attempts=1)
+        return RegistryClient(self.address.host, plain_http=True, patience=patience)
+
+
+def test_a_slow_peer_is_left(one: LocalStore, other: LocalStore, tmp_path: Path, log: Log) -> None:
     release = threading.Event()
 
     def block(request: Received, answer: bytes) -> Answer:
@@ -227,7 +229,7 @@ def test_a_slow_peer_is_left(
         return pieces()
 
     with altered(one, block) as blocked, serving(copy_of(one, tmp_path, "b"), tmp_path) as server:
-        slow = Peer.parse(f"http://{blocked.host}")
+        slow = ImpatientPeer.parse(f"http://{blocked.host}")
         try:
             fetched(one, other, slow, Peer.parse(server.url), log=log)
         finally:

@@ -1,4 +1,4 @@
-"""Ports for servers that have to be told theirs, or that are started again."""
+"""Ports for servers that take theirs from their configuration, or that are started again."""
 
 from __future__ import annotations
 

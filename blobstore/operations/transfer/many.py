@@ -185,9 +185,9 @@ def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> se
             contextlib.suppress(BlobstoreError),  # the pull reports it
             find_model(entry.address, plain_http=plain_http, with_files=True) as source,
         ):
-            _, fetch_layers = attached(source, source.root.digest, lambda _: None)
+            layers = attached(source, source.root.digest, lambda _: None).fetch_layers()
             own = {blob.id for blob in entry.blobs}
-            return {layer.base for layer in fetch_layers().values() if layer.base} - own
+            return {layer.base for layer in layers.values() if layer.base} - own
     return set()
 
 
@@ -217,7 +217,7 @@ def find_remote_models(
         else:
             with find_model(text, plain_http=plain_http, with_files=True) as source:
                 blobs = tuple(source.model.blobs)
-            entries = [RemoteEntry(address=text, digest=source.root.digest, blobs=blobs)]
+            entries = [RemoteEntry(address=text, blobs=blobs)]
         found |= {entry.address: entry for entry in entries}
     return list(found.values())
 

@@ -30,21 +30,20 @@ from blobstore.objects.source import ObjectSource
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.operations.transfer.referrers import fetch_referrers
+from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
+from blobstore.registry.store import RemoteSource
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog
 from blobstore.remotes.cold_layers import COLD, parse_cold_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.objects.address import StoreAddress
     from blobstore.objects.store import ObjectStore
-    from blobstore.registry.store import RemoteSource
-    from blobstore.remotes.catalog import RemoteEntry
 
 
 class RemoteFault(NamedTuple):
@@ -108,22 +107,27 @@ def verify_remote(
     started = time.monotonic()
     check_jobs(streams)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    store = find_store(remote) if is_in_objects(remote) else None
-    several: StoreAddress | str | None = None if store is None else store.address
-    if isinstance(remote, str) and not is_in_objects(remote):
-        several = remote if has_many_models(remote, plain_http=plain_http) else None
+    place: ObjectStore | None = None
+    is_registry = False
+    if is_in_objects(remote):
+        place = find_store(remote)
+    elif isinstance(remote, str):
+        is_registry = has_many_models(remote, plain_http=plain_http)
     with contextlib.ExitStack() as stack:
         faults: list[RemoteFault] = []
-        sources: list[RemoteSource | ObjectSource]
-        if store is not None:
-            sources = list(_sources_of(store, limiter, faults))
-        elif isinstance(several, str):
-            entries = read_remote_catalog(several, plain_http=plain_http)
-            finds = _registry_sources(entries, plain_http, limiter, faults)
-            sources = [stack.enter_context(found) for found in finds]
+        sources: Sequence[RemoteSource | ObjectSource]
+        address: str | RemoteReference | ModelAddress | StoreAddress = remote
+        digest = None
+        if place is not None:
+            sources = list(_sources_of(place, limiter, faults))
+            address = place.address
+        elif is_registry:
+            sources = list(_registry_sources(stack, str(remote), plain_http, limiter, faults))
         else:
-            found = find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
-            sources = [stack.enter_context(found)]
+            source = stack.enter_context(
+                find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
+            )
+            sources, address, digest = [source], source.address, source.root.digest
         read = [_blobs_of(source, faults) for source in sources]
         # A blob of several models is read once.
         jobs = {
@@ -139,8 +143,8 @@ def verify_remote(
 
         results = workers.run(list(jobs.values()), lambda job: _verify(*job, workers), abort)
     return VerifiedRemote(
-        remote=several or sources[0].address,
-        digest=None if several else sources[0].root.digest,
+        remote=address,
+        digest=digest,
         blobs=len({blob.digest for blobs, _ in read for blob in blobs}),
         cold_blobs=len({blob.digest for _, layers in read for blob in layers}),
         bytes_read=sum(
@@ -165,23 +169,29 @@ def _sources_of(
 
 
 def _registry_sources(
-    entries: Iterable[RemoteEntry],
+    stack: contextlib.ExitStack,
+    address: str,
     plain_http: bool | None,
     limiter: RateLimiter | None,
     faults: list[RemoteFault],
-) -> Iterator[AbstractContextManager[RemoteSource | ObjectSource]]:
-    """Yield the models of registries, each manifest once; those that cannot be read are faults."""
+) -> Iterator[RemoteSource]:
+    """Yield the models of repositories, each manifest once; those that cannot be read are faults."""
+    entries = read_remote_catalog(address, plain_http=plain_http)
+    if not entries:
+        return
+    host = RemoteReference.parse(entries[0].address)
+    plain_http = host.uses_plain_http(plain_http)
+    client = stack.enter_context(RegistryClient(host.host, plain_http=plain_http, limiter=limiter))
     seen = set()
     for entry in entries:
-        place = RemoteReference.parse(entry.address)
+        place, digest = RemoteReference.parse(entry.address), entry.registry_digest
         if isinstance(entry.error, (Damaged, ModelNotFound)):  # as the registry lists it
-            faults.append(RemoteFault(str(place), "manifest", entry.error.message, entry.digest))
+            faults.append(RemoteFault(str(place), "manifest", entry.error.message, digest))
         elif entry.error is not None and not isinstance(entry.error, UnsupportedSource):
             raise entry.error
-        elif entry.error is None and (place.repository, entry.digest) not in seen:
-            seen.add((place.repository, entry.digest))
-            pinned = replace(place, digest=entry.digest)
-            yield find_model(pinned, plain_http=plain_http, limiter=limiter, with_files=True)
+        elif entry.error is None and (place.repository, digest) not in seen:
+            seen.add((place.repository, digest))
+            yield RemoteSource.resolve(client, replace(place, digest=digest), with_files=True)
 
 
 def _blobs_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pty
 import struct
@@ -13,6 +14,7 @@ import termios
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from click.testing import CliRunner, Result
 
@@ -52,9 +54,13 @@ main()
 
 
 def run(*arguments: object, exit_code: int = 0, stdin: str | None = None) -> Result:
-    """Run a command, and check its exit code. Exceptions other than an exit are raised."""
+    """Run a command, and check its exit code. Exceptions other than an exit are raised.
+
+    It prints no lines of progress, however slow the machine.
+    """
     words = [str(item) for item in arguments]
-    result = CliRunner(catch_exceptions=False).invoke(program, words, input=stdin)
+    with patch("blobstore.cli.progress._LINE_SECONDS", math.inf):
+        result = CliRunner(catch_exceptions=False).invoke(program, words, input=stdin)
     assert not result.exc_info or result.exc_info[0] is SystemExit
     assert result.exit_code == exit_code, result.output
     return result
@@ -92,7 +98,7 @@ def run_process(*arguments: object, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         env=environment(**variables),
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -26,7 +26,7 @@ from tests.support.training import first_weights, steps
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
 from tests.unit.operations.export.folders import NAME, add_layers
 
-SECONDS = 60
+SECONDS = 240
 HOOK = (
     "import os, sys; names = ['NAME', 'DIGEST', 'PREVIOUS'];"
     "open(sys.argv[1], 'a').write(' '.join(os.environ['BLOBSTORE_' + n] for n in names) + '\\n');"

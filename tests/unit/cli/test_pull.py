@@ -101,6 +101,33 @@ def test_wrong_addresses_have_exit_code_2(store: LocalStore, arguments: tuple[st
     assert not store.root.exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("qwen", "address such as registry.ollama.ai/library/qwen:latest, or import it with"),
+        ("qwen:1b", "'blobstore create hf://ORG/qwen NAME'"),
+        ("team/Qwen", "'blobstore create hf://team/Qwen NAME'"),
+        ("hf://team/Qwen", "'blobstore create hf://team/Qwen NAME' imports it"),
+        ("hf:team/Qwen", "say hf://team/Qwen"),
+        ("ollama://qwen", "'blobstore create ollama://qwen NAME' imports it"),
+    ],
+)
+@pytest.mark.parametrize("option", [(), ("--all",)])
+def test_a_name_without_a_place_gets_a_hint(
+    store: LocalStore, text: str, advice: str, option: tuple[str, ...]
+) -> None:
+    error = run("pull", *option, text, exit_code=2).stderr
+    assert advice in error
+    assert f"'{text}' does not say where" in error or f"'{text}' is not the address of" in error
+
+
+def test_a_place_that_was_used_before_is_suggested(store: LocalStore, remote: str) -> None:
+    run("pull", remote, "a")
+    name = remote.rpartition("/")[2].partition(":")[0]
+    error = run("pull", name, exit_code=2).stderr
+    assert f"'{name}' does not say where the model is; did you mean 'oci://{remote}" in error
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_pull_continues(
     store: LocalStore, registry: StubRegistry, remote: str, origin: LocalStore, number: int
@@ -216,4 +243,9 @@ def test_list_prints_the_tags_of_a_repository(store: LocalStore, remote: str) ->
     repository = remote.rpartition(":")[0]
     assert remote in run("list", f"oci://{repository}").stdout
     assert run("list", f"oci://{repository}", "-q").stdout == f"{remote}\n"
+    (there,) = run_json("list", f"oci://{repository}")["models"]
+    pulled = run_json("pull", remote, "a")
+    (here,) = run_json("list", "a")["models"]
+    assert there["digest"] == here["digest"]
+    assert there["registry_digest"] == pulled["digest"]
     run("list", f"oci://{repository}", "a", exit_code=2)

@@ -48,28 +48,24 @@ def test_the_command_names_the_model_and_the_store_and_passes_arguments_on(
     run("run", "desne", "--dry-run", exit_code=3)
 
 
-@needs_server
-def test_a_server_that_reads_the_store_needs_no_home_folder(
-    stored: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", fail)
+
+
+@needs_server
+@pytest.mark.usefixtures("no_home", "stored")
+def test_a_server_that_reads_the_store_needs_no_home_folder() -> None:
     run("run", "dense", "--with", "mlx-lm", "--dry-run")
 
 
-def test_a_server_that_reads_a_folder_needs_a_place_for_it(
-    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("Could not determine home directory.")
-
-    (tmp_path / "tiny.gguf").write_bytes(gguf_file([], [("a", 0, [4], bytes(16))]))
-    run("create", tmp_path / "tiny.gguf", "tiny")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", fail)
+@pytest.mark.usefixtures("no_home", "store")
+def test_a_server_that_reads_a_folder_needs_a_place_for_it(tmp_path: Path) -> None:
+    create_gguf(tmp_path, 4)
     result = run("run", "tiny", "--dry-run", exit_code=2)
     assert "there is no home folder; set XDG_CACHE_HOME" in result.stderr
 

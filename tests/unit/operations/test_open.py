@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import gc
 import json
 import os
@@ -353,6 +354,20 @@ def test_a_mistyped_tensor_gets_a_suggestion(store: LocalStore, read: str) -> No
             getattr(model, read)(f"{name[:-1]}z{name[-1]}")
         with pytest.raises(TensorNotFound, match="no tensor '5'$"):
             model[5]  # type: ignore[index]
+
+
+def test_a_pattern_is_no_name_of_a_tensor_and_a_hint_says_what_finds_those_that_match(
+    store: LocalStore,
+) -> None:
+    name = min(TENSORS, key=len)
+    with blobstore.open("m", store=store) as model:
+        with pytest.raises(TensorNotFound, match="it is a pattern; ") as caught:
+            model[f"*{name[1:]}"]
+        call = str(caught.value).partition("; ")[2].partition("; ")[2].partition(" returns")[0]
+        assert name in eval(call, {"fnmatch": fnmatch, "model": model})
+        for text in ("*zzz*", "[" * 2000):
+            with pytest.raises(TensorNotFound, match=r"has no tensor '[*\[z…]*'$"):
+                model[text]
 
 
 def test_offers_what_safetensors_offers(tmp_path: Path) -> None:

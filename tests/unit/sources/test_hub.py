@@ -99,7 +99,7 @@ class Client:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=240,
         )
 
     def download(self, text: str, **environment: str) -> dict[str, Any]:

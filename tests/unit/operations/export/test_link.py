@@ -20,6 +20,7 @@ from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import Linked, is_linked, link_model
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, link
+from tests.support.folders import contents
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -36,7 +37,6 @@ from tests.unit.operations.export.folders import (
     add_layers,
     add_old_model,
     assert_holds,
-    contents,
     raw_tensors,
 )
 

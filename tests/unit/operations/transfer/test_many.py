@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
 from blobstore.operations.transfer.many import (
     Transferred,
@@ -12,7 +14,8 @@ from blobstore.operations.transfer.many import (
     pull_models,
     push_models,
 )
-from blobstore.operations.transfer.push import Pushed
+from blobstore.operations.transfer.push import Pushed, push_model
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.damage import blob_path
@@ -100,6 +103,20 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
         for name in ("team/two:v1", remote.rsplit("/", maxsplit=1)[-1] + "/one:latest")
     ]
     assert [str(model.result.reference) for model in pulled if model.result] == names
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_layers": 1}, {"layout": "ollama"}, {"layout": "image"}]
+)
+def test_a_model_has_the_same_id_in_a_registry_as_in_a_store(
+    local: LocalStore, remote: str, options: dict[str, Any]
+) -> None:
+    pushed = push_model("one", remote, store=local, **options)
+
+    (entry,) = read_remote_catalog(f"oci://{remote}")
+
+    assert entry.digest == Digest.of(local.read_manifest("one"))
+    assert entry.registry_digest == pushed.digest
 
 
 @pytest.mark.parametrize("is_registry", [True, False])

@@ -70,10 +70,7 @@ def test_registry_that_denies_the_list_is_named_with_its_status(
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
 
 
