@@ -63,7 +63,14 @@ def running_object_store(folder: Path, bucket: str = "models") -> Iterator[Objec
     ports = {name: _port_pair() for name in ("master", "volume", "filer", "s3")}
     arguments = [
         *("-dir", str(folder), "-ip", "127.0.0.1", "-ip.bind", "127.0.0.1"),
-        *("-filer", "-s3", "-s3.config", str(folder / "s3.json"), "-master.telemetry=false", "-master.peers=none"),
+        *(
+            "-filer",
+            "-s3",
+            "-s3.config",
+            str(folder / "s3.json"),
+            "-master.telemetry=false",
+            "-master.peers=none",
+        ),
         # Started again, it would wait 10 seconds or more for other servers that may lead.
         *("-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms"),
         *(
