@@ -10,8 +10,8 @@ import click
 from click.core import ParameterSource
 
 from blobstore.cli.output import show_note
-from blobstore.core.escape import join_some, quote, quote_url
-from blobstore.core.schemes import advice_for, check_path, scheme_of
+from blobstore.core.escape import join_some, question, quote, quote_url
+from blobstore.core.schemes import HUB, OLLAMA, advice_for, check_path, respelled, scheme_of
 from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class _ModelName(_ParamType):
                 advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
             )
         elif not (self._or_path or is_pattern(value)):
+            if meant := respelled(value):
+                raise UsageError(
+                    f"{quote_url(value)} is no name of a model",
+                    advice=f"write {quote_url(meant)[1:-1]}",
+                )
             if (scheme := scheme_of(value)) is not None:
                 raise UsageError(
                     f"{quote_url(value)} is no name of a model, and no address of one begins with "
@@ -396,6 +401,35 @@ def address_advice(text: str) -> str:
 
     host, slash, _ = text.partition("/")
     return f"if it is in a registry, write 'oci://{text}'" if slash and is_host(host) else ""
+
+
+def check_remote(text: str, store: LocalStore) -> None:
+    """Check that a text names a place of models, and not a model alone; what is wrong with a place is not seen here.
+
+    Raises:
+        InvalidReference: it is the name of a model, or the address of something other than a registry.
+    """
+    from blobstore.manifests.reference import Reference
+    from blobstore.registry.reference import is_host
+    from blobstore.store.name_patterns import is_pattern
+    from blobstore.store.used_remotes import used_remotes
+
+    host, slash, path = text.partition("/")
+    if scheme_of(text) in {HUB, OLLAMA} or text.startswith(f"{HUB}:"):
+        what, advice = "is not the address of a registry", advice_for(text, "source")
+    elif scheme_of(text) or is_pattern(text) or (slash and is_host(host)):
+        return
+    else:
+        try:
+            name = Reference.parse(text)
+        except InvalidReference:
+            return  # using it reports what an address is
+        what, hub = "does not say where the model is", f"{host if path else 'ORG'}/{name.model}"
+        used = [place for place in used_remotes(store) if f"/{text}:" in f"{place}:"]
+        advice = question(used[:2]) or (
+            f"give an address such as {name.full.lower()}, or import it with 'blobstore create hf://{hub} NAME'"
+        )
+    raise InvalidReference(f"{quote_url(text)} {what}", advice=advice)
 
 
 def store_notes(store: LocalStore) -> list[str]:

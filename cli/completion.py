@@ -13,7 +13,8 @@ SHELLS: tuple[Shell, ...] = get_args(Shell)
 
 # Unlike click's script, it asks for the word as the user sees it: bash ends words at colons, which names of
 # models contain. What precedes the last colon is removed again, because bash keeps it. Characters that the
-# shell would interpret are quoted, unless the user has begun with a quote.
+# shell would interpret are quoted, unless the user has begun with a quote. Then names that could end the quoted
+# text, or are interpreted in it, are left out: they are names of tensors, too, which come from files.
 _BASH = r"""%(complete_func)s() {
     local IFS=$'\n' line=${COMP_LINE:0:COMP_POINT} before words type value
     local word=${line##*[[:space:]]}
@@ -26,7 +27,11 @@ _BASH = r"""%(complete_func)s() {
             dir) compopt -o dirnames ;;
             file) compopt -o default ;;
             plain)
-                [[ $word == [\'\"]* ]] || printf -v value %%q "$value"
+                if [[ $word != [\'\"]* ]]; then
+                    printf -v value %%q "$value"
+                elif [[ $value == *[\'\"\\\$\`!]* ]]; then
+                    continue
+                fi
                 COMPREPLY+=("${value#"$before"}") ;;
         esac
     done < <(COMP_WORDS=$line COMP_CWORD=$count %(complete_var)s=bash_complete "$1")

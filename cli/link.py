@@ -49,7 +49,8 @@ def command(
     """Create the new folder DIR, from which servers load the model NAME as from an export.
 
     Its weight files are links to blobs. Only blobs whose tensors have other names in such a folder
-    become files, such as those of quantized weights.
+    become files, such as those of quantized weights. A frozen model has to be thawed first, with --thaw or
+    "blobstore thaw".
     """
     from blobstore.cli.thaw import thaw_whole
     from blobstore.operations.export.link import link_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -9,7 +10,7 @@ import click
 
 from blobstore.cli import arguments, options, output, render
 from blobstore.core.escape import quote
-from blobstore.errors import Damaged, ModelNotFound, StoreError
+from blobstore.errors import Damaged, InvalidReference, ModelNotFound, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,14 +50,14 @@ def command(
 
     If the only PATTERN is oci://host/repository, the tags of that repository are listed. If there is no
     such repository, the tags of those below it are, such as oci://host/team; oci://host stands for all
-    of them. Not every registry lists its repositories. If PATTERN is a store in object storage such as s3://bucket/prefix, its models. SHARED is then the part that
-    others of the list use too.
+    of them. Not every registry lists its repositories. If it is a store in object storage, such as
+    s3://bucket/prefix, its models are listed. SHARED is then the part that others of the list use.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is
-    the start of the manifest's digest. A manifest that cannot be read is listed with its error, and
-    the exit code is then 4. A folder of manifests that cannot be read is reported, and the exit code
-    is then 1.
+    the start of the manifest's digest, the same in a store, a registry and object storage. A manifest
+    that cannot be read is listed with its error, and the exit code is then 4. A folder of manifests
+    that cannot be read is reported, and the exit code is then 1.
     """
     from blobstore.operations.describe.list import list_models
     from blobstore.remotes.addresses import is_address
@@ -103,7 +104,9 @@ def _show_remote(
     out.result(
         {
             "models": [
-                output.record(entry, "name=address digest bytes=size modified error")
+                output.record(
+                    entry, "name=address digest registry_digest bytes=size modified error"
+                )
                 | {"shared_bytes": None if entry.error else shared}
                 for entry, shared in models
             ]
@@ -157,7 +160,9 @@ def _selected(
                 raise unreadable[0]
             raise ModelNotFound(
                 f"no model matches {quote(pattern)}",
-                advice=arguments.address_advice(pattern) or arguments.shown_path_advice(pattern),
+                advice=arguments.address_advice(pattern)
+                or arguments.shown_path_advice(pattern)
+                or _similar(pattern, models),
             )
     return [
         model
@@ -175,6 +180,14 @@ def _matches(model: ListedModel, pattern: str) -> bool:
         return True
     globs = [pattern] if is_pattern(pattern) else [pattern, f"{pattern}:*"]
     return any(name_matches(model.reference, text) for text in globs)
+
+
+def _similar(pattern: str, models: Sequence[ListedModel]) -> str:
+    from blobstore.manifests.reference import Reference, similar_names
+
+    with contextlib.suppress(InvalidReference):  # a glob
+        return similar_names(Reference.parse(pattern), [model.reference for model in models])
+    return ""
 
 
 def _as_table(models: Sequence[ListedModel]) -> str:

@@ -46,6 +46,13 @@ _ELSEWHERE = {
         "of them",
     ),
     **dict.fromkeys(
+        ("ps", "stop", "kill", "logs"),
+        "'blobstore run' and 'blobstore serve' end with Ctrl-C in their terminal, and 'blobstore list' shows the "
+        "models",
+    ),
+    "tags": "'blobstore list NAME' shows the tags of a name, and 'blobstore list oci://HOST/REPOSITORY' those in "
+    "a registry",
+    **dict.fromkeys(
         ("env", "config", "whoami", "cache", "where"),
         "the store is the folder of --store or $BLOBSTORE_HOME; 'blobstore du' shows what is there",
     ),
@@ -59,7 +66,7 @@ _ELSEWHERE = {
 # What other programs call our commands.
 _SYNONYMS = {
     **dict.fromkeys(("add", "import", "download"), "create"),
-    **dict.fromkeys(("images", "models", "ps"), "list"),
+    **dict.fromkeys(("images", "models"), "list"),
     **dict.fromkeys(("remove", "delete", "rmi", "del"), "rm"),
     **dict.fromkeys(("prune", "clean"), "gc"),
     **dict.fromkeys(("check", "fsck", "validate"), "verify"),

@@ -176,7 +176,9 @@ def _finite(value: float | None) -> float | str | None:
 
 
 _JSON_FORMS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("digest", "blob", "base"), lambda digest: digest and str(digest)),
+    **dict.fromkeys(
+        ("digest", "registry_digest", "blob", "base"), lambda digest: digest and str(digest)
+    ),
     **dict.fromkeys(
         ("group_size", "base_group_size", "architecture", "model_type"), lambda value: value or None
     ),

@@ -76,6 +76,8 @@ def command(
         "limit_rate": limit_rate,
         "plain_http": plain_http,
     }
+    for word in words if is_all else words[:1]:
+        arguments.check_remote(word, store)
     remote, name = _one_model(words)
     if is_all or remote is None:
         _pull_many(words, is_all=is_all, store=store, choices=choices, out=out)

@@ -86,15 +86,17 @@ def command(
             "--json needs --dry-run: without it, the output is that of the server"
         )
     model = arguments.model(store, name)
-    folder = _folder(store, model)
-    gguf = _gguf_path(store, model, folder)
+    gguf = _gguf_path(store, model)
     if chosen is None and gguf is None:
         _check_generates(store, model)
     name, server = _server(chosen, is_gguf=gguf is not None)
     words = [sys.executable, "-m", server.program]
+    folder = None
     if name == _LLAMA_CPP:
+        folder = _folder(store, model)
         words = [shutil.which(server.program) or server.program, "-m", str(gguf)]
     elif name == "transformers":
+        folder = _folder(store, model)
         words += ["serve", str(folder)]
     else:
         words += [str(model), "--store", str(store.root)]
@@ -112,20 +114,8 @@ def command(
     if dry_run:
         out.result({"command": words, "address": address}, shlex.join(words))
         return
-    needed = gguf or folder / "config.json"
-    if str(folder) in " ".join(words) and not (needed.exists() and _is_whole(folder)):
-        from blobstore.cli.thaw import thaw_whole
-        from blobstore.operations.export.link import link_model
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with progress_bar() as progress:
-            thawed = thaw_whole(model, store, progress)
-            link_model(model, folder, store=store, force=True, progress=progress)
-        if thawed.blobs:
-            output.show_note(
-                f"{model} was frozen, and {name} reads files: it is thawed now; "
-                f"'blobstore freeze {model}' compresses it again"
-            )
+    if folder is not None and str(folder) in " ".join(words):
+        _link_if_needed(store, model, folder, name)
     output.show_note(f"{name} will serve {model} at {address}; ask it with:")
     output.show_note(shlex.join(curl))
     os.execv(words[0], words)  # noqa: S606 - the words are no shell's
@@ -150,16 +140,32 @@ def _folder(store: LocalStore, model: Reference) -> Path:
     from blobstore.core.digest import Digest
 
     digest = Digest.of(store.read_manifest(model))
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise UsageError("there is no home folder; set XDG_CACHE_HOME") from None
     return Path(cache, "blobstore", "run", digest.hex[:32])
 
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether the links in the folder, which is named by its content, lead to files."""
-    return all(path.exists() for path in folder.rglob("*"))
+def _link_if_needed(store: LocalStore, model: Reference, folder: Path, server: str) -> None:
+    """Make the folder of links, unless an earlier run has made it and all of its files are there."""
+    from blobstore.cli.thaw import thaw_whole
+    from blobstore.operations.export.link import is_linked, link_model
+
+    if is_linked(model, folder, store=store):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with progress_bar() as progress:
+        thawed = thaw_whole(model, store, progress)
+        link_model(model, folder, store=store, force=True, progress=progress)
+    if thawed.blobs:
+        output.show_note(
+            f"{model} was frozen, and {server} reads files: it is thawed now; "
+            f"'blobstore freeze {model}' compresses it again"
+        )
 
 
-def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None:
+def _gguf_path(store: LocalStore, model: Reference) -> Path | None:
     """Return the GGUF file of a model: the blob of Ollama's, or that in the folder of links; None for others."""
     from pathlib import Path
 
@@ -171,7 +177,8 @@ def _gguf_path(store: LocalStore, model: Reference, folder: Path) -> Path | None
         return Path(store.blob_path(layer.digest))
     record = read_source_record(store, manifest)
     names = sorted(file.name for file in record.files if file.format == "gguf") if record else []
-    return next((folder / name for name in names if not name.startswith("mmproj")), None)
+    name = next((name for name in names if not name.startswith("mmproj")), None)
+    return None if name is None else _folder(store, model) / name
 
 
 def _server(chosen: str | None, *, is_gguf: bool) -> tuple[str, _Server]:

@@ -79,12 +79,13 @@ def command(
 
 
 def _read(file: str) -> list[LockedModel]:
+    from blobstore.core import toml
     from blobstore.core.arguments import local_path
     from blobstore.core.files import read_regular
-    from blobstore.operations.transfer.lock_file import MAX_SIZE, parse_lock
+    from blobstore.operations.transfer.lock_file import parse_lock
 
     try:
-        text = read_regular(local_path(file, "source"), MAX_SIZE).decode(errors="replace")
+        text = read_regular(local_path(file, "source"), toml.MAX_SIZE).decode(errors="replace")
     except FileNotFoundError:
         raise NotFound(f"there is no lock file {quote(file)}") from None
     return parse_lock(text, quote(file))

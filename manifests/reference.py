@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blobstore.core.escape import did_you_mean, quote
+from blobstore.core.escape import most_like, question, quote
 from blobstore.core.globs import glob_matches
 from blobstore.errors import InvalidReference
 
@@ -120,8 +120,13 @@ Names = str | Reference | Iterable[str | Reference]
 def similar_names(reference: Reference, others: Iterable[Reference]) -> str:
     """Return a question about the names that are most like a reference, or nothing."""
     # The default tag would make all names alike.
-    name, *names = (str(one).removesuffix(":latest") for one in (reference, *others))
-    return did_you_mean(name, names, cutoff=0.6)
+    name = str(reference).removesuffix(":latest")
+    models = {str(one).removesuffix(":latest"): one.model for one in others}
+    near = most_like(name, models, 0.6)
+    if not near:  # the namespace or the tag may be missing
+        alike = most_like(reference.model, dict.fromkeys(models.values()), 0.7)
+        near = [one for one, model in models.items() if model in alike][:2]
+    return question(near)
 
 
 def name_matches(reference: Reference, pattern: str) -> bool:

@@ -390,6 +390,21 @@ def test_one_module_asks_what_the_system_can_do() -> None:
     )
 
 
+def test_a_home_folder_is_not_needed_to_expand_a_path() -> None:
+    found = {
+        path
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr == "expanduser"
+    }
+    # Those that do it themselves: a URL is no path, and variables of AWS are paths that nobody checks.
+    assert found == {
+        "blobstore/core/arguments.py",
+        "blobstore/objects/aws.py",
+        "blobstore/sources/open.py",
+    }, "use local_path of blobstore.core.arguments"
+
+
 def test_no_file_names_a_place_of_one_machine() -> None:
     place = re.compile(
         r"/work/|/root/|/home/\w|/Users/\w|/tmp/(?:venv|house)\b"

@@ -15,7 +15,8 @@ import blobstore
 from blobstore.cli.main import program
 from tests.faults.processes import workspace
 from tests.support.objects import ObjectServer
-from tests.support.registry import PROGRAM, free_port, running_registry
+from tests.support.ports import free_port
+from tests.support.registry import PROGRAM, running_registry
 from tests.support.transcripts import PYTHON_BLOCK, ROOT, examples, is_as_expected, outputs, pages
 
 PUBLIC_MODULES = ("blobstore.errors", "blobstore.safetensors", "blobstore.integrations")
@@ -61,6 +62,14 @@ WITH_EXAMPLES = {
 REGISTRY = "localhost:5000"
 OBJECTS = "http://localhost:8333"
 """The servers of the documents. Those of the tests have other ports."""
+
+
+def test_the_package_is_installed_from_the_clone_as_long_as_no_index_has_it() -> None:
+    assert "not on PyPI yet" in (ROOT / "docs/getting-started/install.md").read_text()
+    notebooks = (ROOT / "docs").rglob("*.ipynb")
+    texts = [*map(Path.read_text, (*DOCUMENTS, *notebooks)), *python_examples().values()]
+    assert [text for text in texts if re.search(r"pip\s+install[^`\n]*tensor-", text)] == []
+    assert sum("pip install -e '.[" in text for text in texts) > 9
 
 
 @needs_signing

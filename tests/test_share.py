@@ -13,6 +13,7 @@ import click
 import pytest
 
 from blobstore.cli.main import program
+from tests.support.folders import contents
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
@@ -90,17 +91,10 @@ def test_the_pages_are_equal_if_their_date_is_given(tmp_path: Path) -> None:
         for name, zone in (("a", "UTC"), ("b", "Asia/Tokyo"))
     ]
 
-    first, second = (
-        {
-            path.relative_to(folder): path.read_bytes()
-            for path in folder.rglob("*")
-            if path.is_file()
-        }
-        for folder in folders
-    )
+    first, second = map(contents, folders)
     assert first == second
-    assert b'"1970-01-02"' in first[Path("man/man1/blobstore.1")]
-    assert f'"blobstore {VERSION}"'.encode() in first[Path("man/man1/blobstore.1")]
+    assert b'"1970-01-02"' in first["man/man1/blobstore.1"]
+    assert f'"blobstore {VERSION}"'.encode() in first["man/man1/blobstore.1"]
 
 
 def test_the_script_needs_no_library_but_click(tmp_path: Path) -> None:

@@ -15,16 +15,12 @@ from blobstore.compression.scratch import scratch
 from blobstore.gguf.types import TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Final
 
     from blobstore.gguf.types import GgufType
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-    Join = Callable[[Bytes, Bytes], Bytes]
-    """Returns the codes of blocks, ``[n, codes]``, from their low and high bits, ``[n, bytes]``."""
-    Split = Callable[[Bytes], tuple[Bytes, Bytes]]
-    """The inverse."""
 
 _HALF: Final = (1, 1)
 _SIZES: Final[dict[str, tuple[int, ...]]] = {

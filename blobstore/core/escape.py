@@ -7,6 +7,7 @@ overrides, or megabytes of text. All such text passes through this module before
 from __future__ import annotations
 
 import re
+import shlex
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,14 @@ def quote(text: object, limit: int = MAX_SHOWN) -> str:
     return f"'{escape(shown, limit)}'"
 
 
+def shell_word(text: str) -> str:
+    """Return a text as one word of a command, for advice that a person may copy into a shell.
+
+    It is the text itself unless that has characters that :func:`escape` changes.
+    """
+    return shlex.quote(escape(text))
+
+
 def quote_url(url: str) -> str:
     """Return a URL, or an address without a scheme, as :func:`quote` does, without what may be secret.
 
@@ -65,6 +74,16 @@ def did_you_mean(text: str, names: Collection[str], *, cutoff: float = 0.8) -> s
 
     ``cutoff`` is how much of a name and the text must be equal.
     """
+    return question(most_like(text, names, cutoff))
+
+
+def question(names: Sequence[str]) -> str:
+    """Return a question whether names are meant, or nothing if there are none."""
+    return f"did you mean {' or '.join(map(quote, names))}?" if names else ""
+
+
+def most_like(text: str, names: Collection[str], cutoff: float) -> list[str]:
+    """Return at most two names that are most like a text; ``cutoff`` as for :func:`did_you_mean`."""
     from difflib import get_close_matches
 
     text = text[:MAX_SHOWN]
@@ -72,5 +91,4 @@ def did_you_mean(text: str, names: Collection[str], *, cutoff: float = 0.8) -> s
         start, end = text[: len(text) // 2 or 1], text[len(text) // 2 :]
         similar = (name for name in names if name.startswith(start) or name.endswith(end))
         names = list(islice(similar, _MAX_COMPARED))
-    near = get_close_matches(text, names, n=2, cutoff=cutoff)
-    return f"did you mean {' or '.join(map(quote, near))}?" if near else ""
+    return get_close_matches(text, names, n=2, cutoff=cutoff)

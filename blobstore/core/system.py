@@ -32,11 +32,11 @@ _FICLONERANGE = 0x4020940D
 _MAX_MAP_COUNT = Path("/proc/sys/vm/max_map_count")
 _MAPS = Path("/proc/self/maps")
 _MEMORY = Path("/proc/meminfo")
-_MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+_MEMORY_GROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-"""Limits of a container, in both versions of Linux's control groups."""
+"""Where a container reads its limit and what it uses, in both versions of Linux's control groups."""
 _GPUS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 """Devices of drivers for CUDA: NVIDIA's, that of Windows, and AMD's."""
 
@@ -178,10 +178,21 @@ def available_memory() -> int:
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError, IndexError):
         found.append(int(_MEMORY.read_text().partition("MemAvailable:")[2].split()[0]) << 10)
-    for path in _MEMORY_LIMITS:
+    for folder, limit, used in _MEMORY_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max"
-            found.append(int(path.read_text()))
+            size = int((folder / limit).read_text()) - int((folder / used).read_text())
+            found.append(max(0, size + _cached_files(folder)))
     return min(found)
+
+
+def _cached_files(group: Path) -> int:
+    """Return the bytes of page cache in a control group, which the system can take back."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # In version 1, names without "total_" leave out the groups below this one.
+        kinds = ("active_file", "inactive_file")
+        return sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
+    return 0
 
 
 def may_have_gpu() -> bool:

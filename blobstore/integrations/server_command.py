@@ -46,6 +46,22 @@ def run_server(
         serve: runs the server.
         arguments: the command line; by default that of this process.
     """
+    options, rest = _parser(module, server, command).parse_known_args(arguments)
+    opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
+    try:
+        if options.store == "":  # an unset variable of a script must not mean the current folder
+            raise UsageError("--store must not be empty")
+        serve(ServerOptions(options.name, LocalStore(options.store), opening, rest))
+    except BlobstoreError as error:
+        sys.stderr.write(f"blobstore: error: {escape(str(error))}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _parser(module: str, server: str, command: str) -> argparse.ArgumentParser:
+    """Return the parser of a server's command line; the arguments are those of :func:`run_server`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         usage=f"%(prog)s NAME [--store DIR] [--verify LEVEL] [--read HOW] [--prefetch HOW] [options of {command}]",
@@ -80,15 +96,4 @@ def run_server(
         choices=get_args(Prefetch),
         help="load mapped blobs into memory before they are used",
     )
-    options, rest = parser.parse_known_args(arguments)
-    opening = {"verify": options.verify, "read": options.read, "prefetch": options.prefetch}
-    try:
-        if options.store == "":  # an unset variable of a script must not mean the current folder
-            raise UsageError("--store must not be empty")
-        serve(ServerOptions(options.name, LocalStore(options.store), opening, rest))
-    except BlobstoreError as error:
-        sys.stderr.write(f"blobstore: error: {escape(str(error))}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    return 0
+    return parser

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from blobstore.core import pictures
 from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote
 from blobstore.core.gc_pause import gc_paused
+from blobstore.core.globs import MAX_GLOB, glob_matches
 from blobstore.core.slicing import select
 from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import BlobstoreError, Damaged, StoreError, TensorNotFound, TooManyMaps
@@ -468,7 +469,7 @@ class Model(ModelFiles, Mapping[str, Array]):
             raise TensorNotFound(
                 f"model {self.reference} has no tensor {quote(name)}",
                 # Only computed for a person: Mapping.get raises this error too.
-                advice=functools.partial(did_you_mean, str(name), self._entries),
+                advice=functools.partial(_name_advice, str(name), self._entries),
             )
 
     def _array(self, name: str) -> Array:
@@ -490,3 +491,10 @@ class Model(ModelFiles, Mapping[str, Array]):
             self._memory.read_into,
             progress=self._progress,
         )
+
+
+def _name_advice(text: str, names: Collection[str]) -> str:
+    """Return what a text may mean that is the name of no tensor: a pattern, or a mistyped name."""
+    if len(text) <= MAX_GLOB and any(glob_matches(name, text) for name in names):
+        return f"it is a pattern; fnmatch.filter(model, {quote(text)}) returns the names that match"
+    return did_you_mean(text, names)

@@ -12,10 +12,19 @@ from blobstore.objects.request_rules import CODES, STATUSES, Answer, Request
 _STATUS = re.compile(
     r"status code: (\d{3})[^:]*(?::.*?<Code>([A-Za-z0-9._-]{1,60})</Code>)?", re.DOTALL
 )
-_CAUSE = re.compile(r'message: "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
+_CAUSE = re.compile(r'(?:message|error): "([^"\\]{1,100})"|(TimedOut|Timeout)\b')
+_NOT_CONNECTED: Final = "kind: Connect"
+_SERVER = re.compile(r"(https?://)(?:[^/@\s]*@)?([^/@?\s,]{1,253})")
+_NOT_TLS: Final = "InvalidContentType"
+"""What rustls says of the first bytes of a server that speaks plain HTTP."""
+_TLS_EXPECTED = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS (?:port|server)")
+"""What nginx and servers in Go answer to plain HTTP."""
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?([A-Za-z]{1,40})")
 _ALERT = re.compile(r"AlertReceived\(\s*([A-Za-z]{1,40})")
-_CLOSED = re.compile(r"UnexpectedEof|IncompleteMessage|ConnectionReset|BrokenPipe")
+_CLOSED = re.compile(
+    r"IncompleteMessage|(?:kind: |Kind\()(?:UnexpectedEof|ConnectionReset|BrokenPipe)\b"
+)
+"""The end of a connection: of HTTP, or as a kind of the system's errors. A document may have an early end too."""
 _NO_CREDENTIALS = re.compile(r"External AWS credential provider: (?:\w+: )?([^\n]*)")
 """What :mod:`blobstore.objects.aws` raised when obstore asked for credentials."""
 _SELF_SIGNED: Final = "CaUsedAsEndEntity"
@@ -95,6 +104,11 @@ class Failure(NamedTuple):
             return kind(f"{what}: {message}{shown}", advice=advice)
         if found := _NO_CREDENTIALS.search(self.text):
             return RemoteRefused(found[1])
+        if _TLS_EXPECTED.search(self.text):  # with status 400, which is about credentials otherwise
+            return RemoteError(
+                f"{what}: {_server(self.text)} speaks TLS, and was asked without it",
+                advice="AWS_ENDPOINT_URL may have to begin with https://",
+            )
         if self.may_be_credentials:
             return RemoteRefused(
                 f"{what}: access denied{shown}",
@@ -123,11 +137,25 @@ class Failure(NamedTuple):
                 f"{what}: the library obstore failed: {quote(self.text.strip(), 200)}",
                 advice="check the settings in the environment",
             )
-        return RemoteError(f"{what}: {_line(self.text)}{shown}")
+        # Object storage says which it lacks, the object or the bucket.
+        is_foreign = self.status == "404" and self.code is None
+        advice = "it may be another kind of server; check AWS_ENDPOINT_URL" if is_foreign else ""
+        return RemoteError(f"{what}: {_line(self.text)}{shown}", advice=advice)
+
+
+def _server(text: str) -> str:
+    """Return the address of the server of a request, quoted."""
+    found = _SERVER.search(text)
+    return "the server" if found is None else quote(found[1] + found[2])
 
 
 def _of_connection(what: str, text: str) -> RemoteError | None:
-    """Return the error of a connection that ended; None if it did not."""
+    """Return the error of a connection that failed or ended; None if it did not."""
+    if _NOT_TLS in text:
+        return RemoteError(
+            f"{what}: {_server(text)} does not speak TLS",
+            advice="AWS_ENDPOINT_URL may have to begin with http://",
+        )
     if found := _CERTIFICATE.search(text):
         return _untrusted(what, found[1])
     if found := _ALERT.search(text):
@@ -141,6 +169,12 @@ def _of_connection(what: str, text: str) -> RemoteError | None:
             f"{what}: the server closed the connection before its answer was complete",
             advice="try again; if the server always does this, it may ask for a certificate of the "
             "client, which requests to object storage do not have",
+        )
+    if _NOT_CONNECTED in text:
+        cause = _CAUSE.search(text)
+        why = "" if cause is None else f": {quote(cause[1] or 'timed out')}"
+        return RemoteError(
+            f"{what}: cannot connect to {_server(text)}{why}", advice="check AWS_ENDPOINT_URL"
         )
     return None
 

@@ -52,26 +52,31 @@ def family_view(
             name, depth, above = stack.pop()
             node: dict[str, Any] = {"name": shown(name), "depth": depth, "row": row, "above": above}
             if isinstance(name, str):
-                node |= {"outside": True}
+                node["outside"] = True
             else:
-                parent = parents.get(name)
                 node["size"] = sizes[name]
-                other = delta_bases.get(name)
-                if other is not None:
-                    node["against"] = [shown(other.reference), other.size]
-                if parent is not None:
-                    node |= {
-                        "relation": parent.relation,
-                        "evidence": shown(parent.evidence),
-                        "shared": parent.shared,
-                        "delta": parent.delta,
-                        "own": parent.own,
-                    }
+                node |= _relations(parents.get(name), delta_bases.get(name))
+            place = len(nodes)
             nodes.append(node)
             row += 1
-            place = len(nodes) - 1
             found = sorted(children.get(name, ()), key=str, reverse=True)
             stack += [(child, depth + 1, place) for child in found]
         row += 1
     alone = sum(item not in parents and item not in children for item in disk.entries)
     return {"nodes": nodes, "rows": max(row - 1, 0), "alone": alone}
+
+
+def _relations(parent: Parent | None, base: DeltaBase | None) -> dict[str, Any]:
+    """Return what a model has of its parent, and what it is compressed against."""
+    found: dict[str, Any] = {}
+    if base is not None:
+        found["against"] = [shown(base.reference), base.size]
+    if parent is not None:
+        found |= {
+            "relation": parent.relation,
+            "evidence": shown(parent.evidence),
+            "shared": parent.shared,
+            "delta": parent.delta,
+            "own": parent.own,
+        }
+    return found

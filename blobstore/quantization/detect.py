@@ -71,7 +71,7 @@ from blobstore.quantization.schemes import UNKNOWN, quantization_key, scheme_nam
 from blobstore.quantization.source_config import SourceQuantConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
     from blobstore.quantization.formats import QuantFormat, Sharing
@@ -202,15 +202,19 @@ def _read(
     casts = sum(spec.dtype in BYTE_FLOATS and spec.name.endswith(".weight") for spec in plain)
     inputs = {name for name in left_out if name.endswith(INPUT_SCALES)}
     notices = tuple(_notices(found, inputs, casts, len(stale), quant_config.unmatched(modules)))
+    return DetectedQuantization(recipes, notices, _main_type(found.values()))
+
+
+def _main_type(recipes: Iterable[Decoded | Prequantized]) -> str:
+    """Return the type of most elements; empty if these are decoded, or there are none."""
     elements: Counter[str] = Counter()
-    for recipe in found.values():
+    for recipe in recipes:
         if isinstance(recipe, Prequantized):
             elements[recipe.item.name] += recipe.item.columns(recipe.spec.elements)
         else:
             elements[""] += recipe.spec.elements
     # Break ties by name, because the order of the tensors has no meaning.
-    main_type = min(elements, key=lambda kind: (-elements[kind], kind), default="")
-    return DetectedQuantization(recipes, notices, main_type)
+    return min(elements, key=lambda kind: (-elements[kind], kind), default="")
 
 
 def _left_out(recipe: Decoded | Prequantized, specs: Specs) -> Iterator[str]:

@@ -24,7 +24,6 @@ OCI_MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 OCI_INDEX: Final = "application/vnd.oci.image.index.v1+json"
 DOCKER_MANIFEST: Final = "application/vnd.docker.distribution.manifest.v2+json"
 DOCKER_LIST: Final = "application/vnd.docker.distribution.manifest.list.v2+json"
-MANIFESTS: Final = frozenset({OCI_MANIFEST, DOCKER_MANIFEST})
 INDEXES: Final = frozenset({OCI_INDEX, DOCKER_LIST})
 ACCEPTED: Final = (OCI_MANIFEST, DOCKER_MANIFEST, OCI_INDEX, DOCKER_LIST)
 _SCHEMA_VERSION: Final = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, ModelNotFound, NotFound, RemoteRefused
+from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, NotFound, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.remotes.addresses import is_in_objects
 
@@ -32,7 +33,9 @@ class RemoteEntry:
 
     address: str
     digest: Digest | None = None
-    """The digest of the manifest of the model there."""
+    """The digest of the manifest that the model has in a store; None if another tool has pushed its files."""
+    registry_digest: Digest | None = None
+    """The digest of the manifest in the registry, which addresses the model there."""
     modified: float | None = None
     """When the name was written, in seconds since the epoch; a registry does not say."""
     blobs: tuple[Descriptor, ...] = field(default=(), repr=False)
@@ -111,6 +114,31 @@ def find_store(address: str) -> ObjectStore | None:
     return None
 
 
+def has_many_models(address: str, *, plain_http: bool | None = None) -> bool:
+    """Return whether an address in a registry is that of the whole registry, or of repositories, and of no model.
+
+    Raises:
+        InvalidReference: the address is not valid.
+        RemoteError: the registry cannot be reached, refuses access or misbehaves.
+    """
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.reference import RemoteReference, split_scheme
+
+    path = split_scheme(address)[1].partition("/")[2]
+    if not path or path.endswith("/"):
+        return True
+    place = RemoteReference.parse(address)
+    if place.digest is not None or ":" in path:
+        return False
+    plain_http = place.uses_plain_http(plain_http)
+    with RegistryClient(place.host, plain_http=plain_http) as client, contextlib.suppress(Damaged):
+        try:
+            client.get_manifest(place.repository, place.reference)
+        except ModelNotFound:
+            return True
+    return False
+
+
 def _stored(store: ObjectStore, named: tuple[Reference, ObjectInfo]) -> RemoteEntry:
     name, item = named
     where, modified = f"{store.address}/{name}", item.modified.timestamp()
@@ -142,8 +170,13 @@ def _tags(address: str, plain_http: bool | None) -> list[RemoteEntry]:
         try:
             found = RemoteSource.resolve(client, place, with_files=True)
         except BlobstoreError as error:
-            return RemoteEntry(address="", digest=place.digest, error=error)
-        return RemoteEntry(address="", digest=found.root.digest, blobs=tuple(found.blobs))
+            return RemoteEntry(address="", registry_digest=place.digest, error=error)
+        return RemoteEntry(
+            address="",
+            digest=Digest.of(found.data) if found.data else None,
+            registry_digest=found.root.digest,
+            blobs=tuple(found.blobs),
+        )
 
     # Tags of one manifest are read once.
     places = {(tag.repository, digest or tag): replace(tag, digest=digest) for tag, digest in tags}

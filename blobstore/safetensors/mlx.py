@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import MAX_SHOWN, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import BYTE_FLOATS, DType, TensorSpec
 from blobstore.errors import UnsupportedDType
@@ -55,7 +55,8 @@ def copied(array: np.ndarray[Any, Any], spec: TensorSpec) -> Any:
         )  # without a type, MLX rounds to one that it has
     except OverflowError as error:  # MLX counts a dimension in 32 bits
         raise UnsupportedDType(
-            f"tensor {quote(spec.name)}: MLX cannot hold its shape: {error}"
+            f"tensor {quote(spec.name)}: MLX cannot hold its shape "
+            f"{escape(str(list(spec.shape)), MAX_SHOWN)}: {error}"
         ) from None
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import MAX_SHOWN, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import UnsupportedDType
@@ -69,7 +69,8 @@ def as_array(
         return np.frombuffer(memory, dtype, elements, offset).reshape(spec.shape)
     except ValueError as error:  # over 64 dimensions, or dimensions of size 0 and very large ones
         raise UnsupportedDType(
-            f"tensor {quote(spec.name)}: {framework} cannot hold its shape: {error}"
+            f"tensor {quote(spec.name)}: {framework} cannot hold its shape "
+            f"{escape(str(list(spec.shape)), MAX_SHOWN)}: {error}"
         ) from None
 
 

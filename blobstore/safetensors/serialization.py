@@ -103,6 +103,14 @@ class TensorSpec:
         )
 
 
+_LISTED = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "complex64"),
+)
+"""The types that errors of the reference library list, in their order; newer ones follow."""
+
+
 def memory_at(address: int, size: int) -> Buffer:
     """Return memory of the process as a buffer, which keeps nothing alive."""
     return (ctypes.c_char * size).from_address(address) if size else b""
@@ -117,7 +125,7 @@ def dtype_by_name(name: str) -> DType:
     require(name, str, "dtype")
     dtype = DTYPES_BY_LIBRARY_NAME.get(name)
     if dtype is None:
-        known = ", ".join(DTYPES_BY_LIBRARY_NAME)
+        known = ", ".join(dict.fromkeys((*_LISTED, *DTYPES_BY_LIBRARY_NAME)))
         raise SafetensorError(f'Unknown dtype "{escape(name, 200)}". Supported dtypes: {known}')
     return dtype
 

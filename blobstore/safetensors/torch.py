@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blobstore.core.escape import escape, quote
+from blobstore.core.escape import MAX_SHOWN, escape, quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.tensor import DTYPES, DTYPES_BY_LIBRARY_NAME, DType, TensorSpec
 from blobstore.errors import (
@@ -112,7 +112,10 @@ def empty_tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
         if math.prod(spec.shape):
             raise
         # dimensions of size 0 and very large ones
-        raise UnsupportedDType(f"tensor {quote(spec.name)}: torch cannot hold its shape") from None
+        raise UnsupportedDType(
+            f"tensor {quote(spec.name)}: torch cannot hold its shape "
+            f"{escape(str(list(spec.shape)), MAX_SHOWN)}"
+        ) from None
 
 
 def with_type(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

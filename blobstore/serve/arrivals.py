@@ -69,7 +69,10 @@ class ArrivalHost(Protocol):
         ...
 
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> object:
-        """Note durably what is being fetched, and check that ``size`` bytes have space. Raises BlobstoreError or Refusal."""
+        """Note durably what is being fetched, and check that there is space for ``size`` bytes.
+
+        Raises BlobstoreError or Refusal.
+        """
         ...
 
     def bytes_arrived(self, arrival: Arrival) -> object:
@@ -146,11 +149,11 @@ class Arrival:
         return [file.etag for file in list(self._files.values()) if file.is_wrong]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End now, from any other thread, and wait for that."""
+        """Stop the thread, and wait until it has ended. Call it from any other."""
         self._is_stopped = True
         self._client.abort()
         self._thread.join()
@@ -236,7 +239,7 @@ class Arrival:
             source.close()
 
     def _take(self, answers: Iterable[PeerFiles]) -> None:
-        """Put the files together that peers have the blobs of. Those that differ are left to the upstream."""
+        """Assemble files from blobs of peers. Those with another digest are fetched from the upstream."""
         for answer in answers if self._waiting else ():
             for name, file in list(self._waiting.items()):
                 content = answer.files.get(name)
@@ -264,7 +267,7 @@ class Arrival:
         return file
 
     def _get(self, name: str) -> None:
-        """Fetch a file that is needed to know which others are, or to import the model."""
+        """Fetch a file now: what it says decides which others are fetched, or the import reads it."""
         file = self._file(name)
         if not file.is_complete:
             del self._waiting[name]

@@ -8,7 +8,6 @@ that has to be fetched from elsewhere can become such work, too.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import re
 import threading
@@ -107,6 +106,8 @@ class Library:
     A model that an upstream has not given to everyone is not among them. :attr:`for_readers` has it, too.
     """
 
+    _is_for_readers = False
+
     def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
         """Serve the models that match at least one of the patterns; without patterns, all.
 
@@ -126,11 +127,7 @@ class Library:
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
-        self._is_for_readers = False
-        self.for_readers = copy.copy(self)
-        """The same models, and those of a repository that only some may read. It is for clients that may."""
-        self.for_readers._is_for_readers = True  # noqa: SLF001
-        self.for_readers._commits = {}  # noqa: SLF001
+        self.for_readers: Library = _ReadersLibrary(self)
 
     def is_allowed(self, reference: Reference) -> bool:
         """Return whether a model may be served."""
@@ -487,6 +484,16 @@ class Library:
             for former in self.store.former(reference):
                 if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield former.data
+
+
+class _ReadersLibrary(Library):
+    """The same models, and those of a repository that only some may read. It is for clients that may."""
+
+    _is_for_readers = True
+
+    def __init__(self, everyone: Library) -> None:
+        vars(self).update(vars(everyone))
+        self._commits = {}
 
 
 class _Kept(Generic[_Key, _Value]):

@@ -1,4 +1,4 @@
-"""Workflow: serve the models of a store over HTTP."""
+"""The operation ``serve``: offers the models of a store over HTTP."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 4096
 _OTHER_FILES = 64
-"""Files that are open besides those of connections: one for each, and one for the blob that it gets."""
+"""Files that are open in any case. A connection needs two more: its socket, and the blob that is sent."""
 MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
@@ -57,6 +57,7 @@ PATIENCE_SECONDS = 8.0
 """How long a client waits for a model that is not prepared. Those of the Hub give up after ten."""
 _RETRY_AFTER = "5"
 _STEPS = 16
+"""How often one request may need something else that is not prepared."""
 _PREPARERS = 4
 """Models that are prepared at once. Those that are sent already have other threads."""
 _WAITERS = 64
@@ -91,9 +92,9 @@ class Server:
     """A server while it runs."""
 
     def __init__(self, store: LocalStore, log: Log | None, *, in_threads: bool = False) -> None:
-        """Send blobs of ``store``. A line of JSON for each request goes to ``log``.
+        """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
 
-        With ``in_threads``, the function that answers may take its time.
+        With ``in_threads``, requests are answered on threads, because that takes its time.
         """
         self._in_threads = in_threads
         threads = max(4, min(16, 2 * (os.cpu_count() or 1)))
@@ -128,7 +129,7 @@ class Server:
         manager = web.Server(
             handle,
             access_log=None,
-            logger=_logger(self._note),
+            logger=_ErrorLog(self._note),
             keepalive_timeout=IDLE_SECONDS,
             max_line_size=MAX_HEAD,
             max_field_size=MAX_HEAD,
@@ -372,13 +373,15 @@ class Server:
         if lines and self._log is not None:
             self._log("\n".join(lines))
 
-    @staticmethod
-    async def _repeat(seconds: float, act: Callable[[], object]) -> None:
-        """Call ``act`` again and again on a thread."""
+    async def _repeat(self, seconds: float, act: Callable[[], object]) -> None:
+        """Call ``act`` again and again on a thread. A failure is noted, and does not end that."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(seconds)
-            await loop.run_in_executor(None, act)
+            try:
+                await loop.run_in_executor(None, act)
+            except Exception as error:  # noqa: BLE001 - of a disk or of a thread that cannot be started
+                self._note(error=f"{type(error).__name__}: {error}")
 
     def _metrics_text(self) -> str:
         return self.metrics.text(self._connections())
@@ -401,24 +404,23 @@ def max_connections() -> int:
 
 
 async def _until(is_reached: Callable[[], bool]) -> None:
-    """Wait for what nobody announces: a handler of signals must not touch the loop."""
+    """Wait until a condition holds. What changes it, such as a signal's handler, must not touch the loop."""
     while not is_reached():  # noqa: ASYNC110 - see above
         await asyncio.sleep(interrupts.POLL)
 
 
-def _logger(note: Callable[..., None]) -> logging.Logger:
-    """Return a logger that notes the failures of aiohttp. Their texts may have tokens of requests."""
+class _ErrorLog(logging.Logger):
+    """Notes the failures of aiohttp. Their texts may have tokens of requests."""
 
-    class Notes(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            error = record.exc_info[1] if record.exc_info else None
-            if not isinstance(error, ConnectionError):  # the request has a line of its own
-                name = "" if error is None else type(error).__name__
-                note(error=": ".join(filter(None, (record.getMessage(), name))))
+    def __init__(self, note: Callable[..., None]) -> None:
+        super().__init__("blobstore.serve", logging.WARNING)
+        self._note = note
 
-    logger = logging.Logger("blobstore.serve", logging.WARNING)  # noqa: LOG001 - for one server
-    logger.addHandler(Notes())
-    return logger
+    def handle(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, ConnectionError):  # the request has a line of its own
+            name = "" if error is None else type(error).__name__
+            self._note(error=": ".join(filter(None, (record.getMessage(), name))))
 
 
 class _Refusal(asyncio.Protocol):

@@ -7,10 +7,10 @@ are refused, and a model that no rule matches is refused unless the file states 
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+from blobstore.core import toml
 from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
 from blobstore.core.globs import MAX_GLOB
@@ -137,8 +137,8 @@ def parse_policy(data: bytes, read_key: Callable[[str], bytes]) -> Policy:
         MissingLibrary: it has keys, and ``cryptography`` is not installed.
     """
     try:
-        value = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
+        value = toml.loads(data.decode())
+    except ValueError as error:
         raise InvalidPolicy(f"not valid TOML: {quote(error)}") from None
     _check_keys(value, "version default keys rules", "the file")
     if type(value.get("version")) is not int or value["version"] != VERSION:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, shell_word
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.manifests.file_names import MAX_DEPTH
@@ -119,7 +119,7 @@ class FileTree:
         ):
             raise SourceError(
                 f"{self.label(name)} leads out of the model's folder by a link; copy the file into the "
-                f"folder, or leave it out with --exclude {quote(name)}"
+                f"folder, or leave it out with --exclude {shell_word(name)}"
             )
         self.versions.record(path)
         return path

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from blobstore.core import strict_json
-from blobstore.core.escape import escape, join_some, quote
+from blobstore.core.escape import escape, join_some, quote, shell_word
 from blobstore.core.files import read_regular
 from blobstore.core.globs import any_glob_matches, glob_matches
 from blobstore.errors import BlobstoreError, DamagedSource, SourceError, UnsupportedSource
@@ -263,7 +263,7 @@ def _select_weights(
                     f"{list(weight_map.values()).count(name)} tensors in it. "
                     "Download the complete model"
                     + (
-                        f", or choose other weights, such as {quote(others[0])}, with --weights"
+                        f", or choose other weights with --weights {shell_word(others[0])}"
                         if others
                         else ""
                     )

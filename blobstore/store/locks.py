@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import give_to_owner, make_folders, read_exactly, write_all
+from blobstore.core.files import give_to_owner, make_folders, read_exactly
 from blobstore.core.workers import Cancelled
 from blobstore.errors import StoreBusy, StoreError
 
@@ -191,7 +191,11 @@ class Lease:
             # gc decides under the exclusive lock. So it reads this line, or it is done before the
             # caller looks for the blob.
             with self._locks.shared(self._importer):
-                write_all(self._descriptor, "".join(f"{digest.hex}\n" for digest in fresh).encode())
+                # On a full disk, this process or another one may have left a torn line, which must not
+                # become the start of this one.
+                text = "".join(f"\n{digest.hex}" for digest in fresh) + "\n"
+                while os.write(self._descriptor, text.encode()) < len(text):
+                    pass  # all lines once more: between two writes, another process may add its own
             # Only now: if the write failed, the next call must write them again.
             self._held |= fresh
 
@@ -242,7 +246,9 @@ class Lease:
 
     def close(self) -> None:
         """End the lease and close its file."""
-        self.end()
+        # If the store cannot be written any more: without its lock, the file is that of a dead lease.
+        with contextlib.suppress(OSError):
+            self.end()
         NOT_INHERITED.discard(self)
         os.close(self._descriptor)
 

@@ -60,6 +60,8 @@ _READ = 2**20
 _ABANDONED = 60.0
 """Seconds without a write after which no process is thought to fill a file."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_ATTEMPTS = 3
+"""How often a file is created that another process removes at once."""
 
 
 class PartialBlob:
@@ -95,6 +97,15 @@ class PartialBlob:
             OSError: it cannot be created.
             StoreError: the file system has no locks.
         """
+        for _ in range(_ATTEMPTS - 1):
+            # A process that has published the blob removes all files that are listed, and the lock:
+            # perhaps one that this process has created, and not opened for reading yet.
+            with contextlib.suppress(FileNotFoundError):
+                return cls._open(folder, blob, check)
+        return cls._open(folder, blob, check)
+
+    @classmethod
+    def _open(cls, folder: Path, blob: BlobId, check: Callable[[], object]) -> Self | None:
         lock = PartialLock.take(folder, blob.digest)
         if lock is None:
             return None

@@ -1,6 +1,6 @@
 """Serve text from models of the store over HTTP, and swap them while requests are answered.
 
-    pip install 'tensor-blobstore[torch]' transformers starlette uvicorn
+    pip install -e '.[torch]' transformers starlette uvicorn
     python docs/examples/serve.py llama-3.2:1b llama-3.2:1b-tuned --port 8000
 
 The first model is loaded before the port is opened; ``PUT /model`` swaps to another one of the names.

@@ -24,6 +24,7 @@ from tests.support.checkpoints import (
     text,
     zip_file,
 )
+from tests.support.folders import contents
 from tests.unit.cli.running import run_process
 
 CASES = json.loads((FOLDER / "index.json").read_bytes())
@@ -124,7 +125,7 @@ def run_by_pickle(path: Path, canary: Path, code: str) -> None:
         env={**os.environ, "PTH_CANARY": str(canary)},
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -194,14 +195,6 @@ SAMPLES = [
 ]
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 @pytest.mark.parametrize("name", SAMPLES)
 def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
     name: str, tmp_path: Path
@@ -209,7 +202,7 @@ def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
     store = tmp_path / "store"
     kept = FOLDER / "ok_unicode.pt"
     assert run_process("create", kept, "kept", "--store", store).returncode == 0
-    before = tree(tmp_path)
+    before = contents(tmp_path)
     canary = tmp_path / "canary"
     path = FOLDER / name
     done = run_process("create", path, "m", "--store", store, PTH_CANARY=str(canary))
@@ -218,7 +211,7 @@ def test_create_fails_with_one_line_and_leaves_the_store_unchanged(
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith(f"blobstore: error: '{path}': ")
     assert line.isprintable()
-    assert tree(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_rce_files_contain_the_canary() -> None:

@@ -19,7 +19,6 @@ from tests.faults.processes import Ended, nursery
 from tests.support.distributed_folders import data_name, grid, write_folder
 
 HUGE = 2**63 - 1
-EMPTY_TUPLE, TUPLE2, MEMOIZE = b")", b"\x86", b"\x94"
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import blobstore
 from blobstore.errors import RemoteError, RemoteRefused
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
+from tests.support.ports import free_port
 from tests.support.processes import start
-from tests.support.registry import free_port, running_registry, wait_until_ready
+from tests.support.registry import running_registry, wait_until_ready
 
 MIB = 2**20
 PROGRAM = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")

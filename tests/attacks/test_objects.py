@@ -16,14 +16,12 @@ from blobstore.errors import (
     BlobDamaged,
     BlobMissing,
     BlobstoreError,
-    Conflict,
     ModelNotFound,
     RemoteError,
     RemoteRefused,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.objects import client
-from blobstore.objects.address import StoreAddress
 from blobstore.objects.store import ObjectStore, blob_key, manifest_key
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
@@ -79,8 +77,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         running.objects[f"p/{blob_key(DIGEST)}"] = DATA
         running.objects[f"p/{manifest_key(NAME)}"] = b"{}"
         yield running
@@ -204,7 +201,7 @@ def test_a_body_that_is_cut_goes_on_where_it_ended(server: HostileS3, store: Obj
             reply(
                 206, b"x", content_length=10**15, content_range=f"bytes 100-199/{SIZE}", **OBJECT
             ),
-            "body error",
+            "closed the connection before its answer was complete",
         ),
     ],
     ids=["200", "200-short", "too-many", "other-range", "no-range", "garbage", "too-few", "cut"],
@@ -226,7 +223,8 @@ def test_a_body_that_stalls_is_refused(server: HostileS3, monkeypatch: pytest.Mo
 
     server.disturb = blobs_only(stall)
     store = ObjectStore(server.address)
-    refused(lambda: read(store), RemoteError, "body error")
+    # Also the head may come too late on a busy machine.
+    refused(lambda: read(store), RemoteError, "body error|error sending request")
 
 
 @pytest.mark.parametrize(
@@ -320,17 +318,6 @@ def test_conditions_are_checked_once_for_each_client(server: HostileS3, store: O
         store.place(Reference.parse(f"m{number}"), b"{}", None)
     probes = [one for one in server.server.requests if "probe" in one.path]
     assert len(probes) == 3
-
-
-def test_names_in_folders_are_compared_before_they_are_replaced(tmp_path: Path) -> None:
-    store = ObjectStore(StoreAddress.parse(f"file://{tmp_path}/objects"))
-    store.place(NAME, b"{}", None)
-    _, tag = store.read_version(NAME)
-    store.place(NAME, b"[1]", tag)
-    for old in (tag, None):
-        with pytest.raises(Conflict):
-            store.place(NAME, b"[2]", old)
-    assert store.read_manifest(NAME) == b"[1]"
 
 
 def write_credentials(path: Path, token: str) -> None:

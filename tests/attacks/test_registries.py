@@ -27,6 +27,7 @@ from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import DOCKER_MANIFEST, OCI_INDEX, RemoteManifest
 from blobstore.registry.protocol import Login
 from blobstore.registry.retry import Patience
+from tests.support.ports import free_port
 from tests.support.raw_server import Answer, RawServer, Received, reply
 
 DATA = bytes(range(256)) * 400
@@ -608,8 +609,7 @@ def test_connection_that_nobody_takes_at_first_is_not_tried_again() -> None:
 
 
 def test_connection_that_is_refused_at_first_is_not_tried_again() -> None:
-    with RawServer(ranged) as server:
-        host = server.host
+    host = f"127.0.0.1:{free_port()}"
     with (
         RegistryClient(host, patience=Patience(first=60, longest=60)) as client,
         pytest.raises(RemoteError, match=f"cannot connect to 'http://{host}'"),

@@ -144,6 +144,12 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
+@pytest.fixture(params=[True, False], ids=["upstream", "plain"])
+def upstream(request: pytest.FixtureRequest, hub: HubServer) -> list[str]:
+    """Options of a server with an upstream, and of one without."""
+    return ["--upstream", hub.url] if request.param else []
+
+
 def made(folder: Path, seed: int) -> Path:
     random = np.random.default_rng(seed)
     return write_folder(folder, {"weight": random.standard_normal((64, 64), dtype=np.float32)})
@@ -196,17 +202,14 @@ def response(
     return status, found, data
 
 
-@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
 @pytest.mark.parametrize("routes", [HUB_ROUTES, REGISTRY_ROUTES], ids=["hub", "registry"])
 def test_a_model_that_is_not_for_a_client_is_answered_as_one_that_is_absent(
-    options: list[str],
+    upstream: list[str],
     routes: tuple[str, ...],
-    hub: HubServer,
     known: dict[str, Known],
     store: LocalStore,
     tmp_path: Path,
 ) -> None:
-    upstream = [*options, hub.url] if options else []
     with serving(store, tmp_path, *upstream, *ALLOWED) as server:
         cases = [(route, method, HEADERS[0]) for route in routes for method in METHODS]
         cases += [(route, "GET", headers) for route in routes for headers in HEADERS[1:]]
@@ -222,17 +225,12 @@ def test_a_model_that_is_not_for_a_client_is_answered_as_one_that_is_absent(
         assert server.request(FILE.format(GATED), Authorization=RIGHT)[0] == status
 
 
-@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
 def test_no_metric_says_that_a_restricted_model_is_there(
-    options: list[str],
-    hub: HubServer,
-    known: dict[str, Known],
-    store: LocalStore,
-    tmp_path: Path,
+    upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
     changes = []
     for name in (ABSENT, GATED, PRIVATE):
-        with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+        with serving(store, tmp_path, *upstream) as server:
             for route in (FILE, "/v2/{}/blobs/DIGEST", "/v2/{}/tags/list"):
                 response(server, route, "GET", {}, name, known[GATED])
             changes.append(counters(server))
@@ -275,17 +273,12 @@ def test_the_answer_is_the_same_if_the_upstream_is_gone(
                 assert response(server, route, "GET", {}, name, known[GATED]) == expected, route
 
 
-@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
 def test_a_copy_of_a_restricted_model_is_for_nobody_else_either(
-    options: list[str],
-    hub: HubServer,
-    known: dict[str, Known],
-    store: LocalStore,
-    tmp_path: Path,
+    upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
     copy_model(GATED, "own/copy1", store=store)
     copy_model(GATED, "ghcr.io/own/copy2", store=store)
-    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+    with serving(store, tmp_path, *upstream) as server:
         for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
             for name, absent in (
                 ("own/copy1", "own/never"),
@@ -318,17 +311,12 @@ def test_a_copy_stays_hidden_after_its_source_could_not_be_read(
     assert json_of(ask(library, "/v2/_catalog")) == {"repositories": [UNPUBLISHED]}
 
 
-@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
 def test_a_model_of_the_stores_own_has_none_of_the_restricted_versions_of_its_repository(
-    options: list[str],
-    hub: HubServer,
-    known: dict[str, Known],
-    store: LocalStore,
-    tmp_path: Path,
+    upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
     create(made(tmp_path / "mine", 5), f"{GATED}:mine", store=store)
     (blob,) = store.resolve(f"{GATED}:mine").layers[:1]
-    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+    with serving(store, tmp_path, *upstream) as server:
         assert server.request(FILE.format(GATED).replace("main", "mine"))[0] == 200
         assert server.request(f"/v2/{GATED}/manifests/mine")[0] == 200
         assert server.request(f"/v2/{GATED}/blobs/{blob.digest}")[0] == 200
@@ -343,13 +331,8 @@ def test_a_model_of_the_stores_own_has_none_of_the_restricted_versions_of_its_re
             assert b"latest" not in server.request(listing)[2]
 
 
-@pytest.mark.parametrize("options", [["--upstream"], []], ids=["upstream", "plain"])
 def test_a_restricted_model_that_is_damaged_is_not_shown_by_the_error(
-    options: list[str],
-    hub: HubServer,
-    known: dict[str, Known],
-    store: LocalStore,
-    tmp_path: Path,
+    upstream: list[str], known: dict[str, Known], store: LocalStore, tmp_path: Path
 ) -> None:
     for name in (GATED, PRIVATE):
         manifest = store.resolve(name)
@@ -358,7 +341,7 @@ def test_a_restricted_model_that_is_damaged_is_not_shown_by_the_error(
             damaged = Path(store.blob_path(manifest.layers[0].digest))
         damaged.chmod(0o600)
         damaged.write_bytes(b"damaged")
-    with serving(store, tmp_path, *options, *([hub.url] if options else [])) as server:
+    with serving(store, tmp_path, *upstream) as server:
         for route in (*HUB_ROUTES, *REGISTRY_ROUTES):
             for name in (GATED, PRIVATE):
                 expected = response(server, route, "GET", {}, ABSENT, known[name])

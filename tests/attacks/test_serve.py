@@ -251,17 +251,34 @@ def test_a_head_or_a_form_that_comes_byte_by_byte_is_let_go(
                 with contextlib.suppress(ConnectionError):
                     for client in slow:
                         client.sendall(bytes([letter]))
-                if server.metric("open_connections") == 1:  # that of this question
+                if is_alone(server):
                     break
                 time.sleep(0.02)
-            assert server.metric("open_connections") == 1
-        with connect(server) as client:
-            client.sendall(
-                b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
-                b"Content-Length: 1000\r\n\r\npaths"
-            )
-            assert client.recv(1000).startswith(b"HTTP/1.1 413")
-        assert server.request(FILE)[2] == data
+            else:
+                pytest.fail("connections are kept")
+        form = (
+            b"POST /api/models/org/model/paths-info/main HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 1000\r\n\r\npaths"
+        )
+        answer = b""
+        while not answer:
+            with connect(server) as client, contextlib.suppress(ConnectionError):
+                client.sendall(form)
+                answer = client.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert answer_of(server, get(FILE)).endswith(data)
+
+
+def is_alone(server: Serving) -> bool:
+    """Return whether the server has no connection but that of this question."""
+    return b"\nblobstore_open_connections 1\n" in answer_of(server, get("/metrics"))
+
+
+def answer_of(server: Serving, sent: bytes) -> bytes:
+    """Ask until there is an answer: a busy machine may be too slow for the patience of the server."""
+    while not (answer := exchange(server, sent)):
+        pass
+    return answer
 
 
 def test_who_does_not_read_is_let_go(data: bytes, store: LocalStore, tmp_path: Path) -> None:
@@ -332,6 +349,7 @@ def test_who_leaves_in_the_middle_leaves_nothing_behind(server: Serving, data: b
             client.sendall(get(FILE))
             client.recv(10)
     assert server.request(FILE)[2] == data
-    descriptors = list(Path(f"/proc/{server.process.pid}/fd").iterdir())
-    blobs = [path for path in descriptors if "sha256-" in str(path.resolve())]
-    assert len(blobs) <= 1
+    descriptors = Path(f"/proc/{server.process.pid}/fd")
+    # The server may yet have to learn of some; the whole suite has a time limit.
+    while sum("sha256-" in str(path.resolve()) for path in descriptors.iterdir()) > 1:
+        time.sleep(0.02)

@@ -28,8 +28,8 @@ import blobstore
 from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common
+from tests.support.ports import free_port
 from tests.support.processes import start
-from tests.support.registry import free_port
 from tests.support.serve_process import serving
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from tests.faults.outcomes import EVERY, Effort, Outcome
 from tests.faults.processes import workspace
 from tests.support.hub_server import HubServer
 from tests.support.models import write_folder
+from tests.support.ports import free_port
 from tests.support.serve_process import Serving, serving
 
 _NAME = "org/model"
@@ -158,15 +159,15 @@ def _upstream_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
     for _ in effort:
         case.forget()
         with contextlib.ExitStack() as stack:
-            upstream = stack.enter_context(serving(origin, place))
-            port = upstream.url.rpartition(":")[2]
+            listen = f"--port={free_port()}"
+            upstream = stack.enter_context(serving(origin, place, listen))
             server = stack.enter_context(case.server(upstream.url))
             stack.enter_context(_clients(server))
             time.sleep(case.chance.uniform(0, 0.3))
             upstream.process.send_signal(signal.SIGKILL)
             upstream.process.wait()
             outcome.injected += 1
-            stack.enter_context(serving(origin, place, f"--port={port}"))
+            stack.enter_context(serving(origin, place, listen))
             case.must_get(server, outcome, "after the upstream was killed")
 
 

@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import os
 import resource
 import select
@@ -59,6 +60,8 @@ def warm_up() -> None:
     for package, command in (("transfer", "pull"), ("transfer", "push"), ("export", "link")):
         importlib.import_module(f"blobstore.cli.{command}")
         importlib.import_module(f"blobstore.operations.{package}.{command}")
+    # A command says one line, however slow the machine.
+    vars(importlib.import_module("blobstore.cli.progress"))["_LINE_SECONDS"] = math.inf
     importlib.import_module("h11")  # which the HTTP client imports when it connects
     if importlib.util.find_spec("aiohttp") is not None:
         for name in ("aiohttp", "blobstore.cli.serve", "blobstore.serve.serve"):

@@ -175,13 +175,24 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
     return rows
 
 
+def _is_killed(case: Case, start: Callable[[Case], Child], most: float, held: bytes) -> bool:
+    """Kill a command at a random instant, or at its first request that begins so; return whether it had not ended."""
+    case.proxy.held = held
+    child = start(case)
+    if held:
+        case.proxy.is_holding.wait()
+    else:
+        time.sleep(case.chance.uniform(0, most))
+    child.kill()
+    case.proxy.held = b""
+    case.proxy.may_go_on.set()
+    return child.wait().is_killed
+
+
 def _push_killed(case: Case, effort: Effort, outcome: Outcome) -> None:
-    for _ in effort:
+    for number in effort:
         case.renew()
-        child = case.push_slowly()
-        time.sleep(case.chance.uniform(0, 1.5))
-        child.kill()
-        outcome.injected += child.wait().is_killed
+        outcome.injected += _is_killed(case, Case.push_slowly, 1.5, b"" if number else b"PUT ")
         case.check(outcome, "killed")
         case.must_push(outcome, "after a kill")
 
@@ -190,13 +201,10 @@ def _fetch_killed(
     start: Callable[[Case], Child],
 ) -> Callable[[Case, Effort, Outcome], None]:
     def disturb(case: Case, effort: Effort, outcome: Outcome) -> None:
-        for _ in effort:
+        for number in effort:
             case.renew()
             case.must(case.push, outcome, "before")
-            child = start(case)
-            time.sleep(case.chance.uniform(0, 0.15))
-            child.kill()
-            outcome.injected += child.wait().is_killed
+            outcome.injected += _is_killed(case, start, 0.15, b"" if number else b"GET ")
             case.check_local(outcome, "killed")
             case.must(lambda: start(case), outcome, "after a kill")
             case.check_local(outcome, "after a kill")

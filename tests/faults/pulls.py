@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -30,6 +31,8 @@ _STREAMS = 4
 _IN_FLIGHT = 2**20
 """Bytes that a stream may have fetched in vain when its process is killed: buffers of both sides."""
 _PAGE = 4096
+_HELD = 2**18
+"""Bytes of each blob that a registry sends at first."""
 _PULLED = ("model", "second", "third")
 _COPIED = "copied"
 
@@ -106,13 +109,29 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
 
 
 def _killed(case: Case, effort: Effort, outcome: Outcome) -> None:
-    """Kill each pull at a random instant until one ends; count what the registry has sent."""
+    """Kill each pull at a random instant until one ends; count what the registry has sent.
+
+    The first is killed while the registry holds most of the blobs, so that one is sure to be struck.
+    """
     case.registry.pause = 0.002
+    may_go_on = threading.Event()
+
+    def hold(_: str, begin: int, data: bytes) -> bytes:
+        if begin >= _HELD:
+            may_go_on.wait()
+        return data
+
+    case.registry.alter = hold
     kills = 0
-    for _ in effort:
+    for number in effort:
         child = nursery().start(*case.arguments())
-        time.sleep(case.chance.uniform(0, 1.2))
+        if number:
+            time.sleep(case.chance.uniform(0, 1.2))
+        else:
+            while case.registry.sent.total() < _HELD:
+                time.sleep(0.002)
         child.kill()
+        may_go_on.set()
         ended = child.wait()
         kills += ended.is_killed
         outcome.injected += ended.is_killed

@@ -51,6 +51,9 @@ class Proxy:
         """Seconds before each 16 KiB."""
         self.cuts: list[int] = []
         """Counts of bytes at which the connection that receives them is lost, in order."""
+        self.held = b""
+        """How requests begin that are held, if not empty, until ``may_go_on`` is set."""
+        self.is_holding, self.may_go_on = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
@@ -99,6 +102,9 @@ class Proxy:
                 if is_cut:
                     client.shutdown(socket.SHUT_RDWR)
                     return
+                if self.held and data.startswith(self.held):
+                    self.is_holding.set()
+                    self.may_go_on.wait()
                 time.sleep(self.pause)
                 server.sendall(data)
 
@@ -295,20 +301,28 @@ def _must_notice(case: Case, outcome: Outcome) -> None:
 def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
     """Let the registry collect its garbage during a push: verification notices, a second push heals.
 
-    It removes blobs whose manifest is still to come, which its authors forbid: only a reader can tell.
+    It removes blobs whose manifest is still to come, which its authors forbid: only a reader can tell. The
+    first time all blobs are there, and the manifest is on its way.
     """
-    case.proxy.pause = 0.001
+    proxy = case.proxy
+    proxy.pause = 0.001
     config = case.server.root.parent / "config.yml"
-    for _ in effort:
+    for number in effort:
         case.renew()
-        hooks = {"part": _PART, "impatience": 0.01}
-        child = nursery().start(*case.arguments("--verify"), hooks=hooks)
-        while case.proxy.received < case.chance.randrange(case.size):
+        proxy.held = b"" if number else f"PUT /v2/{_REPOSITORY}/manifests/".encode()
+        child = nursery().start(
+            *case.arguments("--verify"), hooks={"part": _PART, "impatience": 0.01}
+        )
+        enough = case.chance.randrange(case.size)
+        if not number:
+            proxy.is_holding.wait()
+        while proxy.received < enough:
             time.sleep(0.002)
         collected = subprocess.run(
             [PROGRAM, "garbage-collect", config], capture_output=True, text=True, check=False
         )
         outcome.injected += "eligible for deletion" in collected.stdout + collected.stderr
+        proxy.may_go_on.set()
         ended = child.wait()
         if ended.complaint:
             outcome.violate(f"during garbage-collect: {ended.complaint}")

@@ -21,7 +21,7 @@ from tests.faults.processes import Child, Ended, nursery
 
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 _NOWHERE = "MAP_ANONYMOUS"
-_PATIENCE = 30.0
+_PATIENCE = 120.0
 _POLL = 0.0005
 
 

@@ -74,21 +74,13 @@ def write_seeds(folder: Path) -> None:
                 (folder / f"{path.name}-{index}").write_bytes(form + content)
 
 
-def write_words(path: Path) -> None:
-    """Write the globals that checkpoints use as a dictionary of libFuzzer."""
-    names = {f"c{module}\n{name}\n" for module, name in known._USES}
-    words = [*sorted(names), "storage", "X\7\0\0\0storage", "ctorch\nFloatStorage\n"]
-    lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"' for word in words]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def main() -> None:
     """Run libFuzzer; it ends the process."""
+    names = {f"c{module}\n{name}\n" for module, name in known._USES}
+    words = [*sorted(names), "storage", "X\7\0\0\0storage", "ctorch\nFloatStorage\n"]
     with tempfile.TemporaryDirectory() as folder:
-        words = Path(folder, "words")
-        write_words(words)
         file = Path(folder, "x.pt")
-        run(lambda data: read_one(data, file), write_seeds, f"-dict={words}")
+        run(lambda data: read_one(data, file), write_seeds, words=words)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ The first byte of an input states what the rest is: the metadata, or a data file
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
-from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -24,14 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import DamagedSource, SourceError, UsageError
-    from blobstore.sources import versions
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.distributed.metadata import _ALLOWED
     from blobstore.sources.distributed.torch_folder import TorchFolder
 
 import torch
 
-from tests.fuzz.harness import run
+from tests.fuzz.harness import run_in_folder
 from tests.support.distributed_folders import data_name, grid, write_folder
 
 NAMES = (".metadata", data_name(0), data_name(1))
@@ -78,28 +75,11 @@ def write_seeds(folder: Path) -> None:
         (folder / f"seed-{name.strip('._')}").write_bytes(bytes([number]) + content)
 
 
-def write_words(path: Path) -> None:
-    """Write the globals that metadata use as a dictionary of libFuzzer."""
-    words = [f"c{module}\n{name}\n" for module, name in sorted(_ALLOWED)]
-    words += ["ctorch\nfloat32\n", "relative_path", "offsets", "sizes", "chunks", "storage_data"]
-    lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"' for word in words]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    # No input waits until the clock has moved on from a change.
-    with tempfile.TemporaryDirectory() as name, mock.patch.object(versions, "_TICK", 0):
-        folder, words = Path(name, "checkpoint"), Path(name, "words")
-        folder.mkdir()
-        write_original(folder)
-        write_words(words)
-        run(
-            lambda data: read_one(data, folder),
-            write_seeds,
-            "-rss_limit_mb=2048",
-            f"-dict={words}",
-        )
+    words = [f"c{module}\n{name}\n" for module, name in sorted(_ALLOWED)]
+    words += ["ctorch\nfloat32\n", "relative_path", "offsets", "sizes", "chunks", "storage_data"]
+    run_in_folder(write_original, read_one, write_seeds, words)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import io
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
-from unittest import mock
 
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
@@ -27,16 +25,34 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import DamagedSource, SourceError, UsageError
-    from blobstore.sources import versions
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.distributed.layout import open_distributed
     from blobstore.sources.distributed.zero_folder import ZeroFolder
 
 import torch
 
-from tests.fuzz.harness import run
+from tests.fuzz.harness import run_in_folder
 from tests.support.zero_folders import write_zero
 
+WORDS = [
+    "module",
+    "param_shapes",
+    "buffer_names",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "optimizer_state_dict",
+    "zero_stage",
+    "partition_count",
+    "param_alignment_paddings",
+    "fp32_flat_groups",
+    "single_partition_of_fp32_groups",
+    "ctorch\nSize\n",
+    "ctorch\nHalfStorage\n",
+    "ctorch\nFloatStorage\n",
+    "ctorch._utils\n_rebuild_tensor_v2\n",
+]
+"""Keys and globals of the checkpoints."""
 _PICKLE = "data.pkl"
 _ORIGINALS: dict[Path, bytes] = {}
 
@@ -95,44 +111,9 @@ def write_seeds(folder: Path) -> None:
             (folder / f"pickle{number}").write_bytes(pickle)
 
 
-def write_words(path: Path) -> None:
-    """Write the keys and globals of the checkpoints as a dictionary of libFuzzer."""
-    words = [
-        "module",
-        "param_shapes",
-        "buffer_names",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "shared_params",
-        "optimizer_state_dict",
-        "zero_stage",
-        "partition_count",
-        "param_alignment_paddings",
-        "fp32_flat_groups",
-        "single_partition_of_fp32_groups",
-        "ctorch\nSize\n",
-        "ctorch\nHalfStorage\n",
-        "ctorch\nFloatStorage\n",
-        "ctorch._utils\n_rebuild_tensor_v2\n",
-    ]
-    lines = ['"' + "".join(f"\\x{byte:02x}" for byte in word.encode()) + '"' for word in words]
-    path.write_text("\n".join(lines) + "\n")
-
-
 def main() -> None:
     """Run libFuzzer; it ends the process."""
-    # No input waits until the clock has moved on from a change.
-    with tempfile.TemporaryDirectory() as name, mock.patch.object(versions, "_TICK", 0):
-        folder, words = Path(name, "checkpoints"), Path(name, "words")
-        folder.mkdir()
-        write_originals(folder)
-        write_words(words)
-        run(
-            lambda data: read_one(data, folder),
-            write_seeds,
-            "-rss_limit_mb=2048",
-            f"-dict={words}",
-        )
+    run_in_folder(write_originals, read_one, write_seeds, WORDS)
 
 
 if __name__ == "__main__":

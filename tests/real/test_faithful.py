@@ -286,7 +286,7 @@ def test_a_repository_comes_back_and_is_compared_with_the_digests_of_the_hub(
                 capture_output=True,
                 text=True,
                 check=True,
-                timeout=120,
+                timeout=240,
             )
             return done.stdout, done.stderr
 

@@ -43,6 +43,7 @@ from tests.real import tiny
 from tests.real.tiny import changed
 from tests.support import damage
 from tests.support.models import blob, write_folder
+from tests.support.ports import free_port
 
 mx = pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
 mlx_lm = pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
@@ -491,11 +492,6 @@ def test_the_program_reports_that_a_port_is_taken(
         code = run_program("m", "--store", str(store.root), "--port", str(port))
     assert code == 1
     assert f"error: cannot listen at '127.0.0.1', port {port}: " in capsys.readouterr().err
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:

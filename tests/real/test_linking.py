@@ -57,6 +57,28 @@ def test_transformers_computes_the_same_from_links(
     assert_opened_by_safetensors(tmp_path / "farm")
 
 
+def test_accelerate_loads_links_although_they_have_no_metadata(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    model, loaded = make("llama"), make("llama")
+    model.save_pretrained(tmp_path / "source")
+    create(tmp_path / "source", "m", store=store)
+    export_model("m", tmp_path / "exported", store=store)
+    link_model("m", tmp_path / "farm", store=store)
+
+    for folder in ("exported", "farm"):
+        with torch.no_grad():
+            for value in loaded.parameters():
+                value.zero_()
+        accelerate.load_checkpoint_in_model(loaded, tmp_path / folder)
+        assert torch.equal(logits(loaded), logits(model))
+        if folder == "exported":
+            assert caplog.messages == []
+
+    assert all("does not contain metadata" in text for text in caplog.messages)
+
+
 def test_transformers_finds_the_class_of_a_linked_model_by_itself(
     store: LocalStore, tmp_path: Path
 ) -> None:

@@ -42,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
 def verify(folder: Path, bundle: Path, key: KeyFiles) -> subprocess.CompletedProcess[str]:
     arguments = ["verify", "key", folder, "--signature", bundle, "--public_key", key.public]
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -24,6 +23,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
+from blobstore.registry.client import RegistryClient
 from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.serve import peers
@@ -36,6 +36,7 @@ from tests.support import frozen
 from tests.support.altered_server import altered, is_marked
 from tests.support.hub_server import HubServer
 from tests.support.models import Arrays, add_blobs, write_folder
+from tests.support.ports import free_port
 from tests.support.raw_server import Answer, Received
 from tests.support.serve import read_parts
 from tests.support.serve_process import SECONDS, Serving, serving
@@ -85,9 +86,7 @@ def log() -> Log:
 @pytest.fixture
 def dead() -> Peer:
     """A peer at a port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    return Peer.parse(f"http://127.0.0.1:{port}")
+    return Peer.parse(f"http://127.0.0.1:{free_port()}")
 
 
 def wanted(store: LocalStore, name: str = "org/one") -> Wanted:
@@ -208,14 +207,15 @@ def test_two_liars_do_not_keep_the_third_from_being_asked(
         fetched(one, other, *several, Peer.parse(server.url), log=log)
 
 
-def test_a_slow_peer_is_left(
-    one: LocalStore,
-    other: LocalStore,
-    tmp_path: Path,
-    log: Log,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peers, "PATIENCE", Patience(stall=0.5, attempts=1))
+class ImpatientPeer(Peer):
+    """A peer that is not waited for long, as others must be on a busy machine."""
+
+    def client(self) -> RegistryClient:
+        patience = Patience(stall=0.5, attempts=1)
+        return RegistryClient(self.address.host, plain_http=True, patience=patience)
+
+
+def test_a_slow_peer_is_left(one: LocalStore, other: LocalStore, tmp_path: Path, log: Log) -> None:
     release = threading.Event()
 
     def block(request: Received, answer: bytes) -> Answer:
@@ -229,7 +229,7 @@ def test_a_slow_peer_is_left(
         return pieces()
 
     with altered(one, block) as blocked, serving(copy_of(one, tmp_path, "b"), tmp_path) as server:
-        slow = Peer.parse(f"http://{blocked.host}")
+        slow = ImpatientPeer.parse(f"http://{blocked.host}")
         try:
             fetched(one, other, slow, Peer.parse(server.url), log=log)
         finally:
@@ -487,12 +487,6 @@ def test_peers_that_name_each_other_do_not_wait_for_each_other(
         while second.request(f"/{NAME}/resolve/main/README.md")[0] != 200:
             assert time.monotonic() < time_out
         weights_of(second, folder)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def test_a_server_behind_a_server_moves_deltas(tmp_path: Path) -> None:

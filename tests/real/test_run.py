@@ -16,8 +16,8 @@ import transformers
 
 import blobstore
 from tests.real import tiny
+from tests.support.ports import free_port
 from tests.support.processes import start
-from tests.support.registry import free_port
 from tests.unit.cli.running import command_line, environment
 
 SECONDS = 300

@@ -23,8 +23,8 @@ from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 from tests.support.pages import ROOT, blocks
+from tests.support.ports import free_port
 from tests.support.processes import start
-from tests.support.registry import free_port
 from tests.support.serve_process import Serving, serving
 
 pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")

@@ -20,9 +20,9 @@ pytest.importorskip("mlx_lm", reason="mlx-lm does not run on this machine")
 import torch
 import transformers
 
-from tests.real.test_integrations_mlx_lm import free_port
 from tests.real.tiny import write_tokenizer
 from tests.support.pages import ROOT, commands, in_python, program
+from tests.support.ports import free_port
 
 PAGES = ROOT / "docs" / "guides" / "serving"
 SERVER = "python -m blobstore.integrations.mlx_lm.server "
@@ -104,7 +104,7 @@ def test_the_page_on_mlx_lm_is_right(environment: dict[str, str]) -> None:
 
 def is_up(url: str) -> bool:
     try:
-        with urlopen(url, timeout=10) as answer:
+        with urlopen(url, timeout=120) as answer:
             return bool(answer.status == 200)
     except URLError:
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -24,7 +23,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
 )
-_SECONDS = 30
+_SECONDS = 120
 
 
 class Browser:
@@ -118,10 +117,6 @@ class Browser:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code)
         self.settle()
-
-    def screenshot(self, path: Path) -> None:
-        """Write what the window shows as a PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     @property
     def complaints(self) -> list[dict[str, Any]]:

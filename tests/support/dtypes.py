@@ -53,8 +53,8 @@ IN_REFERENCE = [DTYPES[code] for code in ROWS if _is_in_reference(code)]
 """Types that can be compared with the reference library; it may be older than a type."""
 
 
-def without_types(message: str) -> tuple[str, set[str]]:
-    """Return an error of an unknown type, and the set of types that it lists, of those in the reference library."""
+def without_newer_types(message: str) -> tuple[str, list[str]]:
+    """Return an error of an unknown type, and the types that it lists, of those in the reference library."""
     start, _, listed = message.partition("Supported dtypes: ")
     newer = {dtype.library_name for dtype in DType if dtype not in IN_REFERENCE}
-    return start, set(listed.split(", ")) - newer
+    return start, [name for name in listed.split(", ") if name not in newer]

@@ -15,6 +15,8 @@ from http import HTTPStatus
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
+import pytest
+
 from blobstore.objects.address import StoreAddress
 from tests.support.raw_server import Answer, RawServer, Received, reply
 
@@ -78,6 +80,13 @@ class HostileS3:
     def environment(self) -> dict[str, str]:
         """Variables that let clients find the server."""
         return ENVIRONMENT | {"AWS_ENDPOINT_URL": f"http://{self.server.host}"}
+
+    def set_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let clients in this process find the server, whatever the environment says."""
+        for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in self.environment.items():
+            monkeypatch.setenv(name, value)
 
     @property
     def address(self) -> StoreAddress:

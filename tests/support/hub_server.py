@@ -53,8 +53,8 @@ class Repo:
     """What failed requests are answered with as ``Retry-After``."""
     raw: dict[str, bytes] = field(default_factory=dict)
     """What ``info`` or ``tree`` is answered with, whatever the client makes of it."""
-    stall: float = 0
-    """Seconds for which the server is silent before each answer."""
+    is_silent: bool = False
+    """Whether the server answers nothing until it ends."""
     page: int = 0
     """Entries of a listing in one answer; 0 for all."""
     moves: bool = False
@@ -158,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         url = urlsplit(self.path)
-        self.hub.requests[f"{self.command} {unquote(url.path)}"] += 1
+        with self.hub.lock:
+            self.hub.requests[f"{self.command} {unquote(url.path)}"] += 1
         # Matched before unquoting: the slashes of a revision come quoted.
         found = _ROUTE.fullmatch(url.path)
         parts = {key: unquote(part) for key, part in found.groupdict("").items()} if found else {}
@@ -166,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         if known is None:
             self._error(HTTPStatus.UNAUTHORIZED, "RepoNotFound")
             return
-        time.sleep(known.stall)
+        if known.is_silent:
+            self.hub.closing.wait()
+            return
         repo = known.at(parts["rev"] or parts["commit"] or None)
         if token := self.headers.get("Authorization", ""):
             self.hub.tokens.append(token.removeprefix("Bearer "))
@@ -279,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _paced(
     data: bytes, pause: float, gate: tuple[int, threading.Event] | None, hub: HubServer
 ) -> Iterator[bytes]:
-    """Yield the bytes of a file in pieces, and count those that were sent."""
+    """Yield the bytes of a file in pieces, and count those that are sent."""
     begin = 0
     while begin < len(data):
         end = min(begin + _PIECE, len(data))
@@ -288,6 +291,7 @@ def _paced(
         elif gate is not None and begin == gate[0]:
             gate[1].wait(60)
         time.sleep(pause)
+        with hub.lock:  # first: the client may look at the number as soon as it has the bytes
+            hub.sent += end - begin
         yield data[begin:end]
-        hub.sent += end - begin
         begin = end

@@ -21,7 +21,7 @@ def executed(path: Path, folder: str | Path) -> nbformat.NotebookNode:
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(
         notebook,
-        timeout=120,
+        timeout=240,
         kernel_name="python3",
         resources=resources,
         record_timing=False,

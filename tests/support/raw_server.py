@@ -49,6 +49,7 @@ class RawServer:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._accept)
         self._connections: list[threading.Thread] = []
+        self._last: tuple[str, int] | None = None
         self.closing = threading.Event()
         """Set at the end; answers that block wait for it."""
 
@@ -71,18 +72,21 @@ class RawServer:
         at: TracebackType | None,
     ) -> None:
         self.closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        # Connections are accepted in their order: those of clients that have given up already, too.
+        with socket.socket() as last:
+            last.bind(("127.0.0.1", 0))
+            self._last = last.getsockname()
+            last.connect(self._listener.getsockname())
+            self._thread.join()
         self._listener.close()
-        self._thread.join()
         for connection in self._connections:
             connection.join()
 
     def _accept(self) -> None:
         while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
+            connection, client = self._listener.accept()
+            if client == self._last:
+                connection.close()
                 return
             thread = threading.Thread(target=self._serve, args=(connection,))
             self._connections.append(thread)
@@ -98,7 +102,7 @@ class RawServer:
                     connection.sendall(self.plain_answer)
                     return
             if self.tls is not None:
-                connection = stack.enter_context(self.tls.wrap_socket(connection, server_side=True))
+                connection = stack.enter_context(_secured(connection, self.tls))
             received = self._receive(connection)
             self.requests.append(received)
             answer = self.answer(received)
@@ -127,3 +131,18 @@ class RawServer:
         while len(body) < int(headers.get("content-length", 0)):
             body += read()
         return Received(method, path, headers, body)
+
+
+def _secured(connection: socket.socket, tls: ssl.SSLContext) -> ssl.SSLSocket:
+    secured = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    try:
+        secured.do_handshake()
+    except OSError:
+        # With TLS 1.3, the client may have sent its request. If that were left unread, the system would drop the
+        # connection, and with it the reason of the refusal.
+        with secured, contextlib.suppress(OSError):
+            secured.shutdown(socket.SHUT_WR)
+            while secured.recv(1 << 16):
+                pass
+        raise
+    return secured

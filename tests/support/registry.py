@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ import httpx2
 import pytest
 
 from blobstore.core import strict_json
+from tests.support.ports import free_port
 from tests.support.processes import start
 from tests.support.token_server import ISSUER, SERVICE, TokenServer
 
 PROGRAM = "docker-registry"
-SECONDS = 30
+SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,6 @@ class Server:
         hex_digits = digest.removeprefix("sha256:")
         blobs = self.root / "docker" / "registry" / "v2" / "blobs" / "sha256"
         return blobs / hex_digits[:2] / hex_digits / "data"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from blobstore.store.local import LocalStore
 from tests.faults.processes import nursery
 from tests.support.processes import start
 
-SECONDS = 60
+SECONDS = 120
 _PAUSE = 0.005
 
 
@@ -156,7 +156,7 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=20)
+            process.wait()
         finally:
             process.kill()
             process.wait()

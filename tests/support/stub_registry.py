@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 
 from blobstore.core.digest import Digest
@@ -22,11 +22,6 @@ _PATH = re.compile(
 )
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _PIECE = 16 * 2**10
-
-
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """Say nothing of clients that are killed."""
 
 
 class StubRegistry(HttpServer):
@@ -49,7 +44,7 @@ class StubRegistry(HttpServer):
         """Bytes of a blob after which its connection breaks, once."""
         self.pause = 0.0
         """Seconds before each 16 KiB."""
-        super().__init__(type("Handler", (_Handler,), {"registry": self}), _Server)
+        super().__init__(type("Handler", (_Handler,), {"registry": self}))
 
     def put(self, store: LocalStore, plan: RemotePlan, repository: str, tag: str) -> str:
         """Take what a push would send; return the address of the model."""
@@ -82,7 +77,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.registry.requests.append(f"{self.command} {self.path}")
         self.registry.connections.add(self.client_address)
         match = _PATH.match(self.path)
-        if match is None:
+        if self.path.partition("?")[0] == "/v2/_catalog":
+            names = sorted({repository for repository, _ in self.registry.manifests})
+            self._answer(HTTPStatus.OK, json.dumps({"repositories": names}).encode())
+        elif match is None:
             self._answer(HTTPStatus.OK if self.path == "/v2/" else HTTPStatus.NOT_FOUND, b"{}")
         elif match["kind"] == "tags":
             tags = sorted(
@@ -148,17 +146,24 @@ class _Handler(BaseHTTPRequestHandler):
         for offset in range(begin, end, _PIECE):
             piece = self.registry.alter(digest, offset, data[offset : min(offset + _PIECE, end)])
             time.sleep(self.registry.pause)
-            limit = self.registry.cut_after.get(digest)
-            if limit is not None and self.registry.sent[digest] >= limit:
-                del self.registry.cut_after[digest]
+            # Counted first: the client may look at the number as soon as it has the bytes.
+            if not self._count(digest, len(piece)):
                 self.close_connection = True
                 self.connection.close()
                 return
-            # Counted first: the client may look at the number as soon as it has the bytes.
-            self.registry.sent[digest] += len(piece)
             try:
                 self.wfile.write(piece)
             except OSError:  # the client is gone
-                self.registry.sent[digest] -= len(piece)
+                self._count(digest, -len(piece))
                 self.close_connection = True
                 return
+
+    def _count(self, digest: str, size: int) -> bool:
+        """Count bytes of a blob; return False if its connection is to break instead."""
+        with self.registry.lock:
+            limit = self.registry.cut_after.get(digest)
+            if size > 0 and limit is not None and self.registry.sent[digest] >= limit:
+                del self.registry.cut_after[digest]
+                return False
+            self.registry.sent[digest] += size
+            return True

@@ -32,6 +32,8 @@ _VARIES = (
     (re.compile(r"in \d+ (?:second|minute)s?"), "WAIT"),
     (re.compile(r"key [0-9a-f]{16}"), "KEY"),
     (re.compile(r"at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"), "MOMENT"),
+    # Blobs that are older than some seconds are noted as verified.
+    (re.compile(r"\d+(?:\.\d+)? k?B in \d+ files: caches"), "CACHES"),
     (re.compile(r" {2,}"), "  "),
     (
         re.compile(r"^progress: .*\n?", re.MULTILINE),

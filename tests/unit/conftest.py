@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from blobstore.core import interrupts
+from tests.support.stub_registry import StubRegistry
+
+if TYPE_CHECKING:
+    from tests.support.signing import KeyFiles
 
 
 @pytest.fixture
@@ -23,3 +29,17 @@ def framework(request: pytest.FixtureRequest) -> Any:
     if request.param == "mlx":
         pytest.importorskip("mlx.core", reason="MLX does not run on this machine")
     return request.param
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> KeyFiles:
+    """Write the files of a key."""
+    from tests.support.signing import key_files  # skips the test if cryptography is not installed
+
+    return key_files(tmp_path)
+
+
+@pytest.fixture
+def registry() -> Iterator[StubRegistry]:
+    with StubRegistry() as server:
+        yield server

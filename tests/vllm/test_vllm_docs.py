@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM does not run on this machine")
 
 from tests.support.pages import ROOT, commands, in_python, program
+from tests.support.ports import free_port
 from tests.vllm.models import saved
 
 PAGE = ROOT / "docs" / "guides" / "serving" / "vllm.md"
@@ -44,11 +44,6 @@ def run(command: list[str], environment: dict[str, str]) -> str:
     done = subprocess.run(command, capture_output=True, check=False, env=environment, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -75,7 +70,7 @@ def serving(command: str, port: str, environment: dict[str, str]) -> Iterator[No
 
 def is_up(url: str) -> bool:
     try:
-        with urlopen(url, timeout=10) as answer:
+        with urlopen(url, timeout=120) as answer:
             return bool(answer.status == 200)
     except URLError:
         return False
@@ -92,7 +87,7 @@ def test_the_page_on_vllm_is_right(environment: dict[str, str]) -> None:
     assert len(generated.split()) == 8
     run(in_python(link), environment)
     for command in (serve, serve_folder):
-        port = free_port()
+        port = str(free_port())
         with serving(command, port, environment):
             listed, completed = (
                 run(["curl", "-sf", *shlex.split(line.replace("8000", port))[1:]], environment)

@@ -23,7 +23,7 @@ import transformers
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from tests.support.registry import free_port
+from tests.support.ports import free_port
 from tests.support.serve_process import Serving, serving
 from tests.vllm.models import PROMPTS, expected, saved
 
@@ -58,7 +58,7 @@ def vllm(server: Serving, folder: Path, model: str) -> Iterator[str]:
 
 def is_up(url: str) -> bool:
     try:
-        with urlopen(url, timeout=10) as answer:
+        with urlopen(url, timeout=120) as answer:
             return bool(answer.status == 200)
     except URLError:
         return False

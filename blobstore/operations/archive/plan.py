@@ -3,8 +3,8 @@
 A blob that is cold in the store is copied as it is if its base is in the archive too. Other blobs
 are compressed, against another blob of the archive where that saves space: one with equal tensors under
 other names, or the same layer of a similar model. A base comes before its deltas. It may have a base
-itself, unless a cold file that is copied needs it: that was not made for chains. The plan depends only on
-the content of the store and on the level.
+itself, unless a cold file that is copied needs it: cold files are not made for chains. The plan depends
+only on the content of the store and on the level.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _bases_by_name(
     members: Mapping[Digest, PlannedMember],
     report: Callable[[str], object],
 ) -> dict[Digest, BlobId]:
-    """Return for blobs of models with a base model the base model's blobs of the same names."""
+    """Return for each blob the one with its name in the base model of its model, if they differ."""
     layers = {model.reference: tensor_layers(model.manifest) for model in models}
     hot = [
         reference

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from blobstore.models.frameworks import ArrayTarget
     from blobstore.remotes.model_reader import RemoteModelSource
 
+    _Range = tuple[Any, int, int]
+    """A request: the path of a file, or the id of a blob; where the bytes begin; and how many."""
+
 _REQUEST: Final = 8 << 20
 _PAGE: Final = 4096
 _MAX_BARE: Final = 4 << 30
@@ -137,6 +140,8 @@ def measure_reading(
 
 def _files_of_model(reference: Reference, store: LocalStore, notices: list[str]) -> _Files:
     layers = store.resolve(reference).layers_of(*media_types.WEIGHTS)
+    for blob in layers:
+        store.check_size(blob.digest, blob.size)
     blobs = {blob.digest: blob.size for blob in layers}
     cold = {digest for digest in blobs if not store.has_hot(digest)}
     if cold:
@@ -222,10 +227,7 @@ def _ways_of(files: _Files, notices: list[str]) -> Sequence[dict[str, Any]]:
 
 
 def _bare_run(
-    place: Place,
-    before: Callable[[], object],
-    ranges: Sequence[tuple[Any, int, int]],
-    threads: int,
+    place: Place, before: Callable[[], object], ranges: Sequence[_Range], threads: int
 ) -> Run:
     size = _size_of(ranges)
 
@@ -247,8 +249,8 @@ def _open_run(
     return Run(measure=measure, before=before, size=files.size, passes=passes_of(files.size))
 
 
-def _ranges(files: Sequence[tuple[Any, int]]) -> Iterator[tuple[Any, int, int]]:
-    """Yield file, begin and number of bytes of each request, up to the limit of bare reads."""
+def _ranges(files: Sequence[tuple[Any, int]]) -> Iterator[_Range]:
+    """Yield the requests for these files, up to the limit of bare reads."""
     left = _MAX_BARE
     for file, size in files:
         for begin in range(0, min(size, left), _REQUEST):
@@ -256,7 +258,7 @@ def _ranges(files: Sequence[tuple[Any, int]]) -> Iterator[tuple[Any, int, int]]:
         left -= min(size, left)
 
 
-def _size_of(ranges: Sequence[tuple[Any, int, int]]) -> int:
+def _size_of(ranges: Sequence[_Range]) -> int:
     return sum(count for _, _, count in ranges)
 
 
@@ -278,7 +280,7 @@ class _FileReader:
         self._flags = os.O_RDONLY | os.O_CLOEXEC | (direct_flag() if is_direct else 0)
         self._local = threading.local()
 
-    def __call__(self, item: tuple[Path, int, int]) -> None:
+    def __call__(self, item: _Range) -> None:
         path, begin, count = item
         if not hasattr(self._local, "buffer"):
             self._local.buffer = new_buffer(_REQUEST)
@@ -323,9 +325,7 @@ def _measure_remote(
         return _result(address, measure_all(runs, progress, notices), notices)
 
 
-def _remote_run(
-    source: RemoteModelSource, ranges: Sequence[tuple[Any, int, int]], threads: int
-) -> Run:
+def _remote_run(source: RemoteModelSource, ranges: Sequence[_Range], threads: int) -> Run:
     def measure(pool: WorkerPool) -> Measurement:
         return _bare("network", threads, pool, ranges, _range_reader(source, pool))
 
@@ -342,10 +342,8 @@ def _remote_open_run(address: str, size: int, way: dict[str, Any]) -> Run:
     return Run(measure=measure, size=size)
 
 
-def _range_reader(
-    source: RemoteModelSource, pool: WorkerPool
-) -> Callable[[tuple[Any, int, int]], None]:
-    def read(item: tuple[Any, int, int]) -> None:
+def _range_reader(source: RemoteModelSource, pool: WorkerPool) -> Callable[[_Range], None]:
+    def read(item: _Range) -> None:
         blob, begin, count = item
         for piece in source.read(blob.digest, blob.size, begin, begin + count):
             pool.report(len(piece), "bare reads")
@@ -360,8 +358,8 @@ def _bare(
     place: Place,
     threads: int,
     pool: WorkerPool,
-    ranges: Sequence[tuple[Any, int, int]],
-    read: Callable[[tuple[Any, int, int]], None],
+    ranges: Sequence[_Range],
+    read: Callable[[_Range], None],
 ) -> Measurement:
     """Read all ranges on so many threads, and return how long that took."""
     started = time.perf_counter()
@@ -372,11 +370,7 @@ def _bare(
 
 
 def _opened(
-    place: Place,
-    subject: Any,
-    way: dict[str, Any],
-    pool: WorkerPool,
-    **options: Any,
+    place: Place, subject: Any, way: dict[str, Any], pool: WorkerPool, **options: Any
 ) -> Measurement:
     """Open the model, touch each page of each tensor, and return how long that took."""
     how, size = call_of_open(way), 0

@@ -1,4 +1,4 @@
-"""Workflow: measure the error of each tensor of a model against a base, such as its original.
+"""The operation ``compare``: measures the error of each tensor of a model against a base, such as its original.
 
 Each pair of tensors is one job of a thread pool, which reads both a few rows at a time: quantized
 weights as the float32 values that they stand for, others as they are. Sums are in float64. Each
@@ -273,15 +273,15 @@ def _measure(store: LocalStore, pool: WorkerPool, pair: Pair) -> TensorError:
 def tensor_blocks(
     store: LocalStore, tensor: SourceTensor, *, plus_one: bool = False
 ) -> Iterator[tuple[int, int, Array]]:
-    """Yield a tensor in blocks: first row, first column and values.
+    """Yield a tensor in blocks: the first row, the first column, and the values.
 
     Tensors of the same shape have the same blocks, whether they are quantized or not.
 
     Args:
         store: the store that has the tensor.
         tensor: the tensor.
-        plus_one: add 1 to each value as llama.cpp does. It is not subtracted from its sums, because they are
-            rounded.
+        plus_one: add 1 to each value as llama.cpp does. The other model has such sums; they are rounded, so
+            that subtracting 1 from them would not restore the values.
     """
     stored = tensor.stored
     # One mapping per tensor, so that memory is mapped only while it is read.
@@ -313,7 +313,7 @@ def tensor_blocks(
 
 
 def _row_factors(store: LocalStore, tensor: SourceTensor, rows: int) -> Array | None:
-    """Return the number that each row is multiplied with, float32 ``[rows, 1]``; None without one."""
+    """Return what each row is multiplied by, float32 ``[rows, 1]``; None if the tensor has no scale."""
     scale = tensor.scale
     if scale is None:
         return None

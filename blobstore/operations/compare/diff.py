@@ -1,4 +1,4 @@
-"""Workflow: list which tensors and files of two models are equal, changed, or in only one of them.
+"""The operation ``diff``: lists which tensors and files of two models are equal, changed, or in only one.
 
 Tensors are matched by the names that they had in their source, so the two ways to store experts can
 be compared. Tensors at the same place of the same blob are equal and are not read. Otherwise the

@@ -260,10 +260,7 @@ def import_source(
     ``started`` is when the import began, by the monotonic clock.
     """
     plan = options.plan(opened)
-    record, unkept = source_record(opened, plan.blobs, options)
-    source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
-    notices = [*plan.notices, *unkept, *_same_imports(store, record, source_layer.data)]
-    files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
+    record, files, notices = _described(opened, plan, options, store)
     total = sum(blob.size for blob in plan.blobs)
     total += sum(file.size for file in files if file.is_large())
     pool = WorkerPool(jobs, progress, total, executor=executor)
@@ -279,11 +276,8 @@ def import_source(
             options = options.keeping(error.tensor for error in failed)
             plan = options.plan(opened)
         if kept:
-            record, unkept = source_record(opened, plan.blobs, options)
-            source_layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
-            same = _same_imports(store, record, source_layer.data)
-            notices = [*plan.notices, *unkept, *same, *_kept(kept)]
-            files = [*stacks_layer(plan.blobs), *file_layers(opened), source_layer]
+            record, files, notices = _described(opened, plan, options, store)
+            notices += _kept(kept)
         added = [done[blob.name][1] for blob in plan.blobs]
         manifest = _add_files(opened, plan, files, ingest, added, pool)
         opened.check_unchanged()
@@ -310,6 +304,16 @@ def import_source(
         seconds=time.monotonic() - started,
         notices=(*notices, *_repairs(ingest.repaired), *replacement_notices(reference, former)),
     )
+
+
+def _described(
+    opened: TensorSource, plan: ModelPlan, options: ImportOptions, store: LocalStore
+) -> tuple[SourceRecord, list[FileLayer], list[str]]:
+    """Return the record of the source, the layers other than tensors, and the notices."""
+    record, unkept = source_record(opened, plan.blobs, options)
+    layer = FileLayer(media_types.SOURCE, "", record.to_bytes())
+    files = [*stacks_layer(plan.blobs), *file_layers(opened), layer]
+    return record, files, [*plan.notices, *unkept, *_same_imports(store, record, layer.data)]
 
 
 def _add_tensors(

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
 from blobstore.errors import SourceNotFound, UnsupportedSource
 from blobstore.manifests import media_types
@@ -76,7 +77,7 @@ def ollama_models() -> list[tuple[str, str]]:
 
 
 def _ollama_store() -> LocalStore:
-    root = Path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models").expanduser().resolve()
+    root = local_path(os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", "source").resolve()
     if not root.exists():
         raise SourceNotFound(
             f"there is no folder of Ollama's models at {quote(root)}",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.store.protocols import ModelInspector
@@ -179,19 +180,7 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
         manifest.layers_of(media_types.MODEL)
     )
     keys = ("model_family",) if is_gguf else ARCHITECTURE_KEYS
-    files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
-    config_blob: Descriptor | None = manifest.config
-    if not is_gguf:
-        config_blob = next((files[name] for name in CONFIG_FILES if name in files), None)
-    config: Mapping[str, Any] = {} if is_gguf else config_of_source(store, manifest)
-    if config_blob is not None:
-        # Files are stored as the source has them, valid JSON or not.
-        with contextlib.suppress(ValueError):
-            try:
-                value = strict_json.loads_any(store.read_blob(config_blob.digest, config_blob.size))
-                config = value if isinstance(value, dict) else {}
-            except BlobstoreError as error:
-                faults.setdefault(config_blob.id, error)
+    config = _read_config(store, manifest, faults, is_gguf=is_gguf)
     frozen = {blob.digest for blob in manifest.blobs if store.is_cold(blob.digest)}
     return ModelDescription(
         reference=reference,
@@ -230,6 +219,30 @@ def _describe(store: ModelInspector, reference: Reference) -> ModelDescription:
             for tensor in contents.tensors.values()
         ),
     )
+
+
+def _read_config(
+    store: ModelInspector,
+    manifest: Manifest,
+    faults: dict[tuple[Digest, int], BlobstoreError],
+    *,
+    is_gguf: bool,
+) -> Mapping[str, Any]:
+    """Return what says of which architecture a model is; note in ``faults`` if it is damaged."""
+    files = {layer.name: layer for layer in manifest.layers_of(media_types.JSON)}
+    blob: Descriptor | None = manifest.config
+    if not is_gguf:
+        blob = next((files[name] for name in CONFIG_FILES if name in files), None)
+    config: Mapping[str, Any] = {} if is_gguf else config_of_source(store, manifest)
+    if blob is not None:
+        # Files are stored as the source has them, valid JSON or not.
+        with contextlib.suppress(ValueError):
+            try:
+                value = strict_json.loads_any(store.read_blob(blob.digest, blob.size))
+                config = value if isinstance(value, dict) else {}
+            except BlobstoreError as error:
+                faults.setdefault(blob.id, error)
+    return config
 
 
 def model_source(

@@ -1,4 +1,4 @@
-"""Workflow: write the tensors of a source to one safetensors file."""
+"""The operation ``convert``: writes the tensors of a source to one safetensors file."""
 
 from __future__ import annotations
 

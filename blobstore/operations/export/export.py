@@ -1,4 +1,4 @@
-"""Workflow: write a stored model as a Hugging Face folder.
+"""The operation ``export``: writes a stored model as a Hugging Face folder.
 
 First the manifest and the headers of the blobs decide which tensor goes to which offset of which
 file. Then the files are written, blob by blob. The folder is built under a temporary name next to

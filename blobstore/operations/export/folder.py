@@ -224,19 +224,9 @@ def folder_contents(model: ModelContents, *, dequantize: bool = False) -> Folder
             for name in stacks.get(stored.name, (stored.name,))
         }
     stems = _stems(model)
-    is_single = is_adapter(manifest)
-    if is_single and "adapter_config.json" in files:
-        stems[""] = _ADAPTER_STEM
-    variants = _variants(record)
     specs, joins = _joined([tensor.spec for tensor in tensors], types)
-    members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
-    for spec in (*specs, *(spec for spec, _ in left_out.values())):
-        members[_prefix(spec.name, stems)].append(spec)
-    components = [
-        Component(prefix, prefix + stems[prefix], variants.get(prefix, ""), is_single, own)
-        for prefix, own in members.items()
-        if own
-    ]
+    specs += (spec for spec, _ in left_out.values())
+    components = _components(model, specs, stems)
     renamed = {member: name for name, members in joins.items() for member in members}
     types = {renamed.get(name, name): known for name, known in types.items()}
     configs: dict[str, bytes] = {}
@@ -400,6 +390,21 @@ def _folder_tensors(
             yield FolderTensor(own, stored.layer, place, stored.header, packed, part)
 
 
+def _components(
+    model: ModelContents, specs: Iterable[TensorSpec], stems: Mapping[str, str]
+) -> list[Component]:
+    """Return the tensors of each folder that has some, and what its weight files are called."""
+    is_single, variants = is_adapter(model.manifest), _variants(model.record)
+    members: dict[str, list[TensorSpec]] = {prefix: [] for prefix in sorted(stems)}
+    for spec in specs:
+        members[_prefix(spec.name, stems)].append(spec)
+    return [
+        Component(prefix, prefix + stems[prefix], variants.get(prefix, ""), is_single, own)
+        for prefix, own in members.items()
+        if own
+    ]
+
+
 def _changed_configs(
     model: ModelContents,
     stems: Mapping[str, str],
@@ -453,6 +458,8 @@ def _stems(model: ModelContents) -> dict[str, str]:
             library = value[0] if isinstance(value[0], str) else ""
             # Other libraries are modules of a pipeline, with classes of either library.
             stems[f"{name}/"] = known.get(library) or stem(f"{name}/")
+    if is_adapter(model.manifest) and "adapter_config.json" in model.files:
+        stems[""] = _ADAPTER_STEM
     return stems
 
 

@@ -1,4 +1,4 @@
-"""Workflow: write a stored model as a Hugging Face folder of links to its blobs.
+"""The operation ``link``: writes a stored model as a Hugging Face folder of links to its blobs.
 
 Blobs that are valid weight files as they are stored are linked. Other weight files share their bytes
 with a blob if the file system can do that, and are copies otherwise. Other files are linked if they are
@@ -110,7 +110,8 @@ def link_model(
     manifest = store.resolve(reference)
     if any(store.is_cold(layer.digest) for layer in manifest.layers_of(media_types.TENSOR)):
         raise StoreError(
-            f"model {reference} is frozen, but links need uncompressed blobs; run 'blobstore thaw {reference}'"
+            f"model {reference} is frozen, but links need uncompressed blobs",
+            advice=f"'blobstore thaw {reference}', or link with --thaw, decompresses them",
         )
     target = writer.resolve_target(folder, force=force)
     try:
@@ -135,6 +136,19 @@ def link_model(
     except BlobstoreError as error:
         raise error.at(f"model {reference}") from error
     return _result(target, plan, copied, time.monotonic() - started)
+
+
+def is_linked(reference: Reference, folder: Path, *, store: LocalStore) -> bool:
+    """Return whether a folder still has each file that :func:`link_model` has written, and its links lead to blobs.
+
+    Raises:
+        ModelNotFound: the store has no model of this name.
+        BlobMissing, BlobDamaged, InvalidManifest: the model is damaged.
+    """
+    if not folder.is_dir():
+        return False
+    names = plan_links(ModelContents(store, store.resolve(reference))).names()
+    return all((folder / name).is_file() for name in names)
 
 
 def _link(store: LocalStore, links: Sequence[Link], folder: Path, *, hard: bool) -> None:

@@ -75,6 +75,12 @@ class LinkPlan:
     """Files of the model that are written unchanged."""
     tensors: int
 
+    def names(self) -> set[str]:
+        """Return the names of all files."""
+        weights = (*self.gathered, *(item.file for item in self.relabelled))
+        links = (link.name for link in self.links)
+        return {*self.written, *self.files, *links, *(file.name for file in weights)}
+
 
 class _Blob(NamedTuple):
     """A blob whose data can be that of a weight file, and the tensors of the file in order."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, ModelNotFound, UsageError
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.transfer_cache import PullRecord
@@ -25,6 +26,7 @@ from blobstore.store.local import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
     from typing import Self
 
     from blobstore.core.progress import Progress
@@ -212,6 +214,7 @@ class HubRevision(ClosedPlace):
         target = self._target
         # The name stays quantized, for example, if it was.
         _, options = self._record()
+        ImportOptions.from_json(options)  # they are those of create
         created = create(
             self._text,
             target.reference,
@@ -283,7 +286,7 @@ def find_place(target: Target, source: str) -> Place:
         return ObjectName(target, source)
     if not is_address(source):
         with contextlib.suppress(OSError, BlobstoreError):
-            folder = Path(source).expanduser()
+            folder = local_path(source, "source")
             if folder.is_dir():
                 return StoreName(target, folder)
     return RegistryTag(target, source)

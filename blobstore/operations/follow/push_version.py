@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from blobstore.core import strict_json
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import write_file
@@ -39,6 +39,7 @@ from blobstore.store.local import LocalStore, StoreLike
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.core.progress import Progress
     from blobstore.sources.weight_versions import WeightVersion
@@ -122,7 +123,7 @@ def push_version(
     local, reference = LocalStore.of(store), Reference.of(reference)
     data, manifest = local.parse(reference)
     digest = Digest.of(data)
-    versions = WeightVersions(Path(folder).expanduser())
+    versions = WeightVersions(local_path(folder))
     newest = versions.newest() if versions.folder.exists() else None
     number = 1 if newest is None else newest.number + 1
     former = _former(local, reference, versions, newest, base)

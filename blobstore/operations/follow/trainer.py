@@ -11,15 +11,15 @@ import contextlib
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
+from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import open_regular, read_exactly
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobDamaged, DamagedSource, ModelNotFound
+from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, ModelNotFound
 from blobstore.manifests.model import Manifest
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
@@ -33,6 +33,7 @@ from blobstore.sources.weight_versions import OpenChanges, WeightVersions, versi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.follow.places import Target
@@ -51,10 +52,10 @@ class TrainerFolder(ClosedPlace):
     """The folder in which a trainer writes versions."""
 
     def __init__(self, target: Target, text: str) -> None:
-        """Ask nothing yet."""
+        """Ask nothing yet. Raises UsageError."""
         self._target = target
         self._source = text
-        self._versions = WeightVersions(Path(text.partition(":")[2]).expanduser())
+        self._versions = WeightVersions(local_path(text.partition(":")[2], "source"))
 
     def known(self) -> str | None:
         """See :class:`~blobstore.operations.follow.places.Place`."""
@@ -225,7 +226,7 @@ def find_manifest(store: LocalStore, reference: Reference, digest: Digest) -> by
         for former in store.former(reference):
             yield former.data
         for other in store.references():
-            with contextlib.suppress(ModelNotFound):
+            with contextlib.suppress(BlobstoreError):  # what cannot be read is another model
                 yield store.read_manifest(other)
 
     for data in candidates():

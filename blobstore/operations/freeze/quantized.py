@@ -94,7 +94,7 @@ def sources_of(header: Header, counts: set[int]) -> Iterator[TensorEntry]:
 def find_rule(
     blocks: Blocks, read: Read, base: BaseBlob, base_header: Header
 ) -> tuple[int, QuantRule] | None:
-    """Return where in the base the weights lie that blocks were quantized from, and how they become the blocks.
+    """Find the weights in a base that blocks were quantized from; return their offset, and the rule.
 
     Args:
         blocks: the tensor.
@@ -147,7 +147,7 @@ class _Pair(NamedTuple):
         )
 
     def find_permutation(self, rule: QuantRule) -> QuantRule | None:
-        """Return the rule with the permutation of rows that llama.cpp has for rotary embeddings, if that is it.
+        """Return the rule with llama.cpp's permutation of rows for rotary embeddings; None if it predicts less.
 
         It keeps the first row of the first head and the last row, and moves row head / 2 to 1.
         """

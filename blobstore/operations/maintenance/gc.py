@@ -421,13 +421,28 @@ class _Collection:
 
     def remove_leftovers(self) -> Iterator[Removed]:
         """Remove files of dead processes. The lock keeps others from publishing a manifest."""
-        folder = self._store.folder
         self._update()
         # Removes the entries of cold blobs that are gone. It needs the lock, because freeze appends
         # to the file.
         if self._cold and not self._is_dry:
             self._store.cold_index.rewrite(self._cold)
-        leased = self._leases
+        # All are found before any is removed.
+        for path, age in [
+            *self._unneeded_files(),
+            *self._lost_manifests(),
+            *self._lost_signatures(),
+        ]:
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                if _age(status) >= age:
+                    yield self._remove(path, status.st_size)
+        yield from self._remove_partial()
+        yield from self._remove_arrivals()
+        yield from self._remove_uploads()
+
+    def _unneeded_files(self) -> Iterator[tuple[Path, float]]:
+        """Yield temporary files, caches and links that are not needed, and the age at which each is removed."""
+        folder, leased = self._store.folder, self._leases
         # The name of a temporary file begins with that of its lease. Without a living lease, its
         # process is dead.
         temporary = [
@@ -449,28 +464,26 @@ class _Collection:
             for entry in scan_folder(folder("bases"))
             if (digest := digest_of(entry.name)) is None or not self._is_base(digest)
         ]
+        yield from ((path, 0.0) for path in leased.dead)
         # Caches are written without the lock, so young ones are kept.
-        ages = [(path, 0.0) for path in leased.dead]
         for entries, age in ((temporary, 0.0), (caches, self._older_than), (links, 0.0)):
-            ages += [(Path(entry.path), age) for entry in entries]
+            yield from ((Path(entry.path), age) for entry in entries)
+
+    def _lost_manifests(self) -> Iterator[tuple[Path, float]]:
+        """Yield former manifests without their blobs, and the age at which each is removed."""
         self._history.update()
-        ages += [(path, 0.0) for path in self._history.lost(self._there())]
+        yield from ((path, 0.0) for path in self._history.lost(self._there()))
+
+    def _lost_signatures(self) -> Iterator[tuple[Path, float]]:
+        """Yield signatures of lost manifests, and unusable ones, and the age at which each is removed."""
         if not self._marks.lost():  # else a damaged manifest may be the one that was signed
             # An import stores signatures before it publishes their manifest.
             manifests = self._marks.manifests() | self._history.manifests()
             unsigned = self._store.lost_signatures(manifests)
-            ages += [(path, self._older_than) for path in unsigned]
+            yield from ((path, self._older_than) for path in unsigned)
             self._suspects &= manifests
         for kept in unusable_signatures(self._store, self._suspects):
-            ages.append((kept.path, 0.0 if kept.data is None else self._older_than))
-        for path, age in ages:
-            with contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                if _age(status) >= age:
-                    yield self._remove(path, status.st_size)
-        yield from self._remove_partial()
-        yield from self._remove_arrivals()
-        yield from self._remove_uploads()
+            yield kept.path, 0.0 if kept.data is None else self._older_than
 
     def _remove_partial(self) -> Iterator[Removed]:
         """Remove unfinished downloads that no process continues; young ones are kept."""

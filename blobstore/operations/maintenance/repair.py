@@ -147,33 +147,26 @@ def repair_models(
     store = LocalStore.of(store)
     chosen = Reference.all_of(references)
     other = None if source is None else open_other_store(source, store)
+    options = SourceOptions(
+        weights=weights,
+        ignore_unindexed=ignore_unindexed,
+        subtree=subtree,
+        strip_prefix=strip_prefix,
+        keep_names=keep_names,
+        skip_unreadable=skip_unreadable,
+        keep=tuple(keep),
+        exclude=tuple(exclude),
+    )
+    opened: TensorSource | None = None
+    restored: tuple[Restored, ...] = ()
     with contextlib.ExitStack() as stack:
-        opened: TensorSource | None = None
-        options = SourceOptions(
-            weights=weights,
-            ignore_unindexed=ignore_unindexed,
-            subtree=subtree,
-            strip_prefix=strip_prefix,
-            keep_names=keep_names,
-            skip_unreadable=skip_unreadable,
-            keep=tuple(keep),
-            exclude=tuple(exclude),
-        )
-        if source is not None and other is None:
-            manifests = list(_manifests(store, chosen or store.references()))
-            recorded = {it.source for it in _recorded(store, manifests) or ()}
-            if options == DEFAULT_OPTIONS and len(recorded) == 1:
-                (options,) = recorded
-            # The source must offer every file that the models have, even one that it leaves out by
-            # default.
-            kept = {layer.name for it in manifests for layer in it.layers_of(media_types.FILE)}
-            every = replace(options, keep=(*options.keep, *map(glob.escape, sorted(kept))))
-            opened = open_source(source, every, progress=progress)
-            stack.callback(opened.close)
-        restored: tuple[Restored, ...] = ()
         if other is not None:
             names = chosen or tuple(store.references())
             restored = tuple(restore_manifests(store, other, names, is_dry=dry_run))
+        elif source is not None:
+            models = chosen or store.references()
+            opened, options = _open_source(source, options, store, models, progress)
+            stack.callback(opened.close)
         try:
             verified = verify_models(chosen, store=store, jobs=jobs, progress=progress)
         except ModelNotFound as error:
@@ -182,16 +175,8 @@ def repair_models(
         if other is not None:
             provider = OtherStore(other)
         elif opened is not None:
-            wanted = {blob.id for blob in verified.damaged}
-            users = [
-                manifest
-                for manifest in _manifests(store, store.references())
-                if any(blob.id in wanted for blob in manifest.blobs)
-            ]
-            lists = {layers_digest(manifest.layers) for manifest in users}
-            provider = RebuiltBlobs(
-                opened, options, one_or_more(overrides), lists, _recorded(store, users)
-            )
+            damaged = {blob.id for blob in verified.damaged}
+            provider = _rebuilt(opened, options, one_or_more(overrides), store, damaged)
         work = _Repair(store, verified.damaged, quote(source), jobs, progress, is_dry=dry_run)
         work.run(provider)
         if opened is not None and not work.intact.issuperset(blob.id for blob in verified.damaged):
@@ -209,6 +194,41 @@ def repair_models(
         notices=() if opened is None else tuple(opened.notices),
         seconds=time.monotonic() - started,
     )
+
+
+def _open_source(
+    source: str | os.PathLike[str],
+    options: SourceOptions,
+    store: LocalStore,
+    references: Iterable[Reference],
+    progress: Progress | None,
+) -> tuple[TensorSource, SourceOptions]:
+    """Open the source of models; return its options, too, by default those that the models record."""
+    manifests = list(_manifests(store, references))
+    recorded = {it.source for it in _recorded(store, manifests) or ()}
+    if options == DEFAULT_OPTIONS and len(recorded) == 1:
+        (options,) = recorded
+    # The source must offer every file that the models have, even one that it leaves out by default.
+    kept = {layer.name for it in manifests for layer in it.layers_of(media_types.FILE)}
+    every = replace(options, keep=(*options.keep, *map(glob.escape, sorted(kept))))
+    return open_source(source, every, progress=progress), options
+
+
+def _rebuilt(
+    opened: TensorSource,
+    options: SourceOptions,
+    overrides: Sequence[str],
+    store: LocalStore,
+    damaged: Collection[BlobId],
+) -> RebuiltBlobs:
+    """Return what builds damaged blobs again, as the models that have them were created."""
+    users = [
+        manifest
+        for manifest in _manifests(store, store.references())
+        if any(blob.id in damaged for blob in manifest.blobs)
+    ]
+    lists = {layers_digest(manifest.layers) for manifest in users}
+    return RebuiltBlobs(opened, options, overrides, lists, _recorded(store, users))
 
 
 def _manifests(store: LocalStore, references: Iterable[Reference]) -> Iterator[Manifest]:
@@ -312,16 +332,7 @@ class _Repair:
                 make_folders(folder, self._store.root)
             # The lease only marks the temporary files as used; manifests reference the blobs.
             with self._store.lease() as self._lease:
-                for key, blob in list(self._wanted.items()):
-                    # A damaged cold blob whose hot file is intact is not needed.
-                    # Judging reads the files, which takes long, so the lock is taken after it, and
-                    # the states are compared.
-                    seen = states(self._store, blob.digest)
-                    if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
-                        with self._store.exclusive_lock():
-                            if states(self._store, blob.digest) == seen:
-                                self._note_repair(blob, quarantine_cold(self._store, blob.digest))
-                                del self._wanted[key]
+                self._remove_unneeded_cold()
                 self._try_providers(own, provider)
         # A blob that is delta-encoded against a damaged base is intact again with its base.
         cold = {key: it for key, it in self._wanted.items() if self._store.has_cold(it.digest)}
@@ -329,6 +340,18 @@ class _Repair:
         # Header indexes may come from damaged headers.
         with interrupts.deferred():
             rewrite_indexes(self._store, {digest for digest, _ in self.intact})
+
+    def _remove_unneeded_cold(self) -> None:
+        """Move damaged cold blobs whose hot file is intact to quarantine: they are not needed."""
+        for key, blob in list(self._wanted.items()):
+            # Judging reads the files, which takes long, so the lock is taken after it, and the states
+            # are compared.
+            seen = states(self._store, blob.digest)
+            if self._store.has_hot(blob.digest) and self._judge(blob) == (True, False):
+                with self._store.exclusive_lock():
+                    if states(self._store, blob.digest) == seen:
+                        self._note_repair(blob, quarantine_cold(self._store, blob.digest))
+                        del self._wanted[key]
 
     def _try_providers(self, own: OtherFiles, provider: BlobProvider | None) -> None:
         self._try_all(own.rounds(self._wanted))

@@ -7,11 +7,10 @@ docs/reference/commands/lock-sync.md describes it.
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from blobstore.core import strict_json
+from blobstore.core import strict_json, toml
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 VERSION: Final = 1
-MAX_SIZE: Final = 16 * 2**20
-"""Bytes; a larger file is not read."""
 _KEYS: Final = frozenset({"name", "manifest", "remote", "repository", "commit", "options"})
 
 
@@ -48,7 +45,11 @@ class LockedModel:
 
 
 def format_lock(models: Iterable[LockedModel]) -> str:
-    """Return the text of a lock file."""
+    """Return the text of a lock file.
+
+    Raises:
+        UsageError: an address has bytes that are not UTF-8.
+    """
     lines = [f"version = {VERSION}"]
     for model in sorted(models, key=lambda model: model.reference):
         values = {
@@ -60,8 +61,13 @@ def format_lock(models: Iterable[LockedModel]) -> str:
             "options": json.dumps(dict(model.options), sort_keys=True) if model.options else "",
         }
         lines += ["", "[[models]]"]
-        # A string of JSON is one of TOML.
-        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value]
+        try:
+            lines += [f"{key} = {toml.dumps_text(value)}" for key, value in values.items() if value]
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"no lock file can say where {quote(model.reference)} comes from: "
+                f"{quote(model.remote)} is not UTF-8"
+            ) from None
     return "\n".join(lines) + "\n"
 
 
@@ -72,8 +78,8 @@ def parse_lock(text: str, where: str) -> list[LockedModel]:
         UsageError: the text is not that of a lock file, or lists a name twice.
     """
     try:
-        document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        document = toml.loads(text)
+    except ValueError as error:
         raise UsageError(f"{where}: not a lock file: {error}") from None
     if document.get("version") != VERSION:
         raise UsageError(
@@ -102,6 +108,8 @@ def _model(item: object, where: str) -> LockedModel:
         options = strict_json.loads((item.get("options") or "{}").encode())
     except ValueError as error:
         raise UsageError(f"{where}: options: {error}") from None
+    if not isinstance(options, dict):
+        raise UsageError(f"{where}: options: expected an object of JSON")
     try:
         return LockedModel(
             reference=Reference.parse(item["name"]),

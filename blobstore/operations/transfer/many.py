@@ -1,4 +1,4 @@
-"""Pushes and pulls of several models, one after the other. One that fails does not keep others from following."""
+"""Pushes or pulls several models, one after the other. If one fails, the others follow all the same."""
 
 from __future__ import annotations
 
@@ -113,29 +113,43 @@ def pull_models(
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
-    find = partial(_bases, local, options.get("plain_http"))
-    bases: list[set[BlobId]] = [set()] * len(addresses)
+    order: Sequence[int] = range(len(addresses))
+    bases: Sequence[set[BlobId]] = [set()] * len(addresses)
     if options.get("cold", True):
-        bases = WorkerPool(_STREAMS, None, 0).run(addresses, find)
-    blobs = [{blob.id for blob in entry.blobs} for entry in addresses]
-    order = _bases_first(bases, blobs)
+        order, bases = pull_order(addresses, local, options.get("plain_http"))
     entries = [addresses[number] for number in order]
-    coming = set().union(*blobs)
+    blobs = [{blob.id for blob in entry.blobs} for entry in entries]
     expected: set[BlobId] = set()
 
     def pull(number: int, step: Progress | None) -> Pulled:
-        entry = entries[number]
+        entry, own = entries[number], blobs[number]
+        blobs[number] = set()  # they have not come if this fails
         if entry.error is not None:
             raise entry.error
         pulled = pull_model(entry.address, store=local, progress=step, expected=expected, **options)
-        expected.update(blobs[order[number]])
-        if bases[order[number]] <= coming:  # nothing else is to be pulled first
+        blobs[number] = own
+        expected.update(own)
+        if bases[order[number]] <= set().union(*blobs):  # nothing else is to be pulled first
             others = [text for text in pulled.notices if not text.startswith(WITHOUT_BASES)]
             return replace(pulled, notices=tuple(others))
         return pulled
 
     sizes = [entry.size or 0 for entry in entries]
     return list(_each([entry.address for entry in entries], sizes, progress, pull))
+
+
+def pull_order(
+    entries: Sequence[RemoteEntry], store: LocalStore, plain_http: bool | None
+) -> tuple[Sequence[int], Sequence[set[BlobId]]]:
+    """Return the numbers of models so that each follows those that have its bases, and the bases of each.
+
+    Args:
+        entries: the models.
+        store: the store that they are fetched into. What it has needs no base.
+        plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
+    """
+    bases = WorkerPool(_STREAMS, None, 0).run(entries, partial(_bases, store, plain_http))
+    return _bases_first(bases, [{blob.id for blob in entry.blobs} for entry in entries]), bases
 
 
 def _bases_first(bases: Sequence[set[BlobId]], blobs: Sequence[set[BlobId]]) -> list[int]:
@@ -171,9 +185,9 @@ def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> se
             contextlib.suppress(BlobstoreError),  # the pull reports it
             find_model(entry.address, plain_http=plain_http, with_files=True) as source,
         ):
-            _, fetch_layers = attached(source, source.root.digest, lambda _: None)
+            layers = attached(source, source.root.digest, lambda _: None).fetch_layers()
             own = {blob.id for blob in entry.blobs}
-            return {layer.base for layer in fetch_layers().values() if layer.base} - own
+            return {layer.base for layer in layers.values() if layer.base} - own
     return set()
 
 
@@ -203,13 +217,13 @@ def find_remote_models(
         else:
             with find_model(text, plain_http=plain_http, with_files=True) as source:
                 blobs = tuple(source.model.blobs)
-            entries = [RemoteEntry(address=text, digest=source.root.digest, blobs=blobs)]
+            entries = [RemoteEntry(address=text, blobs=blobs)]
         found |= {entry.address: entry for entry in entries}
     return list(found.values())
 
 
 def _matches(text: str, plain_http: bool | None) -> list[RemoteEntry]:
-    """Return the models that a glob matches, which follows the address of a store or repository."""
+    """Return the models that match the glob at the end of an address of a store or repository."""
     fixed = text[: min(text.index(character) for character in "*?[" if character in text)]
     if is_in_objects(text):
         places = [fixed.rpartition("/")[0]]
@@ -244,11 +258,11 @@ def _is_match(name: str, pattern: str) -> bool:
 
 
 def place_of(remote: str, name: Reference) -> str:
-    """Return where a model goes of several that are pushed to one place.
+    """Return the address that a model gets below ``remote``, to which several models are pushed.
 
     Raises:
-        InvalidReference: it is not a place, or a registry allows no such name.
-        UsageError: it is the address of one model.
+        InvalidReference: ``remote`` is not an address, or a registry allows no such name.
+        UsageError: ``remote`` is the address of one model.
     """
     if is_in_objects(remote):
         if has_tag(remote):

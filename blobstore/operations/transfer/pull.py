@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
-from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.attached import Attached, attached
 from blobstore.operations.transfer.cold_manifests import usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.signatures import SelectedSignatures
@@ -38,7 +38,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
     from blobstore.objects.source import ObjectSource
-    from blobstore.operations.create.create import Created
     from blobstore.registry.layouts.files import RemoteFile
     from blobstore.registry.store import RemoteSource
     from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.signatures.policy import Verdict
+    from blobstore.store.ingest import Ingest
 
 WITHOUT_BASES: Final = "compressed forms whose bases are not here"
 """How the notice about them begins."""
@@ -157,29 +158,20 @@ def pull_model(
         name = address.name()
     with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
         reference = name or source.address.name()
-        data = source.model.manifest
         pull = _Pull(store, reference, source, force)
         pull.check_name()
         is_new = not store.has_model(reference)
-        # Files that are imported get a manifest of their own, so only that of the registry can be signed.
-        signed = source.root.data if source.files else data
-        digest = Digest.of(signed)
-        policy = read_policy(store)
-        errors: list[RemoteError] = []
-        # The policy is asked before any weight is fetched.
-        found, fetch_layers = attached(source, digest, errors.append)
-        signatures = SelectedSignatures.of(found, digest, policy)
-        verdict = check_trust(store, reference, signed, signatures.data, policy, errors)
+        signatures, verdict, with_model = pull.check_trust()
         # Compressed forms are those of a store's blobs, and files of other tools are imported
         # first.
         if source.files or not cold:
-            fetch_layers = dict
+            with_model = with_model._replace(fetch_layers=dict)
         if source.files and pull.is_imported(dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
-            done = pull.planned(fetch_layers, expected)
+            done = pull.planned(with_model, expected)
         else:
-            done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
+            done = pull.fetch(signatures, with_model, streams, jobs, progress)
     if not dry_run:
         remember_remotes(store, *places_of(source.address))
     return Pulled(
@@ -227,6 +219,24 @@ class _Pull:
                 advice="replace it with force=True, or choose another name for the model",
             )
 
+    def check_trust(
+        self,
+    ) -> tuple[SelectedSignatures, Verdict | None, Attached]:
+        """Ask the policy, before any weight is fetched; return what the registry has apart from blobs.
+
+        These are the signatures to keep, what the policy says, and what else comes with the model.
+        """
+        source, store = self.source, self.store
+        # Files that are imported get a manifest of their own, so only that of the registry can be signed.
+        signed = source.root.data if source.files else source.model.manifest
+        digest = Digest.of(signed)
+        policy = read_policy(store)
+        errors: list[RemoteError] = []
+        with_model = attached(source, digest, errors.append)
+        signatures = SelectedSignatures.of(with_model.signatures, digest, policy)
+        verdict = check_trust(store, self.reference, signed, signatures.data, policy, errors)
+        return signatures, verdict, with_model
+
     def is_imported(self, *, dry_run: bool) -> bool:
         """Return whether the name has what an earlier pull made of these files, with intact blobs."""
         source, store = self.source, self.store
@@ -240,11 +250,7 @@ class _Pull:
         with store.ingest() as ingest:
             return all(ingest.find(*blob.id) for blob in blobs)
 
-    def planned(
-        self,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
-        expected: Collection[BlobId],
-    ) -> Fetched:
+    def planned(self, with_model: Attached, expected: Collection[BlobId]) -> Fetched:
         """Return what the pull would fetch."""
         source, store = self.source, self.store
 
@@ -255,12 +261,18 @@ class _Pull:
             return False
 
         missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
-        listed = fetch_layers() if missing else {}
-        layers, without_base = usable_layers(store, listed, missing, is_here)
-        stored = _stored(missing, layers)
+        usable = usable_layers(
+            store,
+            with_model.fetch_layers() if missing else {},
+            missing,
+            is_here,
+            with_model.fetch_bases,
+        )
+        stored = _stored(missing, usable.layers)
+        stored += [layer.stored for layer in usable.bases.values()]
         size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
         resumed = sum(map(store.partial_bytes, stored))
-        notices = _base_notices(without_base)
+        notices = _base_notices(usable.without_base)
         return Fetched(
             len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
         )
@@ -268,56 +280,63 @@ class _Pull:
     def fetch(
         self,
         signatures: SelectedSignatures,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
+        with_model: Attached,
         streams: int,
         jobs: int | None,
         progress: Progress | None,
     ) -> Fetched:
         """Fetch the model, and give it its name."""
-        store, reference, source = self.store, self.reference, self.source
-        model = source.model
-        former: bytes | None = None
+        store, source, blobs = self.store, self.source, self.source.model.blobs
         with store.ingest() as ingest:
             # Each blob is leased before it is looked for, so what is found stays.
-            found = WorkerPool(jobs, None, 0).run(model.blobs, lambda blob: ingest.find(*blob.id))
-            missing = [blob for blob, item in zip(model.blobs, found, strict=True) if item is None]
-            listed = fetch_layers() if missing else {}
-            layers, without_base = usable_layers(
-                store, listed, missing, lambda base: ingest.find(*base) is not None
+            found = WorkerPool(jobs, None, 0).run(blobs, lambda blob: ingest.find(*blob.id))
+            missing = [blob for blob, item in zip(blobs, found, strict=True) if item is None]
+            usable = usable_layers(
+                store,
+                with_model.fetch_layers() if missing else {},
+                missing,
+                lambda base: ingest.find(*base) is not None,
+                with_model.fetch_bases,
             )
-            size = sum(blob.size for blob in missing)
-            workers = WorkerPool(streams, progress, size)
-            transfer = Download(source, store, ingest, missing, workers, layers)
+            workers = WorkerPool(streams, progress, sum(blob.size for blob in missing))
+            transfer = Download(source, store, ingest, missing, workers, usable)
             transfer.run(streams)
             if source.files:
-                created = self._import(transfer, jobs, progress)
-                with interrupts.deferred():  # all is done
-                    PullRecord.of(source, created.digest).keep(store, reference)
-                return transfer.result(created.notices, replaced=created.replaced)
+                return self._import(transfer, jobs, progress)
             ingest.publish()
             transfer.remove_cold_files()
-            # The config is in the store by now, so it can confirm the manifest.
-            store.check_manifest(model.manifest, source.manifest)
-            digest = Digest.of(model.manifest)
-            # Before the name, so that a policy never finds the model without them.
-            for data in signatures.data:
-                store.keep_signature(digest, data, is_verified=signatures.is_verified)
-            with ingest.exclusive_lock():
-                # Again, under the lock: the name may have been given to another model since.
-                self.check_name()
-                if not store.has_model(reference) or store.is_taken(reference, model.manifest):
-                    former = store.place(reference, model.manifest, model.blobs)
-                PullRecord.of(source, digest).keep(store, reference)
-            notices = (*replacement_notices(reference, former), *_base_notices(without_base))
+            former = self._publish(ingest, signatures)
+            notices = (
+                *replacement_notices(self.reference, former),
+                *_base_notices(usable.without_base),
+            )
             return transfer.result(
                 notices, repaired=dict(ingest.repaired), replaced=former is not None
             )
 
-    def _import(self, transfer: Download, jobs: int | None, progress: Progress | None) -> Created:
+    def _publish(self, ingest: Ingest, signatures: SelectedSignatures) -> bytes | None:
+        """Give the model, whose blobs are in the store, its name; return the manifest that had it before."""
+        store, reference, manifest = self.store, self.reference, self.source.model.manifest
+        former: bytes | None = None
+        # The config is in the store by now, so it can confirm the manifest.
+        store.check_manifest(manifest, self.source.manifest)
+        digest = Digest.of(manifest)
+        # Before the name, so that a policy never finds the model without them.
+        for data in signatures.data:
+            store.keep_signature(digest, data, is_verified=signatures.is_verified)
+        with ingest.exclusive_lock():
+            # Again, under the lock: the name may have been given to another model since.
+            self.check_name()
+            if not store.has_model(reference) or store.is_taken(reference, manifest):
+                former = store.place(reference, manifest, self.source.model.blobs)
+            PullRecord.of(self.source, digest).keep(store, reference)
+        return former
+
+    def _import(self, transfer: Download, jobs: int | None, progress: Progress | None) -> Fetched:
         """Import the files of another tool, which are in partial files or in the store; remove the former."""
         from blobstore.operations.transfer.import_files import import_files
 
-        store = self.store
+        store, reference = self.store, self.reference
 
         def path_of(file: RemoteFile) -> Path | None:
             if file.digest in transfer.paths:
@@ -329,10 +348,12 @@ class _Pull:
                 progress(what, transfer.size + done, transfer.size + total)
 
         created = import_files(
-            self.source.files, path_of, self.reference, store=store, jobs=jobs, progress=report
+            self.source.files, path_of, reference, store=store, jobs=jobs, progress=report
         )
         transfer.remove_files()
-        return created
+        with interrupts.deferred():  # all is done
+            PullRecord.of(self.source, created.digest).keep(store, reference)
+        return transfer.result(created.notices, replaced=created.replaced)
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:

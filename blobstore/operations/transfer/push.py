@@ -36,6 +36,7 @@ from blobstore.operations.transfer.registry_target import (
 from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects, places_of
+from blobstore.remotes.cold_layers import ColdLayer, bases_of
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.push_target import PushTarget, Sent
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
-    from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.signatures.keys import Passphrase
 
 _NEW: Final = ("sent", "resumed", "mounted")
@@ -186,19 +186,9 @@ def push_model(
         passphrase=passphrase,
         plain_http=plain_http,
     )
-    limiter = None if limit_rate is None else RateLimiter(limit_rate)
     steps = Steps(streams, progress)
-    opened: AbstractContextManager[PushTarget]
-    if isinstance(remote, StoreAddress) or is_in_objects(remote):
-        options.check_unused(remote)
-        place = remote if isinstance(remote, StoreAddress) else find_target(remote)
-        opened = open_objects(store, reference, place, limiter, dry_run=dry_run)
-    else:
-        options.check()
-        address = registry_address(reference, remote)
-        opened = open_registry(
-            store, reference, address, options, limiter, steps.begin, dry_run=dry_run
-        )
+    limiter = None if limit_rate is None else RateLimiter(limit_rate)
+    opened = _open_target(store, reference, remote, options, limiter, steps, dry_run=dry_run)
     with opened as target:
         cold_blobs = None
         if cold:
@@ -209,33 +199,30 @@ def push_model(
         # Encoding keeps a processor busy, so more threads would only take memory.
         push.send_cold(min(streams, os.cpu_count() or 1))
         push.publish()
-        # Signatures refer to the manifest, which is there by now.
-        signatures = 0 if dry_run else target.send_signatures()
-        verified = push.verify()
+        push.verify()
     if not dry_run:
         remember_remotes(store, *places_of(target.model.address))
-    return Pushed(
-        reference=reference,
-        remote=target.model.address,
-        digest=target.model.digest,
-        layout=target.model.layout,
-        replaced=target.model.replaced,
-        is_unchanged=push.is_unchanged,
-        blobs=len(push.blobs),
-        bytes_sent=push.sent["sent"],
-        bytes_resumed=push.sent["resumed"],
-        bytes_mounted=push.sent["mounted"],
-        bytes_present=push.sent["present"],
-        bytes_verified=verified,
-        manifests=target.model.manifests,
-        signatures=signatures,
-        cold_blobs=len(push.cold_sizes),
-        bytes_cold=sum(push.cold_sizes),
-        fallbacks=0 if cold_blobs is None else cold_blobs.fallbacks,
-        is_dry_run=dry_run,
-        seconds=time.monotonic() - started,
-        notices=tuple(target.notices),
-    )
+    return push.result(reference, started)
+
+
+def _open_target(
+    store: LocalStore,
+    reference: Reference,
+    remote: str | RemoteReference | StoreAddress | None,
+    options: RegistryOptions,
+    limiter: RateLimiter | None,
+    steps: Steps,
+    *,
+    dry_run: bool,
+) -> AbstractContextManager[PushTarget]:
+    """Open the target that an address names. Raises as :func:`push_model`."""
+    if isinstance(remote, StoreAddress) or is_in_objects(remote):
+        options.check_unused(remote)
+        place = remote if isinstance(remote, StoreAddress) else find_target(remote)
+        return open_objects(store, reference, place, limiter, dry_run=dry_run)
+    options.check()
+    address = registry_address(reference, remote)
+    return open_registry(store, reference, address, options, limiter, steps.begin, dry_run=dry_run)
 
 
 class _Push:
@@ -262,37 +249,41 @@ class _Push:
         self._verify = verify and not dry_run
         self._dry_run = dry_run
         # The largest first, so that none of them is left over for a single stream at the end.
-        self.blobs = sorted(target.model.blobs, key=attrgetter("size"), reverse=True)
-        self._size = sum(blob.size for blob in self.blobs)
+        self._blobs = sorted(target.model.blobs, key=attrgetter("size"), reverse=True)
+        self._size = sum(blob.size for blob in self._blobs)
         self._to_read = self._size if self._verify else 0
-        self.sent: Counter[Sent] = Counter()
+        self._sent: Counter[Sent] = Counter()
         """Bytes by how the target got them."""
         self._publish: Callable[[], None] | None = None
-        self.cold_sizes: list[int] = []
+        self._cold_sizes: list[int] = []
         """Of the cold layers that the target has."""
+        self._signatures = self._bytes_verified = 0
 
     @property
-    def is_unchanged(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Whether the target had all that was to be sent."""
-        return self._target.model.is_published and not any(self.sent[how] for how in _NEW)
+        return self._target.model.is_published and not any(self._sent[how] for how in _NEW)
 
     def send_blobs(self) -> None:
         """Send the blobs that the target lacks."""
         if not self._looks_for_all:
-            self.sent["present"] = self._size
+            self._sent["present"] = self._size
             return
         workers = self._steps.begin(self._size, self._to_read)
         send = partial(self._send, report=workers.report)
-        for counts in workers.run(self.blobs, send, self._target.abort):
-            self.sent.update(counts)
+        for counts in workers.run(self._blobs, send, self._target.abort):
+            self._sent.update(counts)
         # What was lost may have included manifests, so these are sent if any blob was.
-        if not (self._dry_run or self.is_unchanged):
-            self._publish = partial(self._target.publish, workers, self.sent)
+        if not (self._dry_run or self._is_unchanged):
+            self._publish = partial(self._target.publish, workers, self._sent)
 
     def publish(self) -> None:
-        """Give the model its name, unless it has that."""
+        """Give the model its name, unless it has that; then send its signatures."""
         if self._publish is not None:
             self._publish()
+        # Signatures refer to the manifest, which is there by now.
+        if not self._dry_run:
+            self._signatures = self._target.send_signatures()
 
     def _send(self, blob: PushedBlob, report: Report) -> Mapping[Sent, int]:
         """Send a blob unless the target has it; return bytes by how the target got it."""
@@ -332,12 +323,16 @@ class _Push:
 
         with contextlib.nullcontext() if self._dry_run else cold_blobs.temporary_files(jobs):
             for counts in workers.run(cold_blobs.blobs, send, self._target.abort):
-                self.sent.update(counts)
+                self._sent.update(counts)
                 if size := sum(counts.values()):
-                    self.cold_sizes.append(size)
+                    self._cold_sizes.append(size)
             # Only now: a listed layer must be there.
             if new:
-                self._target.list_cold_layers(new)
+                forms: Mapping[Digest, ColdLayer] = {}
+                if cold_blobs.base is not None:
+                    forms = self._target.read_forms_with(cold_blobs.base)
+                bases = {link.blob: link for layer in new for link in bases_of(layer, forms)}
+                self._target.list_cold_layers(new, list(bases.values()))
 
     def _send_cold(
         self,
@@ -370,18 +365,44 @@ class _Push:
             new.append(file.layer)
             return counts
 
-    def verify(self) -> int:
-        """Read everything back that was not yet, if that is wanted; return the bytes that were read in all."""
+    def verify(self) -> None:
+        """Read everything back that was not yet, if that is wanted."""
         if not self._verify:
-            return 0
+            return
         workers = self._steps.begin(self._to_read)
         self._target.check_manifests()
         workers.run(
-            self.blobs,
+            self._blobs,
             lambda blob: self._read_back(blob.id, blob.label, workers.report),
             self._target.abort,
         )
-        return self._size + sum(self.cold_sizes)
+        self._bytes_verified = self._size + sum(self._cold_sizes)
+
+    def result(self, reference: Reference, started: float) -> Pushed:
+        """Return what was done for a model since ``started``, by the monotonic clock."""
+        model = self._target.model
+        return Pushed(
+            reference=reference,
+            remote=model.address,
+            digest=model.digest,
+            layout=model.layout,
+            replaced=model.replaced,
+            is_unchanged=self._is_unchanged,
+            blobs=len(self._blobs),
+            bytes_sent=self._sent["sent"],
+            bytes_resumed=self._sent["resumed"],
+            bytes_mounted=self._sent["mounted"],
+            bytes_present=self._sent["present"],
+            bytes_verified=self._bytes_verified,
+            manifests=model.manifests,
+            signatures=self._signatures,
+            cold_blobs=len(self._cold_sizes),
+            bytes_cold=sum(self._cold_sizes),
+            fallbacks=0 if self._cold_blobs is None else self._cold_blobs.fallbacks,
+            is_dry_run=self._dry_run,
+            seconds=time.monotonic() - started,
+            notices=tuple(self._target.notices),
+        )
 
     def _read_back(self, blob: BlobId, label: str, report: Report) -> None:
         """Compare the bytes of a blob that the target has. Raises BlobDamaged."""

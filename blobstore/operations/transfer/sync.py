@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.progress import of_items
+from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
     BlobstoreError,
@@ -21,11 +22,12 @@ from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.transfer.lock_file import LockedModel
-from blobstore.operations.transfer.many import place_of
-from blobstore.operations.transfer.pull import pull_model
+from blobstore.operations.transfer.many import place_of, pull_order
+from blobstore.operations.transfer.pull import STREAMS, pull_model
 from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
+from blobstore.remotes.catalog import RemoteEntry
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -118,7 +120,8 @@ def sync_models(
 ) -> list[SyncedModel]:
     """Make a store have the models of a lock file, with the same manifests, and return what became of each.
 
-    One that fails does not keep others from being fetched. Other models of the store stay.
+    Models that have bases of others' compressed forms come first. One that fails does not keep others from
+    being fetched. Other models of the store stay.
 
     Args:
         models: what :func:`~blobstore.operations.transfer.lock_file.parse_lock` returned.
@@ -133,32 +136,58 @@ def sync_models(
         UsageError: an argument is invalid.
     """
     local = LocalStore.of(store)
-    names = [str(model.reference) for model in models]
-    results = []
-    for number, model in enumerate(models):
-        found, error = _digest_of(local, model.reference), None
-        state: State = "missing" if found is None else "other model"
-        if found == model.manifest:
-            state = "present"
-        elif not check:
-            step = of_items(progress, "models", names, [0] * len(names), number)
-            try:
-                if found is not None and not replace_others:
-                    raise NameTaken(f"another model has the name {quote(model.reference)}")
-                _fetch(local, model, step, options)
-                state = "fetched" if found is None else "replaced"
-            except BlobstoreError as failure:
-                error = failure
-        results.append(
-            SyncedModel(
-                reference=model.reference,
-                state=state,
-                manifest=model.manifest,
-                found=found,
-                error=error,
-            )
-        )
+    results = [_compared(local, model) for model in models]
+    different = [number for number, result in enumerate(results) if result.state != "present"]
+    order = [] if check else _in_order(local, models, different, options.get("plain_http"))
+    names = [str(models[number].reference) for number in order]
+    for position, number in enumerate(order):
+        step = of_items(progress, "models", names, [0] * len(names), position)
+        model, result = models[number], results[number]
+        is_new = result.state == "missing"
+        try:
+            if not is_new and not replace_others:
+                raise NameTaken(f"another model has the name {quote(model.reference)}")
+            _fetch(local, model, step, options)
+            results[number] = replace(result, state="fetched" if is_new else "replaced")
+        except BlobstoreError as failure:
+            results[number] = replace(result, error=failure)
     return results
+
+
+def _in_order(
+    store: LocalStore,
+    models: Sequence[LockedModel],
+    numbers: Iterable[int],
+    plain_http: bool | None,
+) -> list[int]:
+    """Return numbers of models so that each follows those that have bases of its compressed form.
+
+    Imports come first: they need no bases, and may be the bases of what is pulled.
+    """
+    numbers = sorted(numbers, key=lambda number: bool(models[number].remote))
+    pulls = [number for number in numbers if models[number].remote]
+    if not pulls[1:]:
+        return numbers
+
+    def entry_of(number: int) -> RemoteEntry:
+        address = models[number].remote
+        try:
+            with find_model(address, plain_http=plain_http, with_files=True) as source:
+                return RemoteEntry(address=address, blobs=tuple(source.model.blobs))
+        except BlobstoreError as error:  # the pull reports it
+            return RemoteEntry(address=address, error=error)
+
+    entries = WorkerPool(STREAMS, None, 0).run(pulls, entry_of)
+    order, _ = pull_order(entries, store, plain_http)
+    return [*numbers[: -len(pulls)], *(pulls[position] for position in order)]
+
+
+def _compared(store: LocalStore, model: LockedModel) -> SyncedModel:
+    name, found = model.reference, _digest_of(store, model.reference)
+    state: State = "missing" if found is None else "other model"
+    if found == model.manifest:
+        state = "present"
+    return SyncedModel(reference=name, state=state, manifest=model.manifest, found=found)
 
 
 def _digest_of(store: LocalStore, name: Reference) -> Digest | None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from blobstore.store.local import LocalStore
+from tests.support import sandbox
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.unit.cli.running import run
 
@@ -34,3 +36,16 @@ def stored(store: LocalStore, dense: Path) -> LocalStore:
     """A store with the model ``dense``."""
     run("create", dense, "dense")
     return store
+
+
+@pytest.fixture
+def closed(dense: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of manifests that cannot be read. The store has another model, named ``open``."""
+    with sandbox.common_folder() as folder:
+        monkeypatch.setenv("BLOBSTORE_HOME", str(folder))
+        for name in ("open", "team/closed"):
+            run("create", dense, name)
+        closed = LocalStore(folder).manifest_path("team/closed").parent
+        closed.chmod(0)
+        yield closed
+        closed.chmod(0o755)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pty
 import struct
@@ -13,6 +14,7 @@ import termios
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from click.testing import CliRunner, Result
 
@@ -26,12 +28,39 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from blobstore.__main__ import main
 main()
 """
+# Signals itself when it has opened a file of a folder; a thread waits there until the main thread stops.
+_INTERRUPTED = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from blobstore.core import interrupts
+folder, is_stopping, stopped, opened = sys.argv.pop(1), threading.Event(), interrupts._stopped, os.open
+
+def stop():
+    is_stopping.set()
+    return stopped()
+
+def strike(path, *arguments, **options):
+    descriptor = opened(path, *arguments, **options)
+    if not is_stopping.is_set() and os.path.dirname(os.fsdecode(path)) == folder:
+        os.kill(os.getpid(), signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread():
+            is_stopping.wait()
+    return descriptor
+
+interrupts._stopped, os.open = stop, strike
+from blobstore.__main__ import main
+main()
+"""
 
 
 def run(*arguments: object, exit_code: int = 0, stdin: str | None = None) -> Result:
-    """Run a command, and check its exit code. Exceptions other than an exit are raised."""
+    """Run a command, and check its exit code. Exceptions other than an exit are raised.
+
+    It prints no lines of progress, however slow the machine.
+    """
     words = [str(item) for item in arguments]
-    result = CliRunner(catch_exceptions=False).invoke(program, words, input=stdin)
+    with patch("blobstore.cli.progress._LINE_SECONDS", math.inf):
+        result = CliRunner(catch_exceptions=False).invoke(program, words, input=stdin)
     assert not result.exc_info or result.exc_info[0] is SystemExit
     assert result.exit_code == exit_code, result.output
     return result
@@ -49,6 +78,13 @@ def command_line(*arguments: object) -> list[str]:
     return [sys.executable, "-c", LAUNCHER, *map(str, arguments)]
 
 
+def interrupted(folder: Path, *arguments: object) -> tuple[int, str]:
+    """Interrupt a real process while it works on files of a folder; return its status and its errors."""
+    command = [sys.executable, "-c", _INTERRUPTED, str(folder), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, env=environment(), check=False, text=True)
+    return done.returncode, done.stderr
+
+
 def environment(**variables: str) -> Mapping[str, str]:
     """Return the environment of a real process, with this tree's packages."""
     # Buffered output, as users have it: what is left in the buffer is written at the end.
@@ -62,7 +98,7 @@ def run_process(*arguments: object, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         env=environment(**variables),
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

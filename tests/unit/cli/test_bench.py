@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from blobstore.store.local import LocalStore
-from tests.unit.cli.running import command_line, environment, run, run_json
+from tests.unit.cli.running import interrupted, run, run_json
 from tests.unit.cli.test_extras import without
 from tests.unit.cli.test_main import modules_after, sparse_model
 
@@ -94,15 +91,7 @@ def test_a_device_without_torch_says_how_to_install_it(stored: LocalStore) -> No
 
 def test_an_interrupt_ends_it_at_once(store: LocalStore, tmp_path: Path) -> None:
     run("create", sparse_model(tmp_path / "big.safetensors", tensors=64, size=2**21), "big")
-    process = subprocess.Popen(
-        command_line("bench", "big", "--device=cpu", "--json"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment(),
-    )
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.splitlines()[-1] == b"blobstore: interrupted"
+    status, errors = interrupted(store.folder("blobs"), "bench", "big", "--device=cpu", "--json")
+    assert status == 130, errors
+    assert errors.splitlines()[-1] == "blobstore: interrupted"
     assert os.listdir(store.folder("temporary")) == []

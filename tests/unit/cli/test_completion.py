@@ -4,12 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from blobstore.store.used_remotes import remember_remotes
+from tests.support.models import write_folder
 from tests.unit.cli.running import LAUNCHER, environment, run
 from tests.unit.cli.test_main import HEAVY, modules_after
 
@@ -65,6 +67,17 @@ def test_bash_completes(stored: LocalStore, line: str, words: list[str]) -> None
     run("cp", "dense", "team/model")
 
     assert completed(line) == words
+
+
+def test_names_that_could_end_a_quoted_word_are_not_completed_in_it(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    names = ["x'y", 'x"y', "x$(y)", "x`y`", "x\\y", "x!y", "xz"]
+    run("create", write_folder(tmp_path / "odd", {name: np.zeros(1) for name in names}), "odd")
+
+    assert completed("blobstore show odd 'x") == ["xz"]
+    assert completed('blobstore show odd "x') == ["xz"]
+    assert len(completed("blobstore show odd x")) == len(names)
 
 
 def test_completes_names_of_the_store_that_the_line_names(

@@ -99,6 +99,8 @@ VARIANTS = {
     "unpack --list": ("unpack", "@models.bsar", "--list"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),
 }
+# Names of models, and what a person types instead.
+TYPOS = {"dense": "desne", "again": "agian", "cold": "clod"}
 # Keys that are names, and what the document says instead.
 NAMES = {"dense:latest": "NAME", "model.safetensors": "FILE"}
 # The keys of the JSON of each command, as the document lists them; "[]" stands for the items of a list.
@@ -259,19 +261,19 @@ def test_text_is_plain_and_goes_to_standard_output(command: str, folder: Path) -
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in ARGUMENTS if "dense" in ARGUMENTS[name]] + ["verify"]
+    "command",
+    [name for name in ARGUMENTS if TYPOS.keys() & {*ARGUMENTS[name]}] + ["verify", "list"],
 )
 def test_a_model_that_does_not_exist_is_not_found_and_near_names_are_suggested(
     command: str, folder: Path
 ) -> None:
-    arguments = [
-        "desne" if word == "dense" else word
-        for word in arguments_of(command, folder) + ["desne"] * (command == "verify")
-    ]
+    words = arguments_of(command, folder) + ["dense"] * (command in {"verify", "list"})
+    arguments = [TYPOS.get(word, word) for word in words]
+    meant = next(word for word in words if word in TYPOS)
     result = run(*arguments, "--store", folder / "store", "--json", exit_code=3)
     error = json.loads(result.stdout)["error"]
     assert (error["kind"], error["exit_code"]) == ("ModelNotFound", 3)
-    assert error["message"].endswith("; did you mean 'dense'?")
+    assert error["message"].endswith(f"; did you mean '{meant}'?")
     assert result.stderr == f"blobstore: error: {error['message']}\n"
     assert not (folder / "out.bsar").exists()
 

@@ -9,20 +9,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
+from blobstore.manifests import media_types
+from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.training import first_weights, steps
 from tests.unit.cli.running import command_line, environment, run, run_json, run_process
+from tests.unit.operations.export.folders import NAME, add_layers
 
-SECONDS = 60
+SECONDS = 240
 HOOK = (
     "import os, sys; names = ['NAME', 'DIGEST', 'PREVIOUS'];"
     "open(sys.argv[1], 'a').write(' '.join(os.environ['BLOBSTORE_' + n] for n in names) + '\\n');"
@@ -155,16 +159,20 @@ def test_an_error_is_printed_and_the_place_is_asked_again(
         assert process.stdout.readline().startswith("installed policy:latest")
 
 
+def of_hub(server: HubServer, folder: Path) -> dict[str, str]:
+    return {
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
+
+
 def test_a_revision_of_the_hub_is_followed(store: LocalStore, tmp_path: Path) -> None:
     first = write_folder(tmp_path / "first", dense_tensors())
     second = write_folder(tmp_path / "second", moe_tensors())
     with HubServer() as server:
         repository = server.add("org/model", first)
-        variables = {
-            "HF_ENDPOINT": server.url,
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_HUB_DISABLE_XET": "1",
-        }
+        variables = of_hub(server, tmp_path)
         arguments = ("follow", "model", "hf://org/model", "--once", "--json", "--keep-last=9")
 
         def ask() -> dict[str, str]:
@@ -188,3 +196,23 @@ def test_a_revision_of_the_hub_is_followed(store: LocalStore, tmp_path: Path) ->
         blobstore.open("expected", store=store) as expected,
     ):
         assert set(model) == set(expected)
+
+
+def test_the_record_of_a_model_that_somebody_else_has_made_may_have_any_options(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    with HubServer() as server:
+        repository = server.add("org/model", write_folder(tmp_path / "first", dense_tensors()))
+        variables = of_hub(server, tmp_path)
+        arguments = ("follow", str(NAME), "hf://org/model", "--once")
+        assert run_process(*arguments, **variables).returncode == 0
+        record = read_source_record(store, store.resolve(NAME))
+        assert record is not None
+        forged = replace(record, options={"jobs": 5}).to_bytes()
+        add_layers(store, (media_types.SOURCE, "", forged))
+        before = store.read_manifest(NAME)
+        repository.commit = "1" * 40
+        done = run_process(*arguments, **variables)
+    assert done.returncode == 4
+    assert b"options that create does not record" in done.stderr
+    assert store.read_manifest(NAME) == before

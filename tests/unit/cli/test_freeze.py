@@ -12,7 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
 from tests.support.frozen import flip, forms_of, layer, layers, put, spoil_deltas, tuned, weights
 from tests.support.models import add_blob, add_blobs, with_layers
-from tests.unit.cli.running import command_line, environment, run, run_json
+from tests.unit.cli.running import interrupted, run, run_json
 
 
 @pytest.fixture
@@ -125,6 +125,7 @@ def test_older_than_freezes_only_old_models(pair: LocalStore) -> None:
         os.utime(path, (then, then))
     assert run_json("freeze", "--older-than", "30d", "--dry-run")["names"] == ["a:latest"]
     assert run_json("freeze", "b", "--older-than", "30d")["names"] == []
+    assert "GGUF" not in run("freeze", "b", "--older-than", "30d").stdout
     run("freeze", exit_code=2)
     run("freeze", "--older-than", "30", exit_code=2)
 
@@ -238,23 +239,10 @@ def test_verify_checks_both_forms_of_a_blob(pair: LocalStore) -> None:
 
 
 def test_an_interrupt_is_exit_code_130(store: LocalStore) -> None:
-    import signal
-    import subprocess
-
     put(store, "a", {f"x{number}": number for number in range(40)})
-    with subprocess.Popen(
-        command_line("freeze", "a", "-j", "1", "--level", "small"),
-        env=environment(BLOBSTORE_HOME=str(store.root)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as child:
-        while not list(store.folder("temporary").iterdir()):
-            assert child.poll() is None
-            time.sleep(0.001)
-        child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)
-    assert child.returncode == 130, errors
-    assert b"interrupted" in errors
+    status, errors = interrupted(store.folder("temporary"), "freeze", "a", "-j", "1")
+    assert status == 130, errors
+    assert "interrupted" in errors
     assert list(store.folder("temporary").iterdir()) == []
     assert "neither" not in forms_of(store, "a").values()
 

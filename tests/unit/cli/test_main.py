@@ -176,6 +176,10 @@ def test_an_error_is_json_too_when_asked(
     [
         (["shwo"], "no such command 'shwo'; did you mean 'show'?; see 'program --help'"),
         (["images"], "no such command 'images'; did you mean 'list'?; see 'program --help'"),
+        (["ps"], "no such command 'ps'; 'blobstore run' and 'blobstore serve' end with Ctrl-C"),
+        (["stop", "x"], "no such command 'stop'; 'blobstore run' and 'blobstore serve' end with"),
+        (["tags"], "no such command 'tags'; 'blobstore list NAME' shows the tags of a name, and"),
+        (["rmi", "x"], "no such command 'rmi'; did you mean 'rm'?; see 'program --help'"),
         (["xyzzy"], "no such command 'xyzzy'; see 'program --help'"),
         (["cat"], "missing argument 'NAME'; see 'program cat --help'"),
         (["gc", "--remote"], "option '--remote' requires an argument; see 'program gc --help'"),

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from blobstore.registry import protocol
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
+from blobstore.store.partial import bytes_done
 from tests.support.frozen import put
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.running import command_line, environment, run, run_json
@@ -21,12 +22,6 @@ def origin(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "origin")
     put(store, "a", {"x": 1, "y": 2})
     return store
-
-
-@pytest.fixture
-def registry() -> Iterator[StubRegistry]:
-    with StubRegistry() as server:
-        yield server
 
 
 @pytest.fixture
@@ -106,27 +101,62 @@ def test_wrong_addresses_have_exit_code_2(store: LocalStore, arguments: tuple[st
     assert not store.root.exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("qwen", "address such as registry.ollama.ai/library/qwen:latest, or import it with"),
+        ("qwen:1b", "'blobstore create hf://ORG/qwen NAME'"),
+        ("team/Qwen", "'blobstore create hf://team/Qwen NAME'"),
+        ("hf://team/Qwen", "'blobstore create hf://team/Qwen NAME' imports it"),
+        ("hf:team/Qwen", "say hf://team/Qwen"),
+        ("ollama://qwen", "'blobstore create ollama://qwen NAME' imports it"),
+    ],
+)
+@pytest.mark.parametrize("option", [(), ("--all",)])
+def test_a_name_without_a_place_gets_a_hint(
+    store: LocalStore, text: str, advice: str, option: tuple[str, ...]
+) -> None:
+    error = run("pull", *option, text, exit_code=2).stderr
+    assert advice in error
+    assert f"'{text}' does not say where" in error or f"'{text}' is not the address of" in error
+
+
+def test_a_place_that_was_used_before_is_suggested(store: LocalStore, remote: str) -> None:
+    run("pull", remote, "a")
+    name = remote.rpartition("/")[2].partition(":")[0]
+    error = run("pull", name, exit_code=2).stderr
+    assert f"'{name}' does not say where the model is; did you mean 'oci://{remote}" in error
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_pull_continues(
     store: LocalStore, registry: StubRegistry, remote: str, origin: LocalStore, number: int
 ) -> None:
-    registry.pause = 0.02
+    goes_on = threading.Event()
+
+    def send(_: str, begin: int, data: bytes) -> bytes:
+        if begin:
+            goes_on.wait()
+        return data
+
+    blobs = [blob.id for blob in origin.resolve("a").blobs]
+    registry.alter = send
     command = command_line("pull", remote, "a", "--streams", "2")
     process = subprocess.Popen(
         command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    while registry.sent.total() < 50_000:
+    while not any(bytes_done(store.folder("partial"), blob) for blob in blobs):
+        assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
+    goes_on.set()
     assert process.returncode == 128 + number
     assert "the same command continues where this one stopped" in errors
     assert not store.has_model("a")
-    registry.pause = 0
     first = registry.sent.total()
     found = run_json("pull", remote, "a")
-    size = sum(blob.size for blob in origin.resolve("a").blobs)
-    assert found["bytes_fetched"] + found["bytes_resumed"] == size
+    assert found["bytes_fetched"] + found["bytes_resumed"] == sum(size for _, size in blobs)
     assert found["bytes_resumed"] > 0
     # The registry may send the last piece of the first pull only now.
     assert found["bytes_fetched"] <= registry.sent.total() - first
@@ -213,4 +243,9 @@ def test_list_prints_the_tags_of_a_repository(store: LocalStore, remote: str) ->
     repository = remote.rpartition(":")[0]
     assert remote in run("list", f"oci://{repository}").stdout
     assert run("list", f"oci://{repository}", "-q").stdout == f"{remote}\n"
+    (there,) = run_json("list", f"oci://{repository}")["models"]
+    pulled = run_json("pull", remote, "a")
+    (here,) = run_json("list", "a")["models"]
+    assert there["digest"] == here["digest"]
+    assert there["registry_digest"] == pulled["digest"]
     run("list", f"oci://{repository}", "a", exit_code=2)

@@ -35,8 +35,7 @@ def test_error_of_object_storage_has_its_status_and_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hostile_s3() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        server.set_environment(monkeypatch)
         server.disturb = lambda _: failure(403, "AccessDenied")
         with pytest.raises(RemoteRefused) as caught:
             ObjectStore(server.address).read_manifest("m")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,23 @@ from tests.support.gguf_files import gguf_file
 from tests.unit.cli.running import run, run_process
 
 needs_server = pytest.mark.skipif(find_spec("mlx_lm") is None, reason="mlx-lm is not installed")
+
+
+def create_gguf(folder: Path, elements: int) -> bytes:
+    """Create the model ``tiny`` from a GGUF file, and return the bytes of that."""
+    content = gguf_file([], [("a", 0, [elements], bytes(4 * elements))])
+    (folder / "tiny.gguf").write_bytes(content)
+    run("create", folder / "tiny.gguf", "tiny")
+    return content
+
+
+def install_llama_server(folder: Path, script: str) -> dict[str, str]:
+    """Write a program of that name, and return the environment variables with which ``run`` finds it."""
+    program = folder / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}:/usr/bin:/bin", "XDG_CACHE_HOME": str(folder / "cache")}
 
 
 @needs_server
@@ -28,6 +46,28 @@ def test_the_command_names_the_model_and_the_store_and_passes_arguments_on(
     ]
     run("run", "dense", "--json", exit_code=2)
     run("run", "desne", "--dry-run", exit_code=3)
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+
+
+@needs_server
+@pytest.mark.usefixtures("no_home", "stored")
+def test_a_server_that_reads_the_store_needs_no_home_folder() -> None:
+    run("run", "dense", "--with", "mlx-lm", "--dry-run")
+
+
+@pytest.mark.usefixtures("no_home", "store")
+def test_a_server_that_reads_a_folder_needs_a_place_for_it(tmp_path: Path) -> None:
+    create_gguf(tmp_path, 4)
+    result = run("run", "tiny", "--dry-run", exit_code=2)
+    assert "there is no home folder; set XDG_CACHE_HOME" in result.stderr
 
 
 @needs_server
@@ -48,22 +88,13 @@ def test_what_to_install_is_said(stored: LocalStore) -> None:
 def test_models_from_gguf_files_are_served_by_llama_cpp(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = gguf_file([], [("a", 0, [4], bytes(16))])
-    (tmp_path / "tiny.gguf").write_bytes(content)
-    run("create", tmp_path / "tiny.gguf", "tiny")
+    content = create_gguf(tmp_path, 4)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     result = run("run", "tiny", exit_code=1)
     assert "no inference server is installed: llama.cpp; install llama-server" in result.stderr
 
     # What is under test is which words the program gets.
-    program = tmp_path / "bin" / "llama-server"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho "$@"\n')
-    program.chmod(0o755)
-    variables = {
-        "PATH": f"{program.parent}:/usr/bin:/bin",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+    variables = install_llama_server(tmp_path, 'echo "$@"')
     done = run_process("run", "tiny", "--", "--port", "9", **variables)
     _, path, *rest = done.stdout.decode().split()
     assert Path(path).read_bytes() == content
@@ -78,20 +109,11 @@ def test_models_from_gguf_files_are_served_by_llama_cpp(
 def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
     store: LocalStore, tmp_path: Path
 ) -> None:
-    content = gguf_file([], [("a", 0, [1 << 16], bytes(1 << 18))])
-    (tmp_path / "tiny.gguf").write_bytes(content)
-    run("create", tmp_path / "tiny.gguf", "tiny")
+    content = create_gguf(tmp_path, 1 << 16)
     run("freeze", "tiny")
     assert store.frozen()
     # What is under test is which file the program gets.
-    program = tmp_path / "bin" / "llama-server"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\ncat "$2"\n')
-    program.chmod(0o755)
-    variables = {
-        "PATH": f"{program.parent}:/usr/bin:/bin",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+    variables = install_llama_server(tmp_path, 'cat "$2"')
 
     first = run_process("run", "tiny", **variables)
     thawed = not store.frozen()
@@ -108,6 +130,34 @@ def test_a_frozen_model_is_thawed_for_a_server_that_reads_files(
     assert run_process("run", "tiny", **variables).stdout == content
     file.unlink()
     file.symlink_to("gone")
+    assert run_process("run", "tiny", **variables).stdout == content
+
+
+def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_again(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "tiny"
+    source.mkdir()
+    for number, name in enumerate(("t-00001-of-00002.gguf", "t-00002-of-00002.gguf")):
+        values = [("split.no", number), ("split.count", 2), ("split.tensors.count", 2)]
+        listed = [(key, 4, struct.pack("<I", value)) for key, value in values]
+        content = gguf_file(listed, [(name, 0, [4], bytes(16))])
+        (source / name).write_bytes(content)
+    run("create", source, "tiny")
+    # What is under test is which files the program finds.
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\ncat "${2%/*}"/*.gguf\n')
+    program.chmod(0o755)
+    variables = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    content = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
+
+    assert run_process("run", "tiny", **variables).stdout == content
+    (part,) = (tmp_path / "cache").rglob("*-00002-of-*")
+    part.unlink()
     assert run_process("run", "tiny", **variables).stdout == content
 
 

@@ -17,11 +17,6 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
 def test_signs_and_says_with_which_key_and_what_was_read(
     store: LocalStore, key: KeyFiles, tmp_path: Path
 ) -> None:

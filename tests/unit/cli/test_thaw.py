@@ -56,9 +56,10 @@ def test_requires_names_of_models(frozen: LocalStore) -> None:
 def test_link_requires_thawed_blobs(frozen: LocalStore, tmp_path: Path) -> None:
     result = run("link", "a", tmp_path / "links", exit_code=1)
     assert (
-        "model a:latest is frozen, but links need uncompressed blobs; run 'blobstore thaw a:latest'"
-        in (result.stderr)
+        "model a:latest is frozen, but links need uncompressed blobs; 'blobstore thaw a:latest', or link "
+        "with --thaw, decompresses them" in result.stderr
     )
+    assert '"blobstore thaw"' in run("link", "--help").stdout
     assert not (tmp_path / "links").exists()
     run("link", "a", tmp_path / "links", "--thaw")
     assert forms_of(frozen, "a") == {"x": "hot", "y": "hot"}

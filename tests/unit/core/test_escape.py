@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote, quote_url
+from blobstore.core.escape import MAX_SHOWN, did_you_mean, escape, quote, quote_url, shell_word
 
 
 @pytest.mark.parametrize("text", ["", "model.layers.0.weight", "é ü 漢字 😀", "it's", 'a "b" \\ c'])
@@ -110,3 +112,8 @@ def test_suggests_the_nearest_of_many_names() -> None:
 )
 def test_urls_are_shown_without_what_may_be_secret(url: str, shown: str) -> None:
     assert quote_url(url) == shown
+
+
+@pytest.mark.parametrize("text", ["a", "it's", "a b", "$(x)", "*", "'; x;'", "", "a\nb", "\u202e"])
+def test_a_word_of_a_shell_stays_one_word(text: str) -> None:
+    assert shlex.split(shell_word(text)) == [escape(text)]

@@ -33,7 +33,7 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

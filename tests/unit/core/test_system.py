@@ -143,16 +143,46 @@ def test_models_are_stored_frozen_and_exported_as_on_macos(
 # Memory and GPUs
 
 
-def test_memory_is_what_the_system_has_left_up_to_the_limit_of_a_container(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """Return the folders of control groups of both versions, the first of them without a limit."""
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\nBuffers: 1 kB\n")
-    (tmp_path / "limit").write_text("max\n")
+    folders = tmp_path / "cgroup", tmp_path / "cgroup" / "memory"
+    names = [(limit, used) for _, limit, used in system._MEMORY_GROUPS]
+    found = tuple((folder, *own) for folder, own in zip(folders, names, strict=True))
     monkeypatch.setattr(system, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(system, "_MEMORY_LIMITS", (tmp_path / "none", tmp_path / "limit"))
+    monkeypatch.setattr(system, "_MEMORY_GROUPS", found)
+    folders[1].mkdir(parents=True)
+    (folders[0] / "memory.max").write_text("max\n")
+    (folders[0] / "memory.current").write_text("7\n")
+    return folders
+
+
+def test_memory_is_what_the_system_has_left(groups: tuple[Path, Path]) -> None:
     assert system.available_memory() == 2048 << 10
-    (tmp_path / "limit").write_text("1000000\n")
-    assert system.available_memory() == 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("used", "stat", "left"),
+    [
+        (0, None, 1_000_000),
+        (300_000, None, 700_000),
+        (300_000, "anon 1\ninactive_file 20000\nactive_file 3000\nfile 90000\n", 723_000),
+        (300_000, "inactive_file 9\ntotal_inactive_file 50000\n", 750_000),
+        (300_000, "inactive_file\n", 700_000),
+        (1_000_001, None, 0),
+    ],
+)
+@pytest.mark.parametrize("version", [2, 1])
+def test_memory_is_at_most_what_a_container_has_left(
+    groups: tuple[Path, Path], version: int, used: int, stat: str | None, left: int
+) -> None:
+    group, limit, usage = system._MEMORY_GROUPS[2 - version]
+    (group / limit).write_text("1000000\n")
+    (group / usage).write_text(f"{used}\n")
+    if stat is not None:
+        (group / "memory.stat").write_text(stat)
+    assert system.available_memory() == left
 
 
 @pytest.mark.parametrize("text", ["", "MemAvailable:", "MemAvailable: x kB"])
@@ -161,7 +191,7 @@ def test_memory_of_a_system_that_does_not_say_what_is_left_is_all_of_it(
 ) -> None:
     (tmp_path / "meminfo").write_text(text)
     monkeypatch.setattr(system, "_MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(system, "_MEMORY_LIMITS", ())
+    monkeypatch.setattr(system, "_MEMORY_GROUPS", ())
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert system.available_memory() == size
 

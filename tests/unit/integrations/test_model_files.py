@@ -23,6 +23,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from tests.support.folders import contents
 from tests.support.models import dense_tensors, replace_file, with_layers, write_folder
 
 FILES = {
@@ -39,14 +40,6 @@ def model(store: LocalStore, tmp_path: Path) -> blobstore.Model:
         write_folder(tmp_path / "source", dense_tensors(), files=FILES), "m", store=store
     )
     return blobstore.open("m", store=store)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def test_writes_the_small_files_and_no_weights_and_removes_them(model: blobstore.Model) -> None:

@@ -7,7 +7,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from blobstore.errors import InvalidReference, UsageError
-from blobstore.manifests.reference import Reference
+from blobstore.manifests.reference import Reference, similar_names
 from blobstore.store.layout import Layout
 
 LAYOUT = Layout(Path("/store"))
@@ -163,3 +163,19 @@ def test_an_address_in_a_registry_is_no_name_of_a_model() -> None:
         InvalidReference, match=r"'oci://h/m' is an address.*'blobstore pull' first"
     ):
         Reference.parse("oci://h/m")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("qwen", "'team/qwen:1b' or 'team/qwen:7b'"),
+        ("quen", "'team/qwen:1b' or 'team/qwen:7b'"),
+        ("tem/qwen:7b", "'team/qwen:7b' or 'team/qwen:70b'"),
+        ("llama", "'llama'"),
+        ("mistral", ""),
+    ],
+)
+def test_a_similar_name_may_have_a_namespace_and_a_tag_too(text: str, meant: str) -> None:
+    names = map(Reference.parse, ("team/qwen:1b", "team/qwen:7b", "team/qwen:70b", "llama"))
+    found = similar_names(Reference.parse(text), names)
+    assert found == (f"did you mean {meant}?" if meant else "")

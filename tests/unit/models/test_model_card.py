@@ -29,4 +29,4 @@ def test_a_card_of_line_breaks_alone_takes_linear_time() -> None:
         "from blobstore.models.model_card import card_field\n"
         "assert card_field({'README.md': '---' + '\\n' * 2**20}, 'license') == []"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -552,6 +552,41 @@ def test_a_certificate_that_is_not_trusted_is_named(
             ObjectStore(server.address).client.get("k", 100)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("http://localhost:1", "cannot connect to 'http://localhost:1': '.*refused'; check AWS_"),
+        ("https://{host}", "'https://{host}' does not speak TLS; .* begin with http://$"),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_named(
+    server: HostileS3, monkeypatch: pytest.MonkeyPatch, endpoint: str, message: str
+) -> None:
+    host = server.server.host
+    server.server.plain_answer = reply(400)
+    set_all(monkeypatch, KEYS | {"AWS_ENDPOINT_URL_S3": endpoint.format(host=host)})
+    with pytest.raises(RemoteError, match=message.format(host=host)):
+        ObjectStore(server.address).client.get("k", 100)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (400, b"The plain HTTP request was sent to HTTPS port", "speaks TLS.* begin with https://"),
+        (400, b"Client sent an HTTP request to an HTTPS server.", "speaks TLS, and was asked with"),
+        (400, b"", "access denied"),
+        (404, b"404 page not found", "it may be another kind of server; check AWS_ENDPOINT_URL$"),
+    ],
+)
+def test_a_server_of_another_kind_is_named(
+    server: HostileS3, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes, message: str
+) -> None:
+    set_all(monkeypatch, KEYS)
+    server.disturb = lambda _: reply(status, body)
+    with pytest.raises(RemoteError, match=message):
+        list(ObjectStore(server.address).client.list("blobs"))
+
+
 def test_a_server_that_asks_for_a_certificate_is_named(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

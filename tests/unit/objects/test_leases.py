@@ -31,10 +31,8 @@ ONE = Digest.of(b"one")
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        monkeypatch.delenv("AWS_PROFILE", raising=False)
         monkeypatch.setattr(objects_client, "_RETRIES", {"max_retries": 0})
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
 
 

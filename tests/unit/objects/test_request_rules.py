@@ -52,10 +52,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
 
 

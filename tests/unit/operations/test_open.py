@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import gc
 import json
 import os
@@ -227,6 +228,33 @@ def test_a_shape_that_a_framework_cannot_hold_is_a_clear_error(
         assert bytes(model.view("x").data) == b"x"
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("shape", [(2**63, 0), (0, 2**64 - 1), (0, 2**63, 2)])
+def test_an_empty_tensor_of_a_huge_shape_is_imported_and_not_loaded_as_by_the_reference(
+    tmp_path: Path, framework: Any, shape: tuple[int, ...]
+) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"x": entry}).encode()
+    source = tmp_path / "x.safetensors"
+    source.write_bytes(len(header).to_bytes(8, "little") + header)
+    with safe_open(source, framework) as theirs:
+        assert theirs.keys() == ["x"]
+        with pytest.raises((ValueError, TypeError)):
+            theirs.get_tensor("x")
+
+    store = LocalStore(tmp_path / "store")
+    blobstore.create(source, "m", store=store)
+    blobstore.export("m", tmp_path / "out", store=store)
+    assert (tmp_path / "out" / source.name).read_bytes() == source.read_bytes()
+    with blobstore.open("m", store=store, framework=framework) as model:
+        shown = re.escape(str(list(shape)))
+        with pytest.raises(
+            UnsupportedDType, match=f"'x': {framework} cannot hold its shape {shown}"
+        ):
+            model["x"]
+        assert model.view("x").spec.shape == shape
+
+
 # Memory
 
 
@@ -326,6 +354,20 @@ def test_a_mistyped_tensor_gets_a_suggestion(store: LocalStore, read: str) -> No
             getattr(model, read)(f"{name[:-1]}z{name[-1]}")
         with pytest.raises(TensorNotFound, match="no tensor '5'$"):
             model[5]  # type: ignore[index]
+
+
+def test_a_pattern_is_no_name_of_a_tensor_and_a_hint_says_what_finds_those_that_match(
+    store: LocalStore,
+) -> None:
+    name = min(TENSORS, key=len)
+    with blobstore.open("m", store=store) as model:
+        with pytest.raises(TensorNotFound, match="it is a pattern; ") as caught:
+            model[f"*{name[1:]}"]
+        call = str(caught.value).partition("; ")[2].partition("; ")[2].partition(" returns")[0]
+        assert name in eval(call, {"fnmatch": fnmatch, "model": model})
+        for text in ("*zzz*", "[" * 2000):
+            with pytest.raises(TensorNotFound, match=r"has no tensor '[*\[z…]*'$"):
+                model[text]
 
 
 def test_offers_what_safetensors_offers(tmp_path: Path) -> None:

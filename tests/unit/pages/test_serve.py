@@ -43,7 +43,7 @@ def serving(store: LocalStore) -> Iterator[str]:
         yield found[1]
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate()
 
 
 def request(address: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:

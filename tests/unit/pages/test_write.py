@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -286,9 +285,8 @@ def test_every_view_can_be_zoomed_searched_and_resized(
         assert picture(browser) != before
     before = picture(browser)
     search(browser, "tuned" if view != "model" else "v_proj")
-    end = time.monotonic() + 20
-    while picture(browser) == before:
-        assert time.monotonic() < end, "searching changed nothing"
+    while picture(browser) == before:  # the whole suite has a time limit
+        pass
     browser.resize(500, 700)
 
     assert browser.run("document.documentElement.scrollWidth") <= 500

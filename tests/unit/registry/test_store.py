@@ -26,12 +26,6 @@ from tests.support.store_suite import NAMES, ModelReaderSuite
 from tests.support.stub_registry import StubRegistry
 
 
-@pytest.fixture
-def registry() -> Iterator[StubRegistry]:
-    with StubRegistry() as server:
-        yield server
-
-
 class TestRemoteReader(ModelReaderSuite):
     @pytest.fixture(params=["ollama", "oci"])
     def reader(

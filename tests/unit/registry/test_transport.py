@@ -60,11 +60,16 @@ class TunnelProxy:
         return f"127.0.0.1:{self._server.getsockname()[1]}"
 
     def _serve(self) -> None:
-        client, _ = self._server.accept()
+        with contextlib.suppress(OSError):  # it is closed, or a client or a server has gone
+            self._pass_on(self._server.accept()[0])
+
+    def _pass_on(self, client: socket.socket) -> None:
         with client:
             head = b""
             while not head.endswith(b"\r\n\r\n"):
-                head += client.recv(1)
+                head += (piece := client.recv(1))
+                if not piece:
+                    return
             self.heads.append(head.decode())
             if self._answered is not None:
                 client.sendall(self._answered)

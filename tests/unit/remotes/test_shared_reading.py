@@ -56,9 +56,7 @@ class Counting:
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     with hostile_s3() as server:
-        monkeypatch.delenv("AWS_PROFILE", raising=False)
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
+        server.set_environment(monkeypatch)
         monkeypatch.setenv("BLOBSTORE_HOME", str(tmp_path / "node"))
         local = LocalStore(tmp_path / "local")
         add_blobs(

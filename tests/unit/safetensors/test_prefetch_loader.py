@@ -13,7 +13,7 @@ import pytest
 from blobstore.safetensors import SafetensorError
 from blobstore.safetensors.prefetch_loader import PrefetchLoader, attempt
 
-SECONDS = 20
+SECONDS = 120
 
 
 class Letters:

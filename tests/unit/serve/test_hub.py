@@ -14,6 +14,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import Library
 from blobstore.store.local import LocalStore
+from tests.support.folders import contents
 from tests.support.models import dense_tensors, moe_tensors, write_folder
 from tests.support.ollama_store import GGUF_FILE, add_gguf_model
 from tests.support.serve import ask, body_of, json_of
@@ -21,19 +22,11 @@ from tests.support.serve import ask, body_of, json_of
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path) -> None:
     info = json_of(ask(library, "/api/models/org/model"))
     assert info["id"] == "org/model"
     assert COMMIT.fullmatch(info["sha"])
-    assert [item["rfilename"] for item in info["siblings"]] == sorted(files_of(folder))
+    assert [item["rfilename"] for item in info["siblings"]] == sorted(contents(folder))
     for revision in ("main", "latest", info["sha"], "refs%2Fheads%2Fmain"):
         response = ask(library, f"/api/models/org/model/revision/{revision}")
         assert json_of(response)["sha"] == info["sha"]
@@ -42,7 +35,7 @@ def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path)
 
 def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, folder: Path) -> None:
     info = json_of(ask(library, "/api/models/org/model?blobs=true"))
-    source = files_of(folder)
+    source = contents(folder)
     assert {item["rfilename"]: item["size"] for item in info["siblings"]} == {
         name: len(data) for name, data in source.items()
     }
@@ -51,7 +44,7 @@ def test_sizes_and_digests_of_files_are_listed_on_request(library: Library, fold
 
 
 def test_files_are_those_of_the_source_byte_for_byte(library: Library, folder: Path) -> None:
-    for name, data in files_of(folder).items():
+    for name, data in contents(folder).items():
         response = ask(library, f"/org/model/resolve/main/{name}")
         assert response.status == 200
         assert body_of(library.store, response) == data
@@ -68,7 +61,7 @@ def test_files_are_those_of_the_source_byte_for_byte(library: Library, folder: P
 
 def test_a_tree_lists_files_as_git_lfs_does(library: Library, folder: Path) -> None:
     tree = json_of(ask(library, "/api/models/org/model/tree/main?recursive=true&expand=false"))
-    source = files_of(folder)
+    source = contents(folder)
     found = {entry["path"]: entry for entry in tree}
     assert found.keys() == source.keys() | {"extra"}
     assert found.pop("extra")["type"] == "directory"
@@ -237,7 +230,7 @@ def test_a_quantized_model_has_the_files_of_an_export(
     create(source, "quantized", store=store, quantize=quantize)
     export_model("quantized", tmp_path / "back", store=store)
     library = Library(store)
-    for name, data in files_of(tmp_path / "back").items():
+    for name, data in contents(tmp_path / "back").items():
         response = ask(library, f"/quantized/resolve/main/{name}")
         assert body_of(store, response) == data
         assert response.headers["ETag"] == f'"{Digest.of(data).hex}"'
@@ -247,7 +240,7 @@ def test_stacked_experts_are_the_files_of_the_source(store: LocalStore, tmp_path
     source = write_folder(tmp_path / "moe", moe_tensors(), shards=3)
     create(source, "moe", store=store)
     library = Library(store)
-    for name, data in files_of(source).items():
+    for name, data in contents(source).items():
         assert body_of(store, ask(library, f"/moe/resolve/main/{name}")) == data
 
 

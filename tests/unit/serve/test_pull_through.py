@@ -49,7 +49,7 @@ def test_questions_for_absent_models_share_what_connections_trust(through: PullT
         before = contexts()
         for number in range(20):
             assert ask(through, f"/org/m{number}/resolve/main/f") == 401
-        assert contexts() == before
+        assert contexts() <= before
     finally:
         gc.enable()
 

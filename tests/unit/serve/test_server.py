@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import http.client
+import json
 import os
 import resource
 import shutil
@@ -28,6 +31,7 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.registry.client import RegistryClient
 from blobstore.serve.library import Library
+from blobstore.serve.server import Server
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
 from tests.support.models import dense_tensors, moe_tensors, write_folder
@@ -63,6 +67,40 @@ def large_model(store: LocalStore, folder: Path) -> bytes:
     source = write_folder(folder / "large", tensors)
     create(source, "org/large", store=store)
     return (source / "model.safetensors").read_bytes()
+
+
+def begin_large(client: socket.socket, *headers: bytes) -> bytes:
+    """Ask for the file of ``org/large``, and return the first bytes of the response."""
+    line = b"GET /org/large/resolve/main/model.safetensors HTTP/1.1"
+    client.sendall(b"\r\n".join([line, b"Host: localhost", *headers, b"", b""]))
+    return client.recv(1000)
+
+
+def rest_of(client: socket.socket) -> bytes:
+    """Return what a server sends until it closes the connection."""
+    return b"".join(iter(lambda: client.recv(1 << 20), b""))
+
+
+def test_what_is_done_from_time_to_time_survives_a_failure(store: LocalStore) -> None:
+    tested = Server(store, None)
+
+    async def run() -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        done: list[int] = []
+
+        def act() -> None:
+            done.append(len(done))
+            if len(done) < 3:
+                raise OSError(errno.EROFS, "read-only")
+            loop.call_soon_threadsafe(ended.set)
+
+        chore = asyncio.create_task(tested._repeat(0, act))
+        await ended.wait()
+        chore.cancel()
+
+    asyncio.run(run())
+    errors = [json.loads(line)["error"] for line in tested._lines]
+    assert errors == [f"OSError: [Errno {errno.EROFS}] read-only"] * 2
 
 
 def test_files_arrive_as_they_are(server: Serving, folder: Path) -> None:
@@ -180,10 +218,7 @@ def test_a_response_is_finished_before_the_server_ends(store: LocalStore, tmp_pa
         serving(store, tmp_path) as server,
         connect(server) as client,
     ):
-        client.sendall(
-            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        )
-        received = client.recv(1000)
+        received = begin_large(client)
         server.process.send_signal(signal.SIGTERM)
         is_open = True
         while is_open:
@@ -194,8 +229,7 @@ def test_a_response_is_finished_before_the_server_ends(store: LocalStore, tmp_pa
             except ConnectionError:  # it was waiting to be accepted
                 continue
             time.sleep(0.01)
-        while piece := client.recv(1 << 20):
-            received += piece
+        received += rest_of(client)
         assert received.partition(b"\r\n\r\n")[2] == data
         assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
 
@@ -209,16 +243,11 @@ def test_a_model_that_is_removed_while_it_is_sent_is_sent_to_its_end(
         serving(store, tmp_path) as server,
         connect(server) as client,
     ):
-        client.sendall(
-            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
-            b"Connection: close\r\n\r\n"
-        )
-        received = client.recv(1000)
+        received = begin_large(client, b"Connection: close")
         remove_models(["org/large"], store=store)
         collect_garbage(store=store, older_than=0, force=True)
         assert server.request("/api/models/org/large")[0] == 404
-        while piece := client.recv(1 << 20):
-            received += piece
+        received += rest_of(client)
     assert received.partition(b"\r\n\r\n")[2] == data
 
 
@@ -227,14 +256,9 @@ def test_a_model_that_is_frozen_while_it_is_sent_is_sent_to_its_end(
 ) -> None:
     data = large_model(store, tmp_path)
     with serving(store, tmp_path) as server, connect(server) as client:
-        client.sendall(
-            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
-            b"Connection: close\r\n\r\n"
-        )
-        received = client.recv(1000)
+        received = begin_large(client, b"Connection: close")
         freeze_models(["org/large"], store=store)
-        while piece := client.recv(1 << 20):
-            received += piece
+        received += rest_of(client)
     assert received.partition(b"\r\n\r\n")[2] == data
 
 
@@ -244,10 +268,7 @@ def test_a_server_that_is_killed_leaves_nothing_that_gc_does_not_remove(
     data = large_model(store, tmp_path)
     create(write_folder(tmp_path / "other", moe_tensors()), "other", store=store)
     with serving(store, tmp_path) as server, connect(server) as client:
-        client.sendall(
-            b"GET /org/large/resolve/main/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        )
-        client.recv(1000)
+        begin_large(client)
         server.process.kill()
         server.process.wait()
     assert not verify_models(store=store).faults

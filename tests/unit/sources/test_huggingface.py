@@ -3,6 +3,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_a_missing_shard_next_to_other_weights_names_the_option(tmp_path: Path) 
     write_folder(tmp_path, ONE | TWO, shards=2)
     for name in SHARDS:
         (tmp_path / name).rename(tmp_path / name.replace("of-00002", "of-00001"))
-    message = "or choose other weights, such as 'model-00001-of-00001.safetensors', with --weights"
+    message = "or choose other weights with --weights model-00001-of-00001.safetensors"
     with pytest.raises(DamagedSource, match=message):
         Found(tmp_path)
     assert Found(tmp_path, weights="model-00001-*").names == {"a"}
@@ -556,6 +557,17 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     (folder / name).symlink_to(tmp_path / "other.safetensors")
     with pytest.raises(SourceError, match=r"leads out of the model's folder by a link"):
         Found(folder)
+
+
+def test_advice_that_names_a_file_is_one_word_of_a_shell(tmp_path: Path) -> None:
+    folder = put(tmp_path / "model", model=ONE)
+    (folder / "x'; touch y;'.safetensors").symlink_to(
+        put(tmp_path, other=TWO) / "other.safetensors"
+    )
+    with pytest.raises(SourceError, match="link") as caught:
+        Found(folder, weights="x*")
+    _, command = str(caught.value).split("leave it out with ")
+    assert shlex.split(command) == ["--exclude", "x'; touch y;'.safetensors"]
 
 
 def test_links_within_the_folder_and_to_the_folder_are_followed(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ while True:
         file.seek(-int(sys.argv[2]), 2)
         for _ in range(16):
             file.write(bytes([step]) * (int(sys.argv[2]) // 16))
-    time.sleep(float(sys.argv[3]))
+    time.sleep(0.02 * step)
 """
 
 
@@ -152,12 +152,12 @@ def test_no_import_of_a_checkpoint_in_use_by_a_trainer_is_mixed(
     size = 1 << 18
     tensors = {f"w{number:02}": np.zeros(size, np.uint8) for number in range(16)}
     weights = write_folder(tmp_path / "m", tensors) / "model.safetensors"
-    command = [sys.executable, "-c", _TRAINER, str(weights), str(size * 16), "0.15"]
+    command = [sys.executable, "-c", _TRAINER, str(weights), str(size * 16)]
     refused = published = 0
     with subprocess.Popen(command) as trainer:
         try:
-            end = time.monotonic() + 4
-            while time.monotonic() < end:
+            # Its pauses grow until imports are complete in them, however slow these are.
+            while min(refused, published) < 5:
                 try:
                     blobstore.create(weights, "m", store=store)
                 except BlobstoreError as error:
@@ -170,5 +170,3 @@ def test_no_import_of_a_checkpoint_in_use_by_a_trainer_is_mixed(
                 published += 1
         finally:
             trainer.kill()
-    assert refused
-    assert published

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -127,9 +128,22 @@ def test_a_lease_lists_the_blobs_that_it_holds(store: LocalStore) -> None:
         lease.hold([A, B])
         found = store.read_leases()
         assert found == ({lease.name: {A, B}}, [])
-        assert (store.folder("leases") / lease.name).stat().st_size == 2 * 65
+        assert (store.folder("leases") / lease.name).stat().st_size == 2 * 66
     assert store.read_leases() == ({}, [])
     assert list(store.folder("leases").iterdir()) == []
+
+
+def test_a_lease_that_cannot_be_removed_is_ended_by_its_lock(store: LocalStore) -> None:
+    folder = store.folder("leases")
+    with store.lease() as lease:
+        lease.hold([A])
+        folder.rename(folder.with_name("aside"))
+        folder.write_bytes(b"")
+    folder.unlink()
+    folder.with_name("aside").rename(folder)
+    found = store.read_leases()
+    assert found.digests == set()
+    assert [path.name for path in found.dead] == [lease.name]
 
 
 def test_leases_of_dead_processes_are_distinguished_from_living_ones(
@@ -168,6 +182,27 @@ def test_junk_in_a_lease_holds_nothing(store: LocalStore, junk: bytes) -> None:
     with store.lease() as lease:
         (store.folder("leases") / lease.name).write_bytes(junk)
         assert not store.read_leases().digests & {A, B, C}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 30, 65, 66, 67, 100, 130])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_line_torn_by_a_full_disk_spoils_no_later_one(
+    store: LocalStore, size: int, is_other: bool
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with store.lease() as lease, store._locks.join_lease(lease.name) as joined:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                lease.hold([A, B])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (store.folder("leases") / lease.name).stat().st_size == size
+        (joined if is_other else lease).hold([C])
+        assert C in store.read_leases().digests
+        lease.hold([A, B])
+        assert store.read_leases().digests == {A, B, C}
 
 
 @pytest.mark.slow

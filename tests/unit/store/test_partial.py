@@ -454,3 +454,33 @@ def test_files_that_get_another_owner_are_an_error(
     monkeypatch.setattr("blobstore.store.partial_lock.belongs_to_us", lambda *_: False)
     with pytest.raises(StoreError, match="files that this user creates in .* somebody else"):
         PartialBlob.open(folder, BLOB)
+
+
+def test_a_new_file_that_another_process_removes_at_once_is_created_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removals = [1, 2]
+
+    def give_to_owner(path: Path) -> None:
+        if removals:  # as the process that has published the blob removes what is listed
+            removals.pop()
+            partial.remove_partial(folder, BLOB.digest)
+        assert path.parent == folder
+
+    monkeypatch.setattr(partial, "give_to_owner", give_to_owner)
+    with opened(folder) as file:
+        fill(file, 0, 1, 2)
+        assert file.has_right_digest()
+        file.complete()
+        assert file.path.read_bytes() == DATA
+    assert not removals
+    assert len(list(folder.iterdir())) == 2  # with the lock
+
+
+def test_a_file_that_vanishes_again_and_again_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "give_to_owner", Path.unlink)
+    with pytest.raises(FileNotFoundError):
+        PartialBlob.open(folder, BLOB)
+    assert open_files(folder) == []

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobDamaged, ModelNotFound, NotFound, UnsupportedSource, UsageError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    ModelNotFound,
+    NotFound,
+    UnsupportedSource,
+    UsageError,
+)
+from blobstore.manifests import media_types
 from blobstore.operations.bench.bench import measure_reading
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
@@ -102,3 +110,7 @@ def test_what_cannot_be_read_is_an_error(store: LocalStore, tmp_path: Path) -> N
         measure_reading("other", store=store)
     with pytest.raises(UsageError, match="jobs must be at least 1"):
         measure_reading("dense", store=store, jobs=0)
+    blob = store.resolve("dense").layers_of(*media_types.WEIGHTS)[0]
+    Path(store.blob_path(blob.digest)).unlink()
+    with pytest.raises(BlobMissing):
+        measure_reading("dense", store=store)

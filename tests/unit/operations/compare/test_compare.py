@@ -315,19 +315,25 @@ def test_reports_a_missing_or_truncated_blob(store: LocalStore) -> None:
         compare_models("a", "b", store=store)
 
 
-def test_an_interrupt_stops_its_threads(store: LocalStore) -> None:
+def test_an_interrupt_stops_its_threads(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = 32
     for name, value in (("a", 1), ("b", 2)):
         array = np.full(blocks << 15, value, np.uint8)
         make(store, name, {f"x{number}": array for number in range(5)})
-    reports: list[int] = []
+    reports, pools = list[int](), list[WorkerPool]()
+
+    class Pool(WorkerPool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pools.append(self)
 
     def interrupt(what: str, done: int, total: int) -> None:
         reports.append(done)
         if len(reports) == 1:
             raise KeyboardInterrupt
-        threading.Event().wait(0.02)  # let the main thread learn of it
+        pools[0].stopping.wait()
 
+    monkeypatch.setattr("blobstore.operations.compare.compare.WorkerPool", Pool)
     with pytest.raises(KeyboardInterrupt):
         compare_models("a", "b", store=store, jobs=2, progress=interrupt)
     assert len(reports) < blocks  # no job was completed

@@ -34,12 +34,6 @@ def raw_tensors(*paths: Path) -> dict[str, tuple[str, list[int], bytes]]:
     return found
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the bytes of all files below a folder."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 def add_layers(store: LocalStore, *layers: tuple[str, str, bytes]) -> None:
     """Add layers (media type, name, content) to model ``m``, whose record of the source they do not fit."""
     added = []

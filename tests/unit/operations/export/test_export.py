@@ -37,6 +37,7 @@ from blobstore.quantization.formats import FORMATS
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
+from tests.support.folders import contents
 from tests.support.frozen import put, weights
 from tests.support.models import (
     Arrays,
@@ -52,7 +53,6 @@ from tests.unit.operations.export.folders import (
     NAME,
     add_layers,
     assert_holds,
-    contents,
     raw_tensors,
     remove_layers,
 )

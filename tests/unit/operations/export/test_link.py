@@ -17,9 +17,10 @@ from blobstore.manifests import media_types
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.operations.export.export import export_model
-from blobstore.operations.export.link import Linked, link_model
+from blobstore.operations.export.link import Linked, is_linked, link_model
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, link
+from tests.support.folders import contents
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -36,7 +37,6 @@ from tests.unit.operations.export.folders import (
     add_layers,
     add_old_model,
     assert_holds,
-    contents,
     raw_tensors,
 )
 
@@ -572,3 +572,18 @@ def test_a_file_with_the_name_of_a_variant_becomes_a_model_without_one(
     create(file, NAME, store=store)
     link_model(NAME, tmp_path / "farm", store=store)
     assert (tmp_path / "farm" / INDEX).exists()
+
+
+def test_a_folder_is_linked_only_while_it_has_all_of_its_files(
+    store: LocalStore, model: Path, out: Path
+) -> None:
+    create(model, NAME, store=store, quantize="int4")
+    assert not is_linked(NAME, out, store=store)
+    assert link_model(NAME, out, store=store).copied
+    for name in contents(out):
+        assert is_linked(NAME, out, store=store)
+        (out / name).rename(out / "kept")
+        assert not is_linked(NAME, out, store=store)
+        (out / name).symlink_to("gone")
+        assert not is_linked(NAME, out, store=store)
+        (out / "kept").rename(out / name)

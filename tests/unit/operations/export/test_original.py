@@ -37,11 +37,11 @@ from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
+from tests.support.folders import contents
 from tests.support.pack_quantized import packed_config, packed_weight
 from tests.unit.operations.export.folders import (
     NAME,
     add_layers,
-    contents,
     raw_tensors,
     remove_layers,
 )

@@ -23,12 +23,12 @@ from blobstore.operations.export.link import link_model
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, lengthen, truncate
+from tests.support.folders import contents
 from tests.unit.operations.export.folders import (
     NAME,
     add_layers,
     add_old_model,
     assert_holds,
-    contents,
     remove_layers,
 )
 

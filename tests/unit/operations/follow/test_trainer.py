@@ -25,6 +25,7 @@ from blobstore.errors import (
     SourceNotFound,
     UnsupportedSource,
 )
+from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
@@ -207,6 +208,9 @@ def test_a_trainer_that_begins_again_needs_its_first_model(run: Run, tmp_path: P
     run.step()
     run.follow()
     blobstore.gc(store=run.store, older_than=0, force=True)
+    damaged = run.store.manifest_path(Reference.parse("damaged"))
+    damaged.parent.mkdir()
+    damaged.symlink_to("nowhere")
     run.trainer = Trainer(tmp_path / "versions", first_weights())
     run.step()
     before = run.store.read_manifest("policy")

@@ -23,6 +23,7 @@ from blobstore.store.local import LocalStore
 from blobstore.store.verified_cache import VerifiedBlobs
 from tests.support import frozen
 from tests.support.cold import cold
+from tests.support.folders import contents
 from tests.support.models import Arrays, blob, moe_tensors, write_folder
 
 
@@ -54,11 +55,7 @@ def check(store: LocalStore, folder: Path) -> None:
     export_model("model", folder, store=store)
     found = folder_digests(store, store.resolve("model"), "export")
     assert found.hashed
-    assert found.files == {
-        str(path.relative_to(folder)): Digest.of(path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    assert found.files == {name: Digest.of(content) for name, content in contents(folder).items()}
 
 
 @pytest.mark.parametrize("limit", [1, 8])

@@ -22,11 +22,6 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
 def states(store: LocalStore, *keys: Path) -> list[tuple[str, str, str]]:
     (model,) = check_signatures("model", keys=keys, store=store)
     return sorted((one.kind, one.state, one.signer) for one in model.signatures)

@@ -27,11 +27,6 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
 def test_without_a_policy_a_model_is_opened_after_one_look_for_the_file(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,11 +49,6 @@ def store(origin: Path, tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
 def signatures(store: LocalStore, name: str = "dense") -> dict[str, Signature]:
     digest = Digest.of(store.read_manifest(name))
     return {one.kind: one for one in map(parse_signature, store.signatures(digest))}

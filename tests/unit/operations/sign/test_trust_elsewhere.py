@@ -28,17 +28,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     monkeypatch.setattr(client, "_RETRIES", {"max_retries": 0})
     monkeypatch.setattr(client, "_PAUSE", 0)
     monkeypatch.setitem(sys.modules, "botocore.session", None)  # the keys are in the environment
-    for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)
     with hostile_s3() as running:
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
 
 
 @pytest.fixture

@@ -12,7 +12,9 @@ from blobstore.operations.transfer.lock_file import LockedModel, format_lock, pa
 DIGEST = Digest.of(b"x")
 HEAD = f'name = "a"\nmanifest = "{DIGEST}"\n'
 MODELS = [
-    LockedModel(reference=Reference.parse("b:v1"), manifest=DIGEST, remote='s3://x/"b"\\:v1'),
+    LockedModel(
+        reference=Reference.parse("b:v1"), manifest=DIGEST, remote='s3://x/"b"\\\x7f\U0001f600:v1'
+    ),
     LockedModel(
         reference=Reference.parse("a"),
         manifest=DIGEST,
@@ -42,6 +44,9 @@ def test_a_lock_file_is_sorted_toml_and_is_read_back() -> None:
         ("version = 1\n[[models]]\nname = 'a'", "manifest is missing"),
         (f"version = 1\n[[models]]\n{HEAD}more = 'x'", "unknown key 'more'"),
         (f"version = 1\n[[models]]\n{HEAD}options = 'x'", "options: "),
+        (f"version = 1\n[[models]]\n{HEAD}options = '[]'", "options: expected an object"),
+        ("version = 1" + "0" * 5000, "not a lock file: "),
+        ("a." * 1000 + "b = 1", "not a lock file: a key has more than 16 parts"),
         (
             f"version = 1\n[[models]]\n{HEAD}[[models]]\n{HEAD}",
             "model 2: 'a:latest' is listed twice",
@@ -57,3 +62,9 @@ def test_another_text_than_a_lock_file_is_refused(text: str, message: str) -> No
         parse_lock(text, "file")
     assert str(caught.value).startswith("file: ")
     assert message in str(caught.value)
+
+
+def test_an_address_that_is_not_utf_8_is_refused() -> None:
+    model = LockedModel(reference=Reference.parse("a"), manifest=DIGEST, remote="file:///\udcff/a")
+    with pytest.raises(UsageError, match="'a:latest'.*not UTF-8"):
+        format_lock([model])

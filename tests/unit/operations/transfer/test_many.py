@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, MissingLibrary, ModelNotFound, NotFound, UsageError
 from blobstore.operations.transfer.many import (
     Transferred,
@@ -12,7 +14,8 @@ from blobstore.operations.transfer.many import (
     pull_models,
     push_models,
 )
-from blobstore.operations.transfer.push import Pushed
+from blobstore.operations.transfer.push import Pushed, push_model
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.damage import blob_path
@@ -102,6 +105,20 @@ def test_in_a_registry_each_model_gets_the_repository_of_its_name(
     assert [str(model.result.reference) for model in pulled if model.result] == names
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"max_layers": 1}, {"layout": "ollama"}, {"layout": "image"}]
+)
+def test_a_model_has_the_same_id_in_a_registry_as_in_a_store(
+    local: LocalStore, remote: str, options: dict[str, Any]
+) -> None:
+    pushed = push_model("one", remote, store=local, **options)
+
+    (entry,) = read_remote_catalog(f"oci://{remote}")
+
+    assert entry.digest == Digest.of(local.read_manifest("one"))
+    assert entry.registry_digest == pushed.digest
+
+
 @pytest.mark.parametrize("is_registry", [True, False])
 def test_a_dry_run_counts_what_models_share_once(
     is_registry: bool, local: LocalStore, remote: str, bucket: str
@@ -153,6 +170,23 @@ def test_bases_come_before_what_is_compressed_against_them(
     assert [model.result and model.result.bytes_fetched for model in planned] == [
         model.result and model.result.bytes_fetched for model in pulled
     ]
+
+
+def test_a_base_that_could_not_be_fetched_is_named_as_missing(bucket: str, tmp_path: Path) -> None:
+    origin = LocalStore(tmp_path / "origin")
+    frozen.put(origin, "base", {"a": 1})
+    add_blobs(origin, "tune", {"a": frozen.layer("a", frozen.tuned(5, 1))})
+    push_models(["base"], bucket, store=origin)
+    push_models(["tune"], bucket, store=origin, cold=True, base="base")
+    (tmp_path / "bucket" / "blobs" / blob_path(origin, "a", "base").name).unlink()
+
+    base, tune = pull_models(
+        find_remote_models([bucket], all_models=True), store=tmp_path / "other"
+    )
+
+    assert isinstance(base.error, BlobMissing)
+    assert tune.result
+    assert "pull the base model first" in tune.result.notices[0]
 
 
 def test_of_models_with_bases_of_each_other_only_one_is_fetched_whole(

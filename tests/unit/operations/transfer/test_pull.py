@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +52,6 @@ def origin(tmp_path: Path) -> LocalStore:
     frozen.put(store, "a", {"x": 1, "y": 2, "z": 3})
     frozen.put(store, "b", {"x": 1, "y": 2, "z": 4})
     return store
-
-
-@pytest.fixture
-def registry() -> Iterator[StubRegistry]:
-    with StubRegistry() as server:
-        yield server
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, write_folder
@@ -306,3 +307,12 @@ def test_what_cannot_be_imported_leaves_no_model(
     with pytest.raises(error):
         blobstore.pull(remote, "model", store=store)
     assert not store.has_model("model")
+
+
+def test_files_of_another_tool_have_no_id_before_they_are_pulled(
+    source: Path, remote: str, tmp_path: Path
+) -> None:
+    offer_as_modctl(remote, source)
+    (entry,) = read_remote_catalog(f"oci://{remote}")
+    pulled = blobstore.pull(remote, "model", store=tmp_path / "store")
+    assert (entry.digest, entry.registry_digest) == (None, pulled.digest)

@@ -37,11 +37,6 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
-
-
 def manifest_of(store: LocalStore, name: str = "model") -> Digest:
     return Digest.of(store.read_manifest(name))
 

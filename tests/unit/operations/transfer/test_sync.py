@@ -7,11 +7,13 @@ import pytest
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, UnsupportedSource
 from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
+from blobstore.operations.transfer.many import push_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.operations.transfer.sync import lock_models, sync_models
 from blobstore.store.local import LocalStore
 from tests.support import frozen
+from tests.support.models import add_blobs
 from tests.support.registry import Server
 
 
@@ -94,3 +96,24 @@ def test_a_registry_is_pinned_by_digest(
     push_model("two", f"{remote}:v1", store=local)  # the tag moves, the digest does not
     assert states(locked, other) == ["fetched"]
     assert lock_models(["one"], store=other) == locked
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+def test_bases_come_before_what_is_compressed_against_them(
+    is_registry: bool, local: LocalStore, other: LocalStore, remote: str, tmp_path: Path
+) -> None:
+    place = remote if is_registry else f"file://{tmp_path}/bucket"
+    add_blobs(local, "fine-tune", {"own": frozen.layer("own", frozen.tuned(5, 1))})
+    push_models(["one"], place, store=local)
+    push_models(["fine-tune"], place, store=local, cold=True, base="one")
+    locked = lock_models(["fine-tune", "one"], remote=place, store=local)
+    steps: list[str] = []
+
+    done = sync_models(locked, store=other, progress=lambda *step: steps.append(step[0]))
+
+    assert [(str(one.reference), one.state) for one in done] == [
+        ("fine-tune:latest", "fetched"),
+        ("one:latest", "fetched"),
+    ]
+    started = dict.fromkeys(step.partition(":")[0] for step in steps)
+    assert list(started) == ["1 of 2 models, one", "2 of 2 models, fine-tune"]

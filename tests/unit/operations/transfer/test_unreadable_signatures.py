@@ -18,12 +18,7 @@ from tests.attacks.test_request_rules import Registry
 from tests.support.hostile_s3 import HostileS3, failure, hostile_s3
 from tests.support.models import add_blobs, blob
 from tests.support.raw_server import RawServer, Received, reply
-from tests.support.signing import KeyFiles, key_files, policy
-
-
-@pytest.fixture
-def key(tmp_path: Path) -> KeyFiles:
-    return key_files(tmp_path)
+from tests.support.signing import KeyFiles, policy
 
 
 @pytest.fixture
@@ -75,10 +70,7 @@ def test_registry_that_denies_the_list_is_named_with_its_status(
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileS3]:
     with hostile_s3() as running:
-        for name in ("AWS_PROFILE", "AWS_CA_BUNDLE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in running.environment.items():
-            monkeypatch.setenv(name, value)
+        running.set_environment(monkeypatch)
         yield running
 
 
