@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from blobstore.cli.output import show_note
 from blobstore.core.escape import join_some, question, quote, quote_url
-from blobstore.core.schemes import HUB, OLLAMA, advice_for, check_path, scheme_of
+from blobstore.core.schemes import HUB, OLLAMA, advice_for, check_path, respelled, scheme_of
 from blobstore.errors import BlobstoreError, InvalidReference, ModelNotFound, NotFound, UsageError
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class _ModelName(_ParamType):
                 advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
             )
         elif not (self._or_path or is_pattern(value)):
+            if meant := respelled(value):
+                raise UsageError(
+                    f"{quote_url(value)} is no name of a model",
+                    advice=f"write {quote_url(meant)[1:-1]}",
+                )
             if (scheme := scheme_of(value)) is not None:
                 raise UsageError(
                     f"{quote_url(value)} is no name of a model, and no address of one begins with "

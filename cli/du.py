@@ -52,7 +52,7 @@ def command(
 
     If NAME is an address such as oci://host/repository:tag or s3://bucket/prefix/model, the size of
     the model there is shown, and how much of it the store has. The address of a store in object
-    storage stands for all of its models.
+    storage, of a registry or of repositories stands for all models there.
     """
     from blobstore.operations.describe.disk_usage import measure_usage
     from blobstore.remotes.addresses import is_address

@@ -137,7 +137,7 @@ def _as_text(frozen: Frozen, *, dry_run: bool) -> Iterator[str]:
                 f"  {'would keep' if dry_run else 'kept'} {render.count_of(len(kept), 'blob')} "
                 f"({size}) uncompressed: {reason.format(others)}"
             )
-    if not frozen.blobs:
+    if frozen.references and not frozen.blobs:
         yield (
             "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "
             "'blobstore create ollama://MODEL NAME' has imported it"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @click.argument("name", type=arguments.FORMER_NAME)
 @options.shared("store", "json")
 def command(name: Reference, store: LocalStore, out: Output) -> None:
-    """List the models that NAME had before it was given to another one, latest first.
+    """List the models that NAME had before it was given to another one or removed, latest first.
 
     "blobstore restore" gives them back, until "blobstore gc" removes their blobs. They keep no blob
-    alive. Names that were removed with "blobstore rm" have no history of that.
+    alive.
     """
     from blobstore.operations.maintenance.history import model_history
 

@@ -50,8 +50,8 @@ def command(
 
     If the only PATTERN is oci://host/repository, the tags of that repository are listed. If there is no
     such repository, the tags of those below it are, such as oci://host/team; oci://host stands for all
-    of them. Not every registry lists its repositories. If PATTERN is a store in object storage such as s3://bucket/prefix, its models. SHARED is then the part that
-    others of the list use too.
+    of them. Not every registry lists its repositories. If it is a store in object storage, such as
+    s3://bucket/prefix, its models are listed. SHARED is then the part that others of the list use.
 
     SHARED is the part that other names use too, so removing a name frees at most the rest. FROZEN
     is the part that "blobstore freeze" has compressed; it is shown if any model is frozen. ID is

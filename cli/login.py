@@ -28,7 +28,8 @@ _MAX_PASSWORD = 64 * 2**10
 def command(registry: str, username: str | None, password_stdin: bool, out: Output) -> None:
     """Log in at the registry REGISTRY, which is host[:port], and keep the password.
 
-    With http://host:port, as of a 'blobstore serve', TLS is not used. The password is kept where
+    With http://host:port, as of a 'blobstore serve', TLS is not used; with https://, it is, on this
+    machine too. The password is kept where
     Podman or Docker has one for the registry, or else where Docker keeps it: by the credential
     helper that Docker's configuration names, or in that file. It is kept only if the registry does
     not refuse it.
@@ -39,7 +40,7 @@ def command(registry: str, username: str | None, password_stdin: bool, out: Outp
     from blobstore.registry.reference import host_in, split_scheme
 
     host = host_in(registry)
-    plain_http = True if split_scheme(registry)[0] == "http" else None
+    plain_http = {"http": True, "https": False}.get(split_scheme(registry)[0])
     if not (password_stdin and username) and not sys.stdin.isatty():
         raise UsageError("there is no terminal to ask; give --username and --password-stdin")
     user = username or ask("Username")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def command(name: Reference, ident: str | None, store: LocalStore, out: Output) -> None:
     """Give NAME the model that it had before, or the one of this ID; "blobstore history" lists them.
 
-    The model that NAME has now becomes a former one, so a restore can be undone. No data is copied.
+    That undoes "blobstore rm", too. The model that NAME has now becomes a former one, so a restore can be undone. No data is copied.
     """
     from blobstore.operations.maintenance.history import restore_model
 

@@ -76,7 +76,7 @@ def command(
 
     If the only NAME is an address, or with --remote, every byte of the model there is fetched and
     hashed, and nothing is written: a registry may send other bytes than those that were pushed. The
-    address of a store in object storage stands for all of its models.
+    address of a store in object storage, of a registry or of repositories stands for all models there.
     """
     names, remote = _remote_of(names, remote)
     if remote is not None:

@@ -44,6 +44,7 @@ READ = {
     "cold blob": prefix_versions(*table.PREFIXES),
     "rule that quantizes blocks of GGUF": str(quant_rule._VERSION),
     "cold layer in a registry": media_version(cold_layers.COLD),
+    "list of cold layers of bases": media_version(cold_layers.COLD_BASES),
     "archive": prefix_versions(archives.PREFIX),
     "lock file": str(lock_file.VERSION),
     "policy of signatures": str(policy.VERSION),

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("nbclient", reason="it is in the test group")
-pytest.importorskip("ipykernel", reason="it is in the test group")
-
-import nbformat
-
-from tests.support.notebooks import executed
 from tests.support.transcripts import ROOT
 
+if TYPE_CHECKING:
+    import nbformat
+
+pytestmark = pytest.mark.skipif(
+    find_spec("nbclient") is None or find_spec("ipykernel") is None,
+    reason="they are in the test group",
+)
 NOTEBOOK = ROOT / "docs" / "getting-started" / "tutorial.ipynb"
 
 
@@ -34,6 +36,11 @@ def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
 def test_the_tutorial_runs_and_its_last_answers_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Here, since nbformat takes a second to import, which every worker would wait for.
+    import nbformat
+
+    from tests.support.notebooks import executed
+
     monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     (tmp_path / "work").mkdir()

@@ -49,10 +49,8 @@ _SAMPLED_MATRICES: Final = 4
 """Matrices of a stack that are tried before all of them are."""
 _SPARSE: Final = 1 / 8
 """A span is sparse if at most this part of a sample of its elements differs."""
-_SPARSE_TINY: Final = 1 / 2
-"""That part of a tiny span: codes that do not suit it cost less than a part and a chunk of its own."""
-_TINY: Final = 1 << 9
-"""Elements of a tiny span."""
+_TINY: Final = 1 << 10
+"""Bytes of spans that count as sparse: codes that do not suit one cost little, a part and a chunk cost time."""
 _SPARSE_SLICES: Final = 8
 _SPARSE_SLICE: Final = 1 << 9
 """Elements of a slice of that sample."""
@@ -113,6 +111,9 @@ def fit_low_rank(
         if span.base_begin is None or span.rule is not None:
             yield span
             continue
+        if span.size <= _TINY:
+            yield span._replace(is_sparse=True)
+            continue
         mine = data[begin : begin + span.size]
         reader = _Reader(span, base, look)
         if _is_sparse(as_elements(mine, span.dtype or DType.U8), reader):
@@ -141,10 +142,8 @@ def fit_low_rank(
 
 def _is_sparse(elements: Array, reader: _Reader) -> bool:
     """Return whether few elements of a sample differ from those of the base."""
-    count, width, most = 1, len(elements), _SPARSE
-    if width <= _TINY:
-        most = _SPARSE_TINY
-    elif width > _SPARSE_SLICES * _SPARSE_SLICE:
+    count, width = 1, len(elements)
+    if width > _SPARSE_SLICES * _SPARSE_SLICE:
         width = _SPARSE_SLICE
         is_cheap = reader.is_in_memory  # each slice of a cold base costs a chunk
         count = min(
@@ -158,7 +157,7 @@ def _is_sparse(elements: Array, reader: _Reader) -> bool:
     else:
         begins = range(middle, count * step, step)
         theirs = np.stack([reader(begin, begin + width).copy() for begin in begins])
-    return int(np.count_nonzero(mine != theirs)) <= most * mine.size
+    return int(np.count_nonzero(mine != theirs)) <= _SPARSE * mine.size
 
 
 def _with_factors(data: memoryview, span: Span, reader: _Reader, level: Level) -> Span:

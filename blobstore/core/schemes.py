@@ -25,6 +25,7 @@ WEB: Final = ("http", "https")
 _REGISTRIES: Final = (REGISTRY, "docker", *WEB)
 # A path object has lost one of the slashes.
 _SCHEME = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://|({'|'.join((*OBJECTS, REGISTRY, HUB))}):/")
+_RESPELLED = re.compile(rf"({'|'.join((*OBJECTS, REGISTRY, *WEB))}):/+(?=[^/])", re.IGNORECASE)
 _SHORT_HUB = re.compile(rf"{HUB}:(?!/)(.+)", re.DOTALL)
 _PUSH: Final = "'blobstore push' sends models there"
 _PULL: Final = "'blobstore pull' fetches models from there"
@@ -39,6 +40,17 @@ def scheme_of(text: object) -> str | None:
         return None
     found = _SCHEME.match(str(os.fspath(text)))
     return (found[1] or found[2]).lower() if found else None
+
+
+def respelled(text: str) -> str:
+    """Return the address that a text means whose scheme has capitals or another number of slashes; else nothing."""
+    found = _RESPELLED.match(text)
+    if found is None:
+        return ""
+    scheme = found[1].lower()
+    root = "/" if scheme == "file" else ""  # no host
+    address = f"{scheme}://{root}{text[found.end() :]}"
+    return "" if address == text else address
 
 
 def advice_for(text: str, role: Role) -> str:

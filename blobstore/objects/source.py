@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_url
 from blobstore.core.workers import Cancelled
 from blobstore.errors import ModelNotFound, RemoteError, RemoteRefused
 from blobstore.manifests.model import Manifest
@@ -84,7 +84,11 @@ class ObjectSource:
                 looked.append(f"{quote(address.reference)} in {quote(address.store)}")
         if refused is not None:
             raise refused
-        raise ModelNotFound(f"no model {quote(text)}; looked for {', '.join(looked)}")
+        first = next(model_addresses(text)).store
+        raise ModelNotFound(
+            f"no model {quote(text)}; looked for {', '.join(looked)}",
+            advice=f"'blobstore list {quote_url(str(first))[1:-1]}' lists the models there",
+        )
 
     @property
     def data(self) -> bytes:
@@ -101,9 +105,12 @@ class ObjectSource:
         """Nothing: object storage serves bytes as they are."""
         return ()
 
-    def cold_index(self) -> bytes | None:
-        """Return the list of compressed forms of the blobs, None if there is none. Nothing of it is checked."""
-        return self.store.read_for_manifest(COLD_INDEXES, self.root.digest, READ_COLD_INDEX)
+    def cold_index(self, folder: str = COLD_INDEXES) -> bytes | None:
+        """Return the list of compressed forms of the blobs, or of their bases, None if there is none.
+
+        Nothing of it is checked.
+        """
+        return self.store.read_for_manifest(folder, self.root.digest, READ_COLD_INDEX)
 
     def headers(self) -> bytes | None:
         """Return the headers of the blobs, None if these must be asked. Nothing of it is checked."""

@@ -48,6 +48,9 @@ _ATTEMPTS: Final = 5
 _MAX_OVERLAPS: Final = 20
 """Folders that are looked at for other stores."""
 COLD_INDEXES: Final = ".blobstore/cold"
+"""Lists of compressed forms of the blobs of a manifest."""
+COLD_BASES: Final = ".blobstore/cold-bases"
+"""Lists of those of the bases of these forms, and of their bases."""
 HEADERS: Final = ".blobstore/headers"
 _BLOBS, _MANIFESTS = "blobs", "manifests"
 
@@ -239,8 +242,8 @@ class ObjectStore:
     def read_for_manifest(
         self, folder: str, manifest: Digest, request: Request = READ
     ) -> bytes | None:
-        """Return what :data:`COLD_INDEXES` or :data:`HEADERS` has for a manifest; nothing of it is checked."""
-        limit = limits.COLD_INDEX if folder == COLD_INDEXES else limits.PACKED_HEADERS
+        """Return what one of these folders has for a manifest; nothing of it is checked."""
+        limit = limits.PACKED_HEADERS if folder == HEADERS else limits.COLD_INDEX
         found = self.client.get(f"{folder}/{manifest.hex}", limit.one, request)
         return None if found is None else found.data
 
@@ -249,14 +252,16 @@ class ObjectStore:
         self.client.put(f"{HEADERS}/{manifest.hex}", data, WRITE_HEADERS)
 
     def change_cold_index(
-        self, manifest: Digest, change: Callable[[bytes | None], bytes | None]
+        self, folder: str, manifest: Digest, change: Callable[[bytes | None], bytes | None]
     ) -> None:
-        """Replace the list of compressed forms by what ``change`` makes of it; None leaves it as it is.
+        """Replace a list of compressed forms by what ``change`` makes of it; None leaves it as it is.
+
+        ``folder`` is :data:`COLD_INDEXES` or :data:`COLD_BASES`.
 
         Raises:
             Conflict: other processes changed it again and again.
         """
-        key = f"{COLD_INDEXES}/{manifest.hex}"
+        key = f"{folder}/{manifest.hex}"
         for attempt in range(_ATTEMPTS):
             found = self.client.get(key, limits.COLD_INDEX.one, READ_FORMER)
             data, tag = (None, None) if found is None else (found.data, found.tag)

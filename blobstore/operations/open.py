@@ -295,10 +295,10 @@ def _find_remote(
     with find_model(address) as source:
         reference = source.address.nearest_name()
         errors: list[RemoteError] = []
-        signatures, cold_layers = attached(source, Digest.of(source.data), errors.append)
+        with_model = attached(source, Digest.of(source.data), errors.append)
 
         def signed(on_error: Callable[[RemoteError], object]) -> Iterator[bytes]:
-            yield from signatures
+            yield from with_model.signatures
             for error in errors:
                 on_error(error)
 
@@ -307,7 +307,8 @@ def _find_remote(
             store,
             source,
             reference,
-            cold_layers=cold_layers,
+            cold_layers=with_model.fetch_layers,
+            base_layers=with_model.fetch_bases,
             cache=cache,
             cache_limit=cache_limit,
         )

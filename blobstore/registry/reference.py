@@ -16,7 +16,7 @@ from typing import Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_url
-from blobstore.core.schemes import WEB, scheme_of
+from blobstore.core.schemes import WEB, respelled, scheme_of
 from blobstore.errors import InvalidReference, UsageError
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 
@@ -168,6 +168,11 @@ def split_scheme(text: str) -> tuple[str, str]:
     Raises:
         InvalidReference: it has another scheme than registries have.
     """
+    if meant := respelled(text):
+        raise InvalidReference(
+            f"not the address of a registry: {quote_url(text)}",
+            advice=f"write {quote_url(meant)[1:-1]}",
+        )
     scheme = scheme_of(text)
     if scheme not in {None, "oci", *WEB}:
         rest = quote_url(text.partition("://")[2])

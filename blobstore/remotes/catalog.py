@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, ModelNotFound, NotFound, RemoteRefused
+from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, NotFound, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.remotes.addresses import is_in_objects
 
@@ -111,6 +112,31 @@ def find_store(address: str) -> ObjectStore | None:
     except (ModelNotFound, RemoteRefused):
         raise failure from None
     return None
+
+
+def has_many_models(address: str, *, plain_http: bool | None = None) -> bool:
+    """Return whether an address in a registry is that of the whole registry, or of repositories, and of no model.
+
+    Raises:
+        InvalidReference: the address is not valid.
+        RemoteError: the registry cannot be reached, refuses access or misbehaves.
+    """
+    from blobstore.registry.client import RegistryClient
+    from blobstore.registry.reference import RemoteReference, split_scheme
+
+    path = split_scheme(address)[1].partition("/")[2]
+    if not path or path.endswith("/"):
+        return True
+    place = RemoteReference.parse(address)
+    if place.digest is not None or ":" in path:
+        return False
+    plain_http = place.uses_plain_http(plain_http)
+    with RegistryClient(place.host, plain_http=plain_http) as client, contextlib.suppress(Damaged):
+        try:
+            client.get_manifest(place.repository, place.reference)
+        except ModelNotFound:
+            return True
+    return False
 
 
 def _stored(store: ObjectStore, named: tuple[Reference, ObjectInfo]) -> RemoteEntry:

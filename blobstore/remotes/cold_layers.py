@@ -11,22 +11,32 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import BlobId, Digest, Digester
-from blobstore.errors import BlobDamaged, InvalidDigest, InvalidManifest
+from blobstore.errors import BlobDamaged, ColdDamaged, InvalidDigest, InvalidManifest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.store.cold import ColdBlob
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
+    from typing_extensions import Buffer
+
+    from blobstore.compression.base import BaseBlob
+    from blobstore.compression.decoder import ColdBlobDecoder
     from blobstore.registry.manifest import RemoteDescriptor
     from blobstore.store.cold import BaseFiles
 
 COLD: Final = "application/vnd.blobstore.cold.v1"
 """The artifact type of manifests of cold layers, and the media type of these."""
+COLD_BASES: Final = "application/vnd.blobstore.cold.bases.v1"
+"""The artifact type of manifests of the cold layers of bases, for clients that lack these."""
 BLOB_DIGEST: Final = "blobstore.cold.digest"
 BLOB_SIZE: Final = "blobstore.cold.size"
 BASE_DIGEST: Final = "blobstore.cold.base.digest"
 BASE_SIZE: Final = "blobstore.cold.base.size"
+MAX_LINKS: Final = 15
+"""Forms of bases that a form may need. With itself, these are as many deltas as a chain may have."""
+_MAX_GROWTH: Final = 2
+"""A base that is so many times as large as the blob is not decoded for it."""
 _MAX_SIZE_DIGITS: Final = 18
 
 
@@ -91,6 +101,94 @@ class ColdLayer(NamedTuple):
 def base_of(cold: ColdBlob) -> BlobId | None:
     """Return the base of a delta, None for any other cold blob."""
     return None if cold.base is None else BlobId(cold.base, cold.base_size)
+
+
+def bases_of(layer: ColdLayer, forms: Mapping[Digest, ColdLayer]) -> Iterator[ColdLayer]:
+    """Yield the form of the base of a delta, that of its base, and so on, as long as all take less than the blob.
+
+    ``forms`` is not trusted: what is yielded is short, and has no cycle.
+    """
+    seen = {layer.blob.digest}
+    link, size = layer, layer.stored.size
+    while link.base is not None and link.base.digest not in seen and len(seen) <= MAX_LINKS:
+        found = forms.get(link.base.digest)
+        if found is None or found.blob != link.base:
+            return
+        link = found
+        size += link.stored.size
+        if size >= layer.blob.size or link.blob.size > _MAX_GROWTH * layer.blob.size:
+            return
+        seen.add(link.blob.digest)
+        yield link
+
+
+def chain_of(
+    layer: ColdLayer, forms: Mapping[Digest, ColdLayer], is_here: Callable[[BlobId], bool]
+) -> list[ColdLayer] | None:
+    """Return the forms from which the base of a delta can be decoded; None if there are none, or they do not pay.
+
+    Args:
+        layer: the delta. Its base is not here.
+        forms: those of bases, not trusted.
+        is_here: whether the store has a blob.
+    """
+    links = []
+    for link in bases_of(layer, forms):
+        links.append(link)
+        if link.base is None or is_here(link.base):
+            return links
+    return None
+
+
+def decode_base(
+    links: Sequence[ColdLayer],
+    read: Callable[[BlobId], Buffer],
+    local_base: Callable[[BlobId], BaseBlob],
+    whole: Callable[[BaseBlob], BaseBlob],
+) -> BaseBlob:
+    """Return the base of a delta, which is decoded from a chain of forms as it is read. Nothing is hashed.
+
+    Args:
+        links: what :func:`chain_of` returned.
+        read: returns the bytes of a form.
+        local_base: opens a blob of the store.
+        whole: decodes a base completely; see :func:`give_base`.
+
+    Raises:
+        ColdDamaged: a form is none of its blob, or of another size or base than stated.
+        BlobDamaged, BlobMissing: what ``read`` and ``local_base`` raise.
+    """
+    from blobstore.compression.decoder import ColdBlobDecoder  # imports numpy
+
+    found: BaseBlob | None = None
+    for link in reversed(links):
+        decoder = ColdBlobDecoder(read(link.stored))
+        # Before its base is opened: sizes were judged by what the list states.
+        if BlobId(decoder.table.digest, decoder.size) != link.blob:
+            raise ColdDamaged(f"cold blob {link.stored.digest} is that of another blob than stated")
+        if found is None and link.base is not None:
+            found = local_base(link.base)
+        if found is not None:
+            give_base(decoder, found, whole)
+        found = decoder.as_base()
+    if found is None:
+        raise ValueError("a chain has at least one form")
+    return found
+
+
+def give_base(
+    decoder: ColdBlobDecoder, base: BaseBlob, whole: Callable[[BaseBlob], BaseBlob]
+) -> None:
+    """Give a delta its base, which may be a delta of another store whose chunks lie elsewhere.
+
+    ``whole`` then decodes the base completely. Raises ColdDamaged if that is not the base.
+    """
+    try:
+        decoder.give_base(base)
+    except ColdDamaged:
+        if base.table is None:
+            raise
+        decoder.give_base(whole(base))
 
 
 def format_cold_layers(layers: Iterable[ColdLayer]) -> bytes:

@@ -10,7 +10,7 @@ import threading
 from functools import partial
 from itertools import count, groupby
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.compression.base import MAX_CHAIN, BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
@@ -18,6 +18,7 @@ from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import BlobDamaged, BlobMissing, ColdDamaged, Damaged
+from blobstore.remotes.cold_layers import chain_of, decode_base, give_base
 from blobstore.remotes.model_reader import check_sent, read_small
 from blobstore.store.blob_ranges import LoadedRanges
 
@@ -49,6 +50,7 @@ class RangeLoader:
         source: RemoteModelSource,
         local: LocalStore,
         layers: Mapping[Digest, ColdLayer],
+        base_layers: Mapping[Digest, ColdLayer],
         starts: Mapping[Digest, bytes],
         cache: BlobCache | None,
         forget_headers: Callable[[], object],
@@ -59,6 +61,7 @@ class RangeLoader:
             source: the model.
             local: the store.
             layers: compressed forms of its blobs, none of them trusted.
+            base_layers: compressed forms of their bases, for those that are not in the store.
             starts: the headers by which the blobs are used, with their prefixes; checked when a blob is read.
             cache: keeps blobs that were read completely.
             forget_headers: called if a header turns out to be that of no blob.
@@ -66,6 +69,7 @@ class RangeLoader:
         self._source = source
         self._local = local
         self._layers = layers
+        self._base_layers = base_layers
         self._starts = starts
         self._cache = cache
         self._forget_headers = forget_headers
@@ -82,8 +86,8 @@ class RangeLoader:
 
     def stored_size(self, blob: BlobId) -> int:
         """Return how many bytes are read for a blob if all are read: those of a compressed form, if that is of use."""
-        layer = self._usable_layer(blob, self._sizes.items())
-        return blob.size if layer is None else layer.stored.size
+        form = self._usable_form(blob, self._sizes.items())
+        return blob.size if form is None else form.size
 
     def load(
         self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
@@ -101,8 +105,11 @@ class RangeLoader:
         loads = [_Load(BlobId(digest, size), memory[:size]) for digest, size, memory in blobs]
         together = {load.blob: load for load in loads}
         for load in loads:
-            load.layer = self._usable_layer(load.blob, together)
-            if load.layer is not None and load.layer.base is not None:
+            form = self._usable_form(load.blob, together)
+            if form is None:
+                continue
+            load.layer, load.links = form
+            if load.layer.base is not None:
                 load.base = together.get(load.layer.base)
         pool = WorkerPool(STREAMS, progress, sum(load.blob.size for load in loads))
         for wave in _in_waves(loads):
@@ -139,7 +146,12 @@ class RangeLoader:
                 return
             end = min(begin + PART, load.stored.size)
             memory = load.arriving()[begin:end]
-            self._read(load.stored, begin, memory)
+            try:
+                self._read(load.stored, begin, memory)
+            except (BlobDamaged, BlobMissing):
+                if load.layer is None:
+                    raise
+                load.is_lost = True
             if batch is not None:
                 batch.beat()
             if load.has_arrived(begin, end):
@@ -206,8 +218,8 @@ class RangeLoader:
                 continue
             # Compared with the bytes that reading all of it takes, which are fewer if there is a
             # compressed form. A part of such a form could not be verified, so it is read completely.
-            layer = self._usable_layer(blob)
-            size = blob.size if layer is None else layer.stored.size
+            form = self._usable_form(blob)
+            size = blob.size if form is None else form.size
             if sum(one.end - one.begin for one in merged) >= _WHOLE * size:
                 memory = new_buffer(blob.size)
                 whole.append((*blob, memory))
@@ -249,21 +261,25 @@ class RangeLoader:
         if jobs:
             WorkerPool(min(STREAMS, len(jobs)), None, 0).run(jobs, lambda job: job())
 
-    def _usable_layer(
+    def _usable_form(
         self, blob: BlobId, together: Container[tuple[Digest, int]] = ()
-    ) -> ColdLayer | None:
-        """Return the compressed form of a blob, unless its base is neither in the store nor read with it."""
+    ) -> _Form | None:
+        """Return the compressed form of a blob, unless its base is not in the store, read with it, or decoded first."""
         layer = self._layers.get(blob.digest)
         # The list of compressed forms is not trusted: it may state another size.
         if layer is None or layer.blob != blob:
             return None
-        if layer.base is None or layer.base in together:
-            return layer
+        # If a base is gone later, decoding fails, and the blob itself is read.
+        if layer.base is None or layer.base in together or self._has_base(layer.base):
+            return _Form(layer, ())
+        links = chain_of(layer, self._base_layers, self._has_base)
+        return None if links is None else _Form(layer, links)
+
+    def _has_base(self, base: BlobId) -> bool:
         try:
-            # If it is gone later, decoding fails, and the blob itself is read.
-            return layer if self._local.exists(*layer.base) else None
+            return self._local.exists(*base)
         except (BlobDamaged, BlobMissing):
-            return None
+            return False
 
     def _read(self, blob: BlobId, begin: int, memory: memoryview) -> None:
         for piece in self._source.read(*blob, begin, begin + len(memory)):
@@ -298,6 +314,8 @@ class RangeLoader:
 
     def _is_decoded(self, load: _Load, layer: ColdLayer) -> bool:
         """Decode a blob; return whether that succeeds."""
+        if load.is_lost:
+            return False
         try:
             decoder = ColdBlobDecoder(load.arriving())
             load.release()
@@ -305,27 +323,46 @@ class RangeLoader:
                 return False
             if load.base is not None:
                 decoder.give_base(BaseBlob.hot(load.base.memory, load.base.blob.digest))
+            elif load.links:
+                base = decode_base(load.links, self._read_form, self._local_base, _in_memory)
+                give_base(decoder, base, _in_memory)
             elif layer.base is not None:
-                self._give_base(decoder, layer.base)
+                give_base(decoder, self._local_base(layer.base), _in_memory)
             for begin in range(0, decoder.size, PART):
                 decoder.read_into(load.memory[begin : begin + PART], begin)
         except (ColdDamaged, BlobDamaged, BlobMissing):
             return False
         return Digest.of(load.memory) == load.blob.digest
 
-    def _give_base(self, decoder: ColdBlobDecoder, blob: BlobId) -> None:
-        """Give a delta its base of the local store. Raises BlobDamaged, BlobMissing and ColdDamaged."""
-        base = self._local.base(*blob, in_chain=True)
-        try:
-            decoder.give_base(base)
-        except ColdDamaged:
-            if base.table is None:
-                raise
-            # The base was frozen here, so its chunks may lie elsewhere than those of the delta, which
-            # was made by another store.
-            memory = new_buffer(blob.size)
-            base.read_into(memory, 0)
-            decoder.give_base(BaseBlob.hot(memory, blob.digest))
+    def _local_base(self, blob: BlobId) -> BaseBlob:
+        """Open a base of the local store. Raises BlobDamaged and BlobMissing."""
+        return self._local.base(*blob, in_chain=True)
+
+    def _read_form(self, stored: BlobId) -> memoryview:
+        """Read the form of a base. Raises BlobDamaged, BlobMissing and RemoteError."""
+        memory = new_buffer(stored.size)
+        self._read(stored, 0, memory)
+        return memory
+
+
+def _in_memory(base: BaseBlob) -> BaseBlob:
+    """Decode a base completely."""
+    memory = new_buffer(base.identity.size)
+    base.read_into(memory, 0)
+    return BaseBlob.hot(memory, base.identity.digest)
+
+
+class _Form(NamedTuple):
+    """What is read instead of a blob."""
+
+    layer: ColdLayer
+    links: Sequence[ColdLayer]
+    """The forms that its base is decoded from, if that is neither in the store nor read too."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(layer.stored.size for layer in (self.layer, *self.links))
 
 
 class _Load:
@@ -335,6 +372,10 @@ class _Load:
         self.blob = blob
         self.memory = memory
         self.layer: ColdLayer | None = None
+        self.links: Sequence[ColdLayer] = ()
+        """The forms that the base of the layer is decoded from, if it is nowhere else."""
+        self.is_lost = False
+        """Whether the remote does not have the compressed form that it lists."""
         self.base: _Load | None = None
         """What the layer is decoded against, if that is read too."""
         self._compressed: memoryview | None = None

@@ -50,6 +50,7 @@ class RemoteStore:
         reference: Reference,
         *,
         cold_layers: Callable[[], Mapping[Digest, ColdLayer]] = dict,
+        base_layers: Callable[[], Mapping[Digest, ColdLayer]] = dict,
         cache: Cache = "keep",
         cache_limit: int | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class RemoteStore:
             reference: its name, for messages and for what asks for the name of a model.
             cold_layers: returns the compressed forms that the remote has of the blobs. Called only if blobs
                 are missing.
+            base_layers: returns those of the bases of these. Called only if such bases are missing.
             cache: whether to keep blobs that were read completely in the store.
             cache_limit: bytes of blobs to keep for remote models, at most; others are removed first. The
                 default is ``$BLOBSTORE_CACHE_LIMIT``, or no limit.
@@ -86,6 +88,14 @@ class RemoteStore:
         needed = sum(blob.size for blob in missing)
         # If nothing is missing, nothing is decoded, and the request is spared.
         layers = cold_layers() if missing else {}
+        listed = {blob.digest for blob in source.blobs}
+        bases = (
+            layer.base
+            for blob in missing
+            if (layer := layers.get(blob.digest)) is not None and layer.base is not None
+        )
+        lacks_base = any(not (base.digest in listed or local.has(base.digest)) for base in bases)
+        forms = base_layers() if lacks_base else {}
         self._cache = None
         text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
         if cache_limit is None and text:
@@ -93,7 +103,13 @@ class RemoteStore:
         if cache == "keep":
             self._cache = BlobCache(local, source.data, needed, cache_limit)
         loader = RangeLoader(
-            source, local, layers, self._reader.starts, self._cache, self._reader.forget_headers
+            source,
+            local,
+            layers,
+            forms,
+            self._reader.starts,
+            self._cache,
+            self._reader.forget_headers,
         )
         self.load, self.read_ranges = loader.load, loader.read_ranges
         self.is_local, self.stored_size = loader.is_local, loader.stored_size

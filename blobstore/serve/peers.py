@@ -339,7 +339,7 @@ class PeerFetch:
             StoreError: the store cannot be written, or is short of space.
         """
         missing = [blob for blob in self._blobs if ingest.find(*blob.id) is None]
-        layers, _ = usable_layers(
+        usable = usable_layers(
             self._store,
             self._cold_layers(),
             missing,
@@ -347,7 +347,7 @@ class PeerFetch:
         )
         workers = WorkerPool(_STREAMS, None, sum(blob.size for blob in missing))
         attempts = len(self._sources) + 1  # each peer once, and what an earlier process has left
-        download = Download(self, self._store, ingest, missing, workers, layers, attempts)
+        download = Download(self, self._store, ingest, missing, workers, usable, attempts)
         download.run(_STREAMS)
         ingest.publish()
         download.remove_cold_files()
@@ -357,7 +357,7 @@ class PeerFetch:
         for one in list(self._sources):
             source = one.source
             try:
-                layers = attached(source, Digest.of(source.data), lambda _: None)[1]()
+                layers = attached(source, Digest.of(source.data), lambda _: None).fetch_layers()
             except BlobstoreError:
                 continue
             if layers:

@@ -219,8 +219,8 @@ class LocalStore(BlobReader):
         free = shutil.disk_usage(self.folder("temporary")).free
         if needed > free:
             raise StoreError(
-                f"not enough space for the store {quote(self.root)}: {needed} bytes are needed, "
-                f"and {free} are free"
+                f"not enough space for the store {quote(self.root)}: {needed / 10**6:,.1f} MB are "
+                f"needed, and {free / 10**6:,.1f} MB are free"
             )
 
     # Manifests
@@ -431,6 +431,7 @@ class LocalStore(BlobReader):
         # An unreadable manifest cannot be kept, but it must be replaceable.
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
             if (found := self.read_manifest(reference)) != data:
+                Manifest.from_bytes(found)
                 former = found
                 # Before the new one is written: a crash in between loses neither.
                 self._history.keep(Reference.of(reference), former)
@@ -483,6 +484,15 @@ class LocalStore(BlobReader):
                     empty.rmdir()
 
     # Former manifests, which may vanish at any time
+
+    def keep_former(self, references: Iterable[Reference]) -> None:
+        """Keep the manifests of names that are about to be removed. The caller holds the exclusive lock."""
+        for reference in references:
+            # A full disk must not keep names from being removed, and so free space.
+            with contextlib.suppress(BlobstoreError, OSError):
+                data = self.read_manifest(reference)
+                Manifest.from_bytes(data)
+                self._history.keep(reference, data)
 
     def former(self, reference: str | Reference) -> Iterator[FormerManifest]:
         """Yield the manifests that a name had before, latest first; a damaged one may be among them."""

@@ -6,6 +6,8 @@ The model has 101 MB in bf16, of which each step changes 0.5 % by one unit in th
 process that runs ``blobstore follow`` on this machine. Publishing begins when the weights are in memory, and
 includes the save, the deltas, and the transfer. The rest is the time until the replica has printed that the
 version is installed: asked for, fetched, decoded, hashed and synced.
+
+A second table is about replicas that skipped versions: they pull the last of twelve from the registry.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from tests.support.training import Weights, first_weights, steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from blobstore.operations.transfer.pull import Pulled
 
 
 class Way(NamedTuple):
@@ -111,8 +115,27 @@ def measure(folder: Path, versions: list[Weights], way: str) -> list[Measured]:
     return found
 
 
+SKIPPED = (0, 1, 2, 5, 10)
+"""Versions between that of a replica and the last one."""
+
+
+def measure_skipped(folder: Path, versions: list[Weights]) -> Iterator[tuple[int, Pulled]]:
+    """Publish the versions, and let replicas that skipped some of them pull the last one."""
+    folder.mkdir()
+    store = LocalStore(folder / "trainer")
+    behind = {len(versions) - 2 - skipped: skipped for skipped in SKIPPED}
+    with by_registry(store, folder / "place") as (source, publish):
+        for number, weights in enumerate(versions):
+            blobstore.save(weights, f"policy:{number}", store=store)
+            publish(number)
+            if number in behind:
+                blobstore.pull(source, "policy", store=folder / f"replica-{number}")
+        for number, skipped in sorted(behind.items(), reverse=True):
+            yield skipped, blobstore.pull(source, "policy", store=folder / f"replica-{number}")
+
+
 def main() -> None:
-    """Print a line per way: the medians of the steps after the first."""
+    """Print a line per way, the medians of the steps after the first; then one per number of skipped versions."""
     options = common.arguments(__doc__)
     weights = first_weights(6, int(1448 * options.scale**0.5))
     versions = [weights, *steps(weights, options.rounds + 1)]
@@ -128,6 +151,14 @@ def main() -> None:
             )
             print(
                 f"| {way} | {moved / 1e3:.0f} kB | {moved / size:.2%} | {publish:.2f} s | {rest:.2f} s |",
+                flush=True,
+            )
+        print("\n| skipped | moved | of the model | pulled in |\n| --- | ---: | ---: | ---: |")
+        many = [weights, *steps(weights, max(SKIPPED) + 1)]
+        for skipped, pulled in measure_skipped(folder / "skipped", many):
+            moved = pulled.bytes_fetched
+            print(
+                f"| {skipped} | {moved / 1e3:.0f} kB | {moved / size:.2%} | {pulled.seconds:.2f} s |",
                 flush=True,
             )
 

@@ -23,6 +23,7 @@ from tests.support.models import add_blobs
 from tests.support.stub_registry import StubRegistry
 
 COLD = "application/vnd.blobstore.cold.v1"
+COLD_BASES = "application/vnd.blobstore.cold.bases.v1"
 ANNOTATION = "blobstore.cold.digest"
 REPOSITORY = "team/tune"
 
@@ -46,6 +47,8 @@ class ColdCase:
         self.root = plan.root
         self.layers = frozen.layers(self.origin, "tune")
         self.store = LocalStore(folder / "store")
+        self.listed: list[dict[str, Any]] = []
+        """What the registry says refers to the model."""
 
     def data(self, name: str) -> bytes:
         """Return the bytes of a blob."""
@@ -63,17 +66,26 @@ class ColdCase:
         """List compressed forms, as a registry without the referrers API does."""
         self.offer_manifest(json.dumps(manifest_of(layers)).encode())
 
+    def offer_bases(self, *layers: Mapping[str, Any], count: int = 1) -> None:
+        """List forms of bases, in so many manifests, with what is offered already."""
+        manifest = manifest_of(layers) | {"artifactType": COLD_BASES}
+        self._list(json.dumps(manifest).encode(), count, COLD_BASES, self.listed)
+
     def offer_manifest(self, data: bytes, count: int = 1) -> None:
         """List some bytes as so many manifests of compressed forms."""
+        self._list(data, count, COLD, [])
+
+    def _list(self, data: bytes, count: int, kind: str, others: list[dict[str, Any]]) -> None:
         digest = str(Digest.of(data))
         self.registry.put_manifest(REPOSITORY, digest, OCI_MANIFEST, data)
         item = {
             "mediaType": OCI_MANIFEST,
             "digest": digest,
             "size": len(data),
-            "artifactType": COLD,
+            "artifactType": kind,
         }
-        index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [item] * count}
+        self.listed = [*others, *[item] * count]
+        index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": self.listed}
         tag = f"sha256-{self.root.digest.hex}"
         self.registry.put_manifest(REPOSITORY, tag, OCI_INDEX, json.dumps(index).encode())
 

@@ -60,13 +60,19 @@ def is_fast(item: pytest.Function) -> bool:
 
 def _used_by(item: pytest.Function) -> set[str]:
     """Return the names of the modules that a test uses, with its fixtures and parameters, and of their packages."""
-    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+    fixtures = tuple(found[-1].func for found in item._fixtureinfo.name2fixturedefs.values())
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     frameworks = {value for value in parameters if isinstance(value, str)}  # by their names
-    used = _with_packages(frameworks)
-    for value in (item.function, *fixtures, *parameters):
+    used = _with_packages(frameworks) | _reached_by_all(item.function, fixtures)
+    for value in parameters:
         used |= reached(value) if callable(value) and getattr(value, "__hash__", None) else set()
     return used
+
+
+@functools.cache
+def _reached_by_all(test: Any, fixtures: tuple[Any, ...]) -> set[str]:
+    """Return the modules that a test and its fixtures use, once for all of its parameters."""
+    return reached(test).union(*map(reached, fixtures))
 
 
 @functools.cache

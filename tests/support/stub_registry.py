@@ -77,7 +77,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.registry.requests.append(f"{self.command} {self.path}")
         self.registry.connections.add(self.client_address)
         match = _PATH.match(self.path)
-        if match is None:
+        if self.path.partition("?")[0] == "/v2/_catalog":
+            names = sorted({repository for repository, _ in self.registry.manifests})
+            self._answer(HTTPStatus.OK, json.dumps({"repositories": names}).encode())
+        elif match is None:
             self._answer(HTTPStatus.OK if self.path == "/v2/" else HTTPStatus.NOT_FOUND, b"{}")
         elif match["kind"] == "tags":
             tags = sorted(

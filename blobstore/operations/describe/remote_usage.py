@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.arguments import one_or_more
 from blobstore.remotes.addresses import is_in_objects, reading_models
-from blobstore.remotes.catalog import RemoteEntry, read_remote_catalog
+from blobstore.remotes.catalog import RemoteEntry, has_many_models, read_remote_catalog
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def measure_remote(
     """Return the sizes of remote models, and how much of them a store has.
 
     Args:
-        addresses: models in registries or object storage, or whole stores there.
+        addresses: models in registries or object storage, or whole stores, registries or repositories.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         plain_http: whether to use HTTP without TLS for registries; by default only for this machine.
 
@@ -80,8 +80,8 @@ def measure_remote(
 
 
 def _entries(local: LocalStore, address: str, plain_http: bool | None) -> Iterator[RemoteEntry]:
-    if is_in_objects(address):
-        yield from read_remote_catalog(address)
+    if is_in_objects(address) or has_many_models(address, plain_http=plain_http):
+        yield from read_remote_catalog(address, plain_http=plain_http)
         return
     with reading_models(local, address, plain_http=plain_http) as (reader, (name,)):
         yield RemoteEntry(address=address, blobs=tuple(reader.resolve(name).blobs))

@@ -17,7 +17,7 @@ from blobstore.errors import ImplausibleGarbage, InvalidDigest, InvalidManifest,
 from blobstore.manifests.model import Manifest
 from blobstore.objects.address import StoreAddress
 from blobstore.objects.leases import Collection
-from blobstore.objects.store import COLD_INDEXES, HEADERS, ObjectStore
+from blobstore.objects.store import COLD_BASES, COLD_INDEXES, HEADERS, ObjectStore
 from blobstore.remotes.cold_layers import parse_cold_layers
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def collect_objects(
         # Lists of compressed forms, and headers, of manifests that no name has are of no use.
         removable += [
             item
-            for folder in (COLD_INDEXES, HEADERS)
+            for folder in (COLD_INDEXES, COLD_BASES, HEADERS)
             for item in store.client.list(folder)
             if item.key.rpartition("/")[2] not in {digest.hex for digest in needed} and is_old(item)
         ]
@@ -146,11 +146,16 @@ def _needed(store: ObjectStore, references: list[Reference]) -> set[Digest]:
         except InvalidManifest as error:
             raise error.at(f"{quote(store.address)}: {quote(reference)}") from None
         digest = Digest.of(data)
-        layers = parse_cold_layers(store.read_for_manifest(COLD_INDEXES, digest) or b"")
         return {
             digest,
             *(blob.digest for blob in manifest.blobs),
-            *(layer.stored.digest for layer in layers.values()),
+            *(
+                layer.stored.digest
+                for folder in (COLD_INDEXES, COLD_BASES)
+                for layer in parse_cold_layers(
+                    store.read_for_manifest(folder, digest) or b""
+                ).values()
+            ),
         }
 
     return set().union(*WorkerPool(_STREAMS, None, 0).run(references, needs))

@@ -128,7 +128,7 @@ def remove_models(
 ) -> RemovedModels:
     """Remove names durably: all of them, or none. Blobs stay until they are collected.
 
-    A name is removed even if its manifest cannot be read.
+    A name is removed even if its manifest cannot be read. Others can be restored until then.
 
     Args:
         references: the names.
@@ -151,6 +151,7 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
+            store.keep_former(entry.reference for entry in entries)
             # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
                 store.remove(*(entry.reference for entry in entries))

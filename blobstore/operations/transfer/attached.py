@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.objects.source import ObjectSource
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
+from blobstore.objects.store import COLD_BASES
+from blobstore.operations.transfer.cold_manifests import fetch_base_layers, fetch_cold_layers
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.remotes.cold_layers import parse_cold_layers
@@ -19,19 +20,36 @@ if TYPE_CHECKING:
     from blobstore.remotes.cold_layers import ColdLayer
 
 
+class Attached(NamedTuple):
+    """What a remote has with a model. None of it is verified."""
+
+    signatures: Iterator[bytes]
+    fetch_layers: Callable[[], Mapping[Digest, ColdLayer]]
+    """Returns the compressed forms of its blobs."""
+    fetch_bases: Callable[[], Mapping[Digest, ColdLayer]]
+    """Returns those of the bases of these forms, for clients that do not have them."""
+
+
 def attached(
     source: RemoteSource | ObjectSource,
     manifest: Digest,
     on_error: Callable[[RemoteError], object],
-) -> tuple[Iterator[bytes], Callable[[], Mapping[Digest, ColdLayer]]]:
-    """Return the signatures of a model, none of them verified, and what fetches its compressed forms.
+) -> Attached:
+    """Return what a remote has with the manifest of a model.
 
     ``on_error`` is called with why signatures cannot be fetched.
     """
     if isinstance(source, ObjectSource):
-        return source.signatures(on_error), lambda: parse_cold_layers(source.cold_index() or b"")
+        return Attached(
+            source.signatures(on_error),
+            lambda: parse_cold_layers(source.cold_index() or b""),
+            lambda: parse_cold_layers(source.cold_index(COLD_BASES) or b""),
+        )
     client, repository = source.client, source.address.repository
     referrers = fetch_referrers(client, repository, source.root, on_error)
-    signatures = fetch_signatures(client, repository, source.root, manifest, referrers, on_error)
-    blobs = (blob.id for blob in source.model.blobs)
-    return signatures, lambda: fetch_cold_layers(client, repository, referrers, blobs)
+    blobs = [blob.id for blob in source.model.blobs]
+    return Attached(
+        fetch_signatures(client, repository, source.root, manifest, referrers, on_error),
+        lambda: fetch_cold_layers(client, repository, referrers, blobs),
+        lambda: fetch_base_layers(client, repository, referrers, len(blobs)),
+    )

@@ -7,14 +7,16 @@ and name the model's manifest as their subject. Ordinary clients see only the mo
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from functools import cache
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError
 from blobstore.registry.manifest import ImageManifest
-from blobstore.remotes.cold_layers import COLD, ColdLayer
+from blobstore.remotes.cold_layers import COLD, COLD_BASES, MAX_LINKS, ColdLayer, chain_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
@@ -44,21 +46,55 @@ def fetch_cold_layers(
     """
     found: dict[Digest, ColdLayer] = {}
     wanted = set(blobs)
-    listed = [one for one in referrers if one.artifact_type == COLD]
-    for item in listed[:_MAX_MANIFESTS]:
+    for layer in _listed(client, repository, referrers, COLD, on_error):
+        # By digest and size: what the registry states about the size must fit the model.
+        if layer.blob in wanted:
+            known = found.setdefault(layer.blob.digest, layer)
+            if layer.stored.size < known.stored.size:
+                found[layer.blob.digest] = layer
+    return found
+
+
+def fetch_base_layers(
+    client: RegistryClient,
+    repository: str,
+    referrers: Iterable[RemoteDescriptor],
+    blobs: int,
+) -> dict[Digest, ColdLayer]:
+    """Return the cold layers of bases that a registry lists for a model of so many blobs; none is trusted."""
+    layers = _listed(client, repository, referrers, COLD_BASES)
+    # Nothing says yet which of them are needed. A chain for each blob is what an honest list has.
+    return {layer.blob.digest: layer for layer in islice(layers, MAX_LINKS * blobs)}
+
+
+def _listed(
+    client: RegistryClient,
+    repository: str,
+    referrers: Iterable[RemoteDescriptor],
+    kind: str,
+    on_error: Callable[[Digest, BlobstoreError], None] = lambda *_: None,
+) -> Iterator[ColdLayer]:
+    """Yield the cold layers of the manifests of one artifact type."""
+    listed = (one for one in referrers if one.artifact_type == kind)
+    for item in islice(listed, _MAX_MANIFESTS):
         try:
             content = client.get_manifest(repository, str(item.digest)).parse()
         except BlobstoreError as error:
             on_error(item.digest, error)
             continue
-        for one in content.layers if isinstance(content, ImageManifest) else ():
-            layer = ColdLayer.of(one)
-            # By digest and size: what the registry states about the size must fit the model.
-            if layer is not None and layer.blob in wanted:
-                known = found.setdefault(layer.blob.digest, layer)
-                if layer.stored.size < known.stored.size:
-                    found[layer.blob.digest] = layer
-    return found
+        layers = content.layers if isinstance(content, ImageManifest) else ()
+        yield from filter(None, map(ColdLayer.of, layers))
+
+
+class UsableLayers(NamedTuple):
+    """The compressed forms with which a pull fetches less."""
+
+    layers: dict[Digest, ColdLayer]
+    """Those of blobs to fetch."""
+    without_base: int
+    """The number of those whose bases are missing."""
+    bases: dict[Digest, ColdLayer]
+    """Those from which missing bases are decoded. None of them needs a blob that the pull fetches."""
 
 
 def usable_layers(
@@ -66,46 +102,55 @@ def usable_layers(
     layers: Mapping[Digest, ColdLayer],
     missing: Sequence[Descriptor],
     is_intact: Callable[[BlobId], bool],
-) -> tuple[dict[Digest, ColdLayer], int]:
-    """Return the cold layers of missing blobs that spare bytes, and whose bases are in the store or are fetched too.
+    fetch_bases: Callable[[], Mapping[Digest, ColdLayer]] = dict,
+) -> UsableLayers:
+    """Return the cold layers of missing blobs that spare bytes.
 
-    Bases may be deltas. The second result is the number of those whose bases are missing.
+    Their bases are in the store, are fetched too, or can be decoded from other forms. Bases may be deltas.
 
     Args:
         store: the store, which may have some of the blobs and bases.
         layers: the cold layers of the registry.
         missing: the blobs to fetch.
         is_intact: whether the store has a blob; asked once for each base.
+        fetch_bases: returns the forms of bases; called once, and only if bases are missing.
     """
 
+    @cache
     def is_base(base: BlobId) -> bool:
         with contextlib.suppress(BlobDamaged, BlobMissing):
             return is_intact(base)
         return False
 
+    def left(item: BlobId) -> int:
+        # An earlier pull may have fetched most of either form.
+        return item.size - store.partial_bytes(item)
+
+    fetched = {blob.digest for blob in missing}
     found: dict[Digest, ColdLayer] = {}
-    bases: dict[BlobId, bool] = {}
-    without_base = 0
-    fetched = {blob.id for blob in missing}
+    without_base: list[ColdLayer] = []
     for blob in missing:
         layer = layers.get(blob.digest)
-        if layer is None:
+        if layer is None or left(layer.stored) >= left(blob.id):
             continue
-        # An earlier pull may have fetched most of either form.
-        left = [item.size - store.partial_bytes(item) for item in (layer.stored, blob.id)]
-        if left[0] >= left[1]:
-            continue
-        base = layer.base
-        is_usable = True
-        if base is not None and base not in fetched:
-            if base not in bases:
-                bases[base] = is_base(base)
-            is_usable = bases[base]
-            without_base += not is_usable
-        if is_usable:
+        if layer.base is None or layer.base.digest in fetched or is_base(layer.base):
             found[blob.digest] = layer
+        else:
+            without_base.append(layer)
     _cut_cycles(found)
-    return found, without_base
+    forms = fetch_bases() if without_base else {}
+    bases: dict[Digest, ColdLayer] = {}
+    alone = 0
+    for layer in without_base:
+        links = chain_of(layer, forms, is_base)
+        if links is None or not fetched.isdisjoint(link.blob.digest for link in links):
+            alone += 1
+            continue
+        new = [link for link in links if link.blob.digest not in bases]
+        if sum(left(one.stored) for one in (layer, *new)) < left(layer.blob):
+            found[layer.blob.digest] = layer
+            bases |= {link.blob.digest: link for link in new}
+    return UsableLayers(found, alone, bases)
 
 
 def _cut_cycles(layers: dict[Digest, ColdLayer]) -> None:

@@ -12,27 +12,32 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from blobstore.core.digest import BlobId
 from blobstore.core.escape import quote
 from blobstore.core.files import write_all
 from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, DamagedSource, RemoteError
+from blobstore.manifests.descriptor import Descriptor
 from blobstore.registry.protocol import DAMAGED_ADVICE
+from blobstore.remotes.cold_layers import COLD, decode_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.compression.base import BaseBlob
-    from blobstore.core.digest import BlobId, Digest
+    from blobstore.core.digest import Digest
     from blobstore.core.workers import WorkerPool
-    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.operations.transfer.cold_manifests import UsableLayers
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.remotes.model_reader import RemoteClient
     from blobstore.store.ingest import Ingest
     from blobstore.store.local import LocalStore
     from blobstore.store.partial import PartialBlob
 
+_DECODED = 8 << 20
+"""Bytes of a base that are decoded at once."""
 _BUSY_PAUSE = 0.1
 """Seconds until a blob that another process is fetching is looked at again."""
 
@@ -54,11 +59,15 @@ class Fetched(NamedTuple):
 
 
 class _Fetch:
-    """A blob that is being fetched, or its cold layer."""
+    """A blob that is being fetched, or its cold layer; or one that others are decoded from."""
 
-    def __init__(self, blob: Descriptor, cold: ColdLayer | None = None) -> None:
+    def __init__(
+        self, blob: Descriptor, cold: ColdLayer | None = None, *, is_base: bool = False
+    ) -> None:
         self.blob = blob
         self.cold = cold
+        self.is_base = is_base
+        """Whether only the cold layer is fetched: the store does not get the blob."""
         self.label = quote(blob.name or blob.media_type)
         self.file: PartialBlob | None = None
         self.parts = 0
@@ -98,7 +107,8 @@ class Download:
 
     A task is a blob, or a part of a large blob. The thread that begins a blob adds a task for each of its
     parts, and the thread that ends its last part checks its digest. Blobs that another process is fetching
-    are put back. A delta begins when its base is complete, if this pull fetches the base too.
+    are put back. A delta begins when its base is complete, if this pull fetches the base too, or when the
+    compressed form of that is.
     """
 
     def __init__(
@@ -108,7 +118,7 @@ class Download:
         ingest: Ingest,
         blobs: Iterable[Descriptor],
         workers: WorkerPool,
-        cold: Mapping[Digest, ColdLayer],
+        cold: UsableLayers,
         attempts: int = 2,
     ) -> None:
         """Fetch nothing yet. ``attempts`` is how often a blob is fetched until it has its digest."""
@@ -117,7 +127,14 @@ class Download:
         self._store = store
         self._ingest = ingest
         self._workers = workers
-        self._fetches = [_Fetch(blob, cold.get(blob.digest)) for blob in blobs]
+        self._blobs = [_Fetch(blob, cold.layers.get(blob.digest)) for blob in blobs]
+        self._bases = [
+            _Fetch(Descriptor(COLD, *layer.blob), layer, is_base=True)
+            for layer in cold.bases.values()
+        ]
+        self._fetches = [*self._blobs, *self._bases]
+        self._base_forms: dict[Digest, tuple[ColdLayer, Path] | None] = {}
+        """The complete forms of bases and their files; None for one that the registry does not have."""
         self._bytes_fetched = self._bytes_resumed = self._bytes_saved = 0
         self._notices: list[str] = []
         self._tasks: deque[Callable[[], None]] = deque()
@@ -132,16 +149,16 @@ class Download:
             ready.append(partial(self._begin, fetch))
         self._unfinished = len(self._fetches)
         self._changed = threading.Condition()
-        self.size = sum(fetch.blob.size for fetch in self._fetches)
+        self.size = sum(fetch.blob.size for fetch in self._blobs)
         # The compressed forms stay until the blobs have their names.
-        decoded = sum(fetch.blob.size for fetch in self._fetches if fetch.cold is not None)
+        decoded = sum(fetch.blob.size for fetch in self._blobs if fetch.cold is not None)
         stored = [fetch.stored for fetch in self._fetches]
         to_fetch = sum(one.size - store.partial_bytes(one) for one in stored)
         store.check_space(to_fetch + decoded + len(source.data))
         self.paths: dict[Digest, Path] = {}
         """The complete files of blobs, which have no names yet."""
-        self._decoded: list[BlobId] = []
-        """The compressed forms whose blobs are complete."""
+        self._used_forms: list[BlobId] = []
+        """The compressed forms that blobs were decoded from, or bases of blobs can be."""
 
     def run(self, streams: int) -> None:
         """Fetch all blobs. What an error or an interrupt stops can be continued."""
@@ -154,8 +171,8 @@ class Download:
                     fetch.file.close()
 
     def remove_cold_files(self) -> None:
-        """Remove the compressed forms of blobs that have their names."""
-        for stored in self._decoded:
+        """Remove compressed forms, when the blobs have their names."""
+        for stored in self._used_forms:
             file = self._ingest.open_partial(stored)
             if file is not None:  # otherwise another pull decodes it, and will remove it
                 file.discard()
@@ -169,11 +186,12 @@ class Download:
     def result(self, notices: Sequence[str], **others: Any) -> Fetched:
         """Return what was fetched, with these notices before those of the transfer."""
         return Fetched(
-            len(self._fetches),
+            len(self._blobs),
             self.size,
             self._bytes_fetched,
             self._bytes_resumed,
-            self._bytes_saved,
+            # Forms of bases may have been fetched in vain.
+            max(self._bytes_saved, 0),
             notices=(*notices, *self._notices),
             **others,
         )
@@ -206,6 +224,10 @@ class Download:
 
     def _begin(self, fetch: _Fetch) -> None:
         """Open the partial file of a blob, and fetch the parts that it lacks."""
+        base = None if fetch.cold is None else fetch.cold.base
+        if base is not None and self._base_forms.get(base.digest, True) is None:
+            self._leave_form(fetch)
+            return
         self._workers.report(0, fetch.label)
         # Reporting raises if the pull must end, also while an earlier file is copied.
         file = self._ingest.open_partial(fetch.stored, lambda: self._workers.report(0, fetch.label))
@@ -218,7 +240,7 @@ class Download:
         # Looked for again now that the file is locked: the process that held it may have published the blob.
         if self._ingest.find(*fetch.blob.id) is not None:
             file.discard()
-            self._end(fetch, file, resumed=fetch.blob.size)
+            self._end(fetch, file, resumed=0 if fetch.is_base else fetch.blob.size)
             return
         fetch.resumed = file.done
         self._count(fetch, file.done)
@@ -261,9 +283,9 @@ class Download:
 
     def _check(self, fetch: _Fetch, file: PartialBlob) -> None:
         """Take over a filled file whose digest is right; otherwise fetch it once more."""
-        if fetch.cold is not None and self._is_decoded(fetch, fetch.cold, file):
+        if fetch.cold is not None and self._is_usable(fetch, fetch.cold, file):
             # A pull that is killed before the blob has its name need not fetch it again.
-            self._decoded.append(file.blob)
+            self._used_forms.append(file.blob)
             self._end(fetch, file)
             return
         if fetch.cold is None and file.has_right_digest():
@@ -277,28 +299,40 @@ class Download:
         file.close()
         fetch.file = None
         if fetch.cold is not None:
-            with self._changed:
-                self._notices.append(
-                    f"{fetch.label}: its compressed form in the registry could not be used, so the blob "
-                    "itself was fetched"
-                )
-            fetch.cold = None
-        else:
-            fetch.wrong += 1
-            if fetch.wrong == self._attempts:
-                raise BlobDamaged(
-                    f"{fetch.label}: the registry sent other bytes than those of blob "
-                    f"{fetch.blob.digest}, twice",
-                    advice=DAMAGED_ADVICE,
-                )
+            self._leave_form(fetch)
+            return
+        fetch.wrong += 1
+        if fetch.wrong == self._attempts:
+            raise BlobDamaged(
+                f"{fetch.label}: the registry sent other bytes than those of blob "
+                f"{fetch.blob.digest}, twice",
+                advice=DAMAGED_ADVICE,
+            )
         self._add([partial(self._begin, fetch)])
 
-    def _is_decoded(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
+    def _leave_form(self, fetch: _Fetch) -> None:
+        """Fetch a blob itself instead of its form; without the form of a base, so do all that wait for it."""
+        with self._changed:
+            if fetch.is_base:
+                self._base_forms[fetch.blob.digest] = None
+                self._release(fetch)
+                return
+            self._notices.append(
+                f"{fetch.label}: its compressed form in the registry could not be used, so the blob "
+                "itself was fetched"
+            )
+        fetch.cold = None
+        self._add([partial(self._begin, fetch)])
+
+    def _is_usable(self, fetch: _Fetch, cold: ColdLayer, file: PartialBlob) -> bool:
         """Add what a complete cold layer decodes to; return False if that is not the blob."""
         # A part is missing if the registry refused it, or has no such blob.
         if file.missing or not file.has_right_digest():
             return False
         file.complete()
+        if fetch.is_base:  # it is decoded with those that need it
+            self._base_forms[fetch.blob.digest] = cold, file.path
+            return True
         try:
             added = self._ingest.add(
                 fetch.blob.size, lambda: cold.pieces(str(file.path), self._base_files), once=True
@@ -317,8 +351,30 @@ class Download:
         if path is not None:
             with contextlib.suppress(FileNotFoundError):  # another process has given it its name
                 yield BaseBlob.hot(map_file(path, size), digest)
+        if self._base_forms.get(digest) is not None:
+            base = self._base_of_forms(digest)
+            yield base if base.table is None else self._decode(base)
+            return
         for base in self._store.base_files(digest, size, in_chain=True):
             yield base if base.table is None else self._decode(base)
+
+    def _base_of_forms(self, digest: Digest) -> BaseBlob:
+        """Return a base that is decoded from its form, which may be a delta against another form."""
+        links: list[ColdLayer] = []
+        paths: dict[BlobId, Path] = {}
+        base: BlobId | None = BlobId(digest, 0)
+        while base is not None and (form := self._base_forms.get(base.digest)) is not None:
+            links.append(form[0])
+            paths[form[0].stored] = form[1]
+            base = form[0].base
+
+        def read(stored: BlobId) -> memoryview:
+            try:
+                return map_file(paths[stored], stored.size)
+            except FileNotFoundError:  # another pull of these blobs has ended
+                raise BlobMissing(f"the file of cold blob {stored.digest} is gone") from None
+
+        return decode_base(links, read, lambda blob: next(self._base_files(*blob)), self._decode)
 
     def _decode(self, base: BaseBlob) -> BaseBlob:
         """Decode a base that is a delta into a file without a name; return it as it is if there is no space.
@@ -329,7 +385,10 @@ class Download:
         with contextlib.suppress(BlobstoreError, OSError):
             self._store.check_space(base.identity.size)
             with tempfile.TemporaryFile(dir=folder) as file:
-                for piece in self._store.read_pieces(*base.identity):
+                buffer = memoryview(bytearray(min(_DECODED, base.identity.size)))
+                for begin in range(0, base.identity.size, _DECODED):
+                    piece = buffer[: base.identity.size - begin]
+                    base.read_into(piece, begin)
                     write_all(file.fileno(), piece)
                 data = mapped(file.fileno(), base.identity.size)
             return type(base).hot(data, base.identity.digest)
@@ -341,13 +400,19 @@ class Download:
         fetch.file = None
         with self._changed:
             self._bytes_resumed += fetch.resumed if resumed is None else resumed
-            self._bytes_saved += fetch.blob.size - fetch.stored.size
-            self._tasks.extend(self._deltas.pop(fetch.blob.digest))
-            self._changed.notify_all()
+            self._bytes_saved += (0 if fetch.is_base else fetch.blob.size) - fetch.stored.size
+            self._release(fetch)
         self._count(fetch, fetch.blob.size)
+
+    def _release(self, fetch: _Fetch) -> None:
+        """Begin what waits for a blob; the caller holds the lock."""
+        self._tasks.extend(self._deltas.pop(fetch.blob.digest))
+        self._changed.notify_all()
 
     def _count(self, fetch: _Fetch, done: int) -> None:
         """Report the bytes of a blob that are done, beyond those that were reported before."""
+        if fetch.is_base:
+            return
         if fetch.cold is not None:  # the progress counts bytes of the model
             done = min(done * fetch.blob.size // fetch.stored.size, fetch.blob.size)
         with self._changed:

@@ -185,9 +185,9 @@ def _bases(store: LocalStore, plain_http: bool | None, entry: RemoteEntry) -> se
             contextlib.suppress(BlobstoreError),  # the pull reports it
             find_model(entry.address, plain_http=plain_http, with_files=True) as source,
         ):
-            _, fetch_layers = attached(source, source.root.digest, lambda _: None)
+            layers = attached(source, source.root.digest, lambda _: None).fetch_layers()
             own = {blob.id for blob in entry.blobs}
-            return {layer.base for layer in fetch_layers().values() if layer.base} - own
+            return {layer.base for layer in layers.values() if layer.base} - own
     return set()
 
 

@@ -12,8 +12,8 @@ from blobstore.errors import BlobDamaged, Conflict, InvalidHeader, ModelNotFound
 from blobstore.manifests import media_types
 from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model_addresses
 from blobstore.objects.leases import leased
-from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_FORMER
-from blobstore.objects.store import COLD_INDEXES, ObjectStore
+from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_COLD_INDEX, READ_FORMER
+from blobstore.objects.store import COLD_BASES, COLD_INDEXES, ObjectStore
 from blobstore.operations.transfer.push_target import PushedBlob, PushedModel, Sent
 from blobstore.remotes.cold_layers import ColdLayer, format_cold_layers, parse_cold_layers
 from blobstore.remotes.model_reader import pack_headers
@@ -178,9 +178,26 @@ class ObjectTarget:
         listed = self.objects.read_for_manifest(COLD_INDEXES, self.model.digest)
         return parse_cold_layers(listed or b"")
 
-    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
-        """Add cold layers to the list, unless it has smaller ones by now."""
+    def read_forms_with(self, model: Reference) -> Mapping[Digest, ColdLayer]:
+        """Return the cold layers that are listed with another model, and those of bases."""
+        found: dict[Digest, ColdLayer] = {}
+        try:
+            manifest = Digest.of(self._store.read_manifest(model))
+        except ModelNotFound:  # removed since its blobs were chosen as bases
+            return found
+        for folder in (COLD_BASES, COLD_INDEXES):
+            data = self.objects.read_for_manifest(folder, manifest, READ_COLD_INDEX)
+            found |= parse_cold_layers(data or b"")
+        return found
 
+    def list_cold_layers(self, layers: Sequence[ColdLayer], bases: Sequence[ColdLayer]) -> None:
+        """Add cold layers to the lists, unless these have smaller ones by now."""
+        # Those of bases first: a push that is interrupted between the two sends both lists again.
+        if bases:
+            self._add_to_list(COLD_BASES, bases)
+        self._add_to_list(COLD_INDEXES, layers)
+
+    def _add_to_list(self, folder: str, layers: Sequence[ColdLayer]) -> None:
         def add(data: bytes | None) -> bytes:
             listed = parse_cold_layers(data or b"")
             for layer in layers:
@@ -189,7 +206,7 @@ class ObjectTarget:
                     listed[layer.blob.digest] = layer
             return format_cold_layers(listed.values())
 
-        self.objects.change_cold_index(self.model.digest, add)
+        self.objects.change_cold_index(folder, self.model.digest, add)
 
     def check_manifests(self) -> None:
         """Read back which manifest the name has. Raises Conflict."""

@@ -26,7 +26,7 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
-from blobstore.operations.transfer.attached import attached
+from blobstore.operations.transfer.attached import Attached, attached
 from blobstore.operations.transfer.cold_manifests import usable_layers
 from blobstore.operations.transfer.download import Download, Fetched
 from blobstore.operations.transfer.signatures import SelectedSignatures
@@ -38,7 +38,7 @@ from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
@@ -161,17 +161,17 @@ def pull_model(
         pull = _Pull(store, reference, source, force)
         pull.check_name()
         is_new = not store.has_model(reference)
-        signatures, verdict, fetch_layers = pull.check_trust()
+        signatures, verdict, with_model = pull.check_trust()
         # Compressed forms are those of a store's blobs, and files of other tools are imported
         # first.
         if source.files or not cold:
-            fetch_layers = dict
+            with_model = with_model._replace(fetch_layers=dict)
         if source.files and pull.is_imported(dry_run=dry_run):
             done = Fetched(0, 0, 0, 0, 0)
         elif dry_run:
-            done = pull.planned(fetch_layers, expected)
+            done = pull.planned(with_model, expected)
         else:
-            done = pull.fetch(signatures, fetch_layers, streams, jobs, progress)
+            done = pull.fetch(signatures, with_model, streams, jobs, progress)
     if not dry_run:
         remember_remotes(store, *places_of(source.address))
     return Pulled(
@@ -221,10 +221,10 @@ class _Pull:
 
     def check_trust(
         self,
-    ) -> tuple[SelectedSignatures, Verdict | None, Callable[[], Mapping[Digest, ColdLayer]]]:
+    ) -> tuple[SelectedSignatures, Verdict | None, Attached]:
         """Ask the policy, before any weight is fetched; return what the registry has apart from blobs.
 
-        These are the signatures to keep, what the policy says, and what fetches the compressed forms.
+        These are the signatures to keep, what the policy says, and what else comes with the model.
         """
         source, store = self.source, self.store
         # Files that are imported get a manifest of their own, so only that of the registry can be signed.
@@ -232,10 +232,10 @@ class _Pull:
         digest = Digest.of(signed)
         policy = read_policy(store)
         errors: list[RemoteError] = []
-        found, fetch_layers = attached(source, digest, errors.append)
-        signatures = SelectedSignatures.of(found, digest, policy)
+        with_model = attached(source, digest, errors.append)
+        signatures = SelectedSignatures.of(with_model.signatures, digest, policy)
         verdict = check_trust(store, self.reference, signed, signatures.data, policy, errors)
-        return signatures, verdict, fetch_layers
+        return signatures, verdict, with_model
 
     def is_imported(self, *, dry_run: bool) -> bool:
         """Return whether the name has what an earlier pull made of these files, with intact blobs."""
@@ -250,11 +250,7 @@ class _Pull:
         with store.ingest() as ingest:
             return all(ingest.find(*blob.id) for blob in blobs)
 
-    def planned(
-        self,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
-        expected: Collection[BlobId],
-    ) -> Fetched:
+    def planned(self, with_model: Attached, expected: Collection[BlobId]) -> Fetched:
         """Return what the pull would fetch."""
         source, store = self.source, self.store
 
@@ -265,12 +261,18 @@ class _Pull:
             return False
 
         missing = [blob for blob in source.model.blobs if not is_here(blob.id)]
-        listed = fetch_layers() if missing else {}
-        layers, without_base = usable_layers(store, listed, missing, is_here)
-        stored = _stored(missing, layers)
+        usable = usable_layers(
+            store,
+            with_model.fetch_layers() if missing else {},
+            missing,
+            is_here,
+            with_model.fetch_bases,
+        )
+        stored = _stored(missing, usable.layers)
+        stored += [layer.stored for layer in usable.bases.values()]
         size, to_fetch = sum(blob.size for blob in missing), sum(item.size for item in stored)
         resumed = sum(map(store.partial_bytes, stored))
-        notices = _base_notices(without_base)
+        notices = _base_notices(usable.without_base)
         return Fetched(
             len(missing), size, to_fetch - resumed, resumed, size - to_fetch, notices=notices
         )
@@ -278,7 +280,7 @@ class _Pull:
     def fetch(
         self,
         signatures: SelectedSignatures,
-        fetch_layers: Callable[[], Mapping[Digest, ColdLayer]],
+        with_model: Attached,
         streams: int,
         jobs: int | None,
         progress: Progress | None,
@@ -289,19 +291,25 @@ class _Pull:
             # Each blob is leased before it is looked for, so what is found stays.
             found = WorkerPool(jobs, None, 0).run(blobs, lambda blob: ingest.find(*blob.id))
             missing = [blob for blob, item in zip(blobs, found, strict=True) if item is None]
-            listed = fetch_layers() if missing else {}
-            layers, without_base = usable_layers(
-                store, listed, missing, lambda base: ingest.find(*base) is not None
+            usable = usable_layers(
+                store,
+                with_model.fetch_layers() if missing else {},
+                missing,
+                lambda base: ingest.find(*base) is not None,
+                with_model.fetch_bases,
             )
             workers = WorkerPool(streams, progress, sum(blob.size for blob in missing))
-            transfer = Download(source, store, ingest, missing, workers, layers)
+            transfer = Download(source, store, ingest, missing, workers, usable)
             transfer.run(streams)
             if source.files:
                 return self._import(transfer, jobs, progress)
             ingest.publish()
             transfer.remove_cold_files()
             former = self._publish(ingest, signatures)
-            notices = (*replacement_notices(self.reference, former), *_base_notices(without_base))
+            notices = (
+                *replacement_notices(self.reference, former),
+                *_base_notices(usable.without_base),
+            )
             return transfer.result(
                 notices, repaired=dict(ingest.repaired), replaced=former is not None
             )

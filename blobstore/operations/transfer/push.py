@@ -36,6 +36,7 @@ from blobstore.operations.transfer.registry_target import (
 from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects, places_of
+from blobstore.remotes.cold_layers import ColdLayer, bases_of
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes
 
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from blobstore.operations.transfer.push_target import PushTarget, Sent
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
-    from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.signatures.keys import Passphrase
 
 _NEW: Final = ("sent", "resumed", "mounted")
@@ -328,7 +328,11 @@ class _Push:
                     self._cold_sizes.append(size)
             # Only now: a listed layer must be there.
             if new:
-                self._target.list_cold_layers(new)
+                forms: Mapping[Digest, ColdLayer] = {}
+                if cold_blobs.base is not None:
+                    forms = self._target.read_forms_with(cold_blobs.base)
+                bases = {link.blob: link for layer in new for link in bases_of(layer, forms)}
+                self._target.list_cold_layers(new, list(bases.values()))
 
     def _send_cold(
         self,

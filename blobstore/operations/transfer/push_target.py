@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.core.workers import WorkerPool
     from blobstore.manifests.descriptor import Descriptor
+    from blobstore.manifests.reference import Reference
     from blobstore.objects.address import ModelAddress
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
@@ -97,8 +98,11 @@ class PushTarget(Protocol):
     def read_cold_layers(self, *, verify: bool) -> Mapping[Digest, ColdLayer]:
         """Return listed cold layers that need not be sent again, by blob; with ``verify`` once read back."""
 
-    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
-        """List cold layers that were sent."""
+    def read_forms_with(self, model: Reference) -> Mapping[Digest, ColdLayer]:
+        """Return the cold layers that are listed with another model of the store, those of bases too, by blob."""
+
+    def list_cold_layers(self, layers: Sequence[ColdLayer], bases: Sequence[ColdLayer]) -> None:
+        """List cold layers that were sent, and those of their bases, for clients that lack these."""
 
     def check_manifests(self) -> None:
         """Read the manifests back. Raises BlobDamaged or Conflict if they are others."""

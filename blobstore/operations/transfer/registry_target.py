@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
-from blobstore.errors import RemoteError, RemoteRefused, UsageError
+from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
+from blobstore.operations.transfer.cold_manifests import fetch_base_layers, fetch_cold_layers
 from blobstore.operations.transfer.push_target import PushedModel
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.registry_plan import plan_for_registry, pushed_blobs
@@ -28,6 +28,7 @@ from blobstore.registry import request_rules
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.cold_layers import COLD_BASES
 from blobstore.signatures.keys import PrivateKey, read_key
 
 if TYPE_CHECKING:
@@ -114,7 +115,11 @@ def open_registry(
     if options.sign_key is not None:
         text = read_key(local_path(options.sign_key, "source"))
         key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
-    plan = plan_for_registry(store, reference, options.layout, options.max_layers, hashing)
+
+    def plan_of(model: Reference) -> RemotePlan:
+        return plan_for_registry(store, model, options.layout, options.max_layers, hashing)
+
+    plan = plan_of(reference)
     http, part_size = options.plain_http, options.part_size
     with (
         RegistryClient(
@@ -127,7 +132,7 @@ def open_registry(
         cache = PushCache(store, address)
         if not dry_run:  # which writes nothing
             uploads.enter_context(cache)
-        yield RegistryTarget(store, client, address, plan, cache, options, key)
+        yield RegistryTarget(store, client, address, plan, cache, options, key, plan_of)
 
 
 class RegistryTarget:
@@ -146,11 +151,13 @@ class RegistryTarget:
         cache: PushCache,
         options: RegistryOptions,
         key: PrivateKey | None,
+        plan_of: Callable[[Reference], RemotePlan],
     ) -> None:
         """Ask what the tag refers to."""
         self._store, self._client, self._key = store, client, key
         self._address, self._repository = address, address.repository
         self._plan, self._cache = plan, cache
+        self._plan_of = plan_of
         self._mount_from = options.mount_from
         self._sources = cache.sources() if options.mount else {}
         self._claimed: dict[Digest, Sent] = {}
@@ -284,9 +291,28 @@ class RegistryTarget:
         blobs = (blob.id for blob in self._plan.blobs)
         return fetch_cold_layers(self._client, self._repository, listed, blobs)
 
-    def list_cold_layers(self, layers: Sequence[ColdLayer]) -> None:
+    def read_forms_with(self, model: Reference) -> Mapping[Digest, ColdLayer]:
+        """Return the cold layers that manifests list which refer to that of another model, if it is there."""
+        client, repository = self._client, self._repository
+        try:
+            # Equal models have equal manifests, so that of a former version need not be noted.
+            plan = self._plan_of(model)
+        except BlobstoreError:  # it is damaged, or removed
+            return {}
+        listed = fetch_referrers(client, repository, plan.root)
+        blobs = [blob.id for blob in plan.blobs]
+        return {
+            **fetch_base_layers(client, repository, listed, len(blobs)),
+            **fetch_cold_layers(client, repository, listed, blobs),
+        }
+
+    def list_cold_layers(self, layers: Sequence[ColdLayer], bases: Sequence[ColdLayer]) -> None:
         """List cold layers in manifests that refer to the model's."""
-        send_cold_manifests(self._client, self._repository, self._plan.root, layers)
+        client, repository, root = self._client, self._repository, self._plan.root
+        # Those of bases first: a push that is interrupted between the two sends both lists again.
+        with contextlib.suppress(RemoteRefused):  # it has lost one of them
+            send_cold_manifests(client, repository, root, bases, COLD_BASES)
+        send_cold_manifests(client, repository, root, layers)
 
     def check_manifests(self) -> None:
         """Read the manifests back. Raises BlobDamaged if one has another digest."""

@@ -75,6 +75,8 @@ class ColdBlobs:
             find_base=True,
             chains=True,
         )
+        self.base = plan.bases.get(reference, base)
+        """The model whose blobs are the bases, if one is."""
         self._store = store
         self._builder = ColdBlobBuilder(store, estimator, plan.base_blobs, chains=True)
         self._leased = [*plan.blobs, *(blob.digest for blob in plan.base_blobs.values())]
@@ -155,14 +157,18 @@ class ColdBlobs:
 
 
 def send_cold_manifests(
-    client: RegistryClient, repository: str, root: RemoteManifest, layers: Iterable[ColdLayer]
+    client: RegistryClient,
+    repository: str,
+    root: RemoteManifest,
+    layers: Iterable[ColdLayer],
+    kind: str = COLD,
 ) -> None:
     """List cold layers, which the registry has, in manifests that refer to the model's.
 
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    parts = [{"artifactType": COLD, "layers": part} for part in cold_lists(layers)]
+    parts = [{"artifactType": kind, "layers": part} for part in cold_lists(layers)]
     send_referrers(client, repository, root, parts)
 
 

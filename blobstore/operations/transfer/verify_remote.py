@@ -1,4 +1,4 @@
-"""The operation ``verify --remote``: reads every byte of a model in a registry or object storage back and hashes it.
+"""The operation ``verify --remote``: reads every byte of models in a registry or object storage back and hashes it.
 
 Registries report blobs that they have lost, and send bytes that have changed on their disks, so nothing
 less proves that a model can be pulled. Compressed forms are hashed, and not decoded: that may need a base
@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, BlobMissing, InvalidManifest
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    Damaged,
+    InvalidManifest,
+    ModelNotFound,
+    UnsupportedSource,
+)
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.address import ModelAddress
 from blobstore.objects.source import ObjectSource
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.operations.transfer.referrers import fetch_referrers
+from blobstore.registry.client import RegistryClient
+from blobstore.registry.reference import RemoteReference
+from blobstore.registry.store import RemoteSource
 from blobstore.remotes.addresses import find_model, is_in_objects
-from blobstore.remotes.catalog import find_store
+from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog
 from blobstore.remotes.cold_layers import COLD, parse_cold_layers
 
 if TYPE_CHECKING:
@@ -34,8 +44,6 @@ if TYPE_CHECKING:
     from blobstore.errors import BlobstoreError
     from blobstore.objects.address import StoreAddress
     from blobstore.objects.store import ObjectStore
-    from blobstore.registry.reference import RemoteReference
-    from blobstore.registry.store import RemoteSource
 
 
 class RemoteFault(NamedTuple):
@@ -55,9 +63,10 @@ class RemoteFault(NamedTuple):
 class VerifiedRemote:
     """The result of :func:`verify_remote`."""
 
-    remote: RemoteReference | ModelAddress | StoreAddress
+    remote: RemoteReference | ModelAddress | StoreAddress | str
+    """The address; text for a whole registry, and for repositories."""
     digest: Digest | None
-    """Of the manifest there; None for a whole store."""
+    """Of the manifest there; None for several models."""
     blobs: int
     """Blobs of the model, or of all models together."""
     cold_blobs: int
@@ -81,8 +90,8 @@ def verify_remote(
     """Read every blob of a model in a registry or object storage, and its compressed forms, and hash them.
 
     Args:
-        remote: the address, as for :func:`pull_model`, or that of a store in object storage: all of its
-            models are read then, and each blob once.
+        remote: the address, as for :func:`pull_model`, or that of a store in object storage, a registry or
+            repositories: all models there are read then, and each blob once.
         streams: number of blobs that are read at once.
         limit_rate: maximum number of bytes per second.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
@@ -98,15 +107,27 @@ def verify_remote(
     started = time.monotonic()
     check_jobs(streams)
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    store = find_store(remote) if is_in_objects(remote) else None
+    place: ObjectStore | None = None
+    is_registry = False
+    if is_in_objects(remote):
+        place = find_store(remote)
+    elif isinstance(remote, str):
+        is_registry = has_many_models(remote, plain_http=plain_http)
     with contextlib.ExitStack() as stack:
         faults: list[RemoteFault] = []
-        sources: list[RemoteSource | ObjectSource]
-        if store is not None:
-            sources = list(_sources_of(store, limiter, faults))
+        sources: Sequence[RemoteSource | ObjectSource]
+        address: str | RemoteReference | ModelAddress | StoreAddress = remote
+        digest = None
+        if place is not None:
+            sources = list(_sources_of(place, limiter, faults))
+            address = place.address
+        elif is_registry:
+            sources = list(_registry_sources(stack, str(remote), plain_http, limiter, faults))
         else:
-            found = find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
-            sources = [stack.enter_context(found)]
+            source = stack.enter_context(
+                find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True)
+            )
+            sources, address, digest = [source], source.address, source.root.digest
         read = [_blobs_of(source, faults) for source in sources]
         # A blob of several models is read once.
         jobs = {
@@ -122,8 +143,8 @@ def verify_remote(
 
         results = workers.run(list(jobs.values()), lambda job: _verify(*job, workers), abort)
     return VerifiedRemote(
-        remote=sources[0].address if store is None else store.address,
-        digest=sources[0].root.digest if store is None else None,
+        remote=address,
+        digest=digest,
         blobs=len({blob.digest for blobs, _ in read for blob in blobs}),
         cold_blobs=len({blob.digest for _, layers in read for blob in layers}),
         bytes_read=sum(
@@ -145,6 +166,32 @@ def _sources_of(
             yield ObjectSource(store, place, store.read_manifest(name), limiter)
         except InvalidManifest as error:
             faults.append(RemoteFault(str(place), "manifest", error.message, None))
+
+
+def _registry_sources(
+    stack: contextlib.ExitStack,
+    address: str,
+    plain_http: bool | None,
+    limiter: RateLimiter | None,
+    faults: list[RemoteFault],
+) -> Iterator[RemoteSource]:
+    """Yield the models of repositories, each manifest once; those that cannot be read are faults."""
+    entries = read_remote_catalog(address, plain_http=plain_http)
+    if not entries:
+        return
+    host = RemoteReference.parse(entries[0].address)
+    plain_http = host.uses_plain_http(plain_http)
+    client = stack.enter_context(RegistryClient(host.host, plain_http=plain_http, limiter=limiter))
+    seen = set()
+    for entry in entries:
+        place, digest = RemoteReference.parse(entry.address), entry.registry_digest
+        if isinstance(entry.error, (Damaged, ModelNotFound)):  # as the registry lists it
+            faults.append(RemoteFault(str(place), "manifest", entry.error.message, digest))
+        elif entry.error is not None and not isinstance(entry.error, UnsupportedSource):
+            raise entry.error
+        elif entry.error is None and (place.repository, digest) not in seen:
+            seen.add((place.repository, digest))
+            yield RemoteSource.resolve(client, replace(place, digest=digest), with_files=True)
 
 
 def _blobs_of(

@@ -151,3 +151,17 @@ def test_a_mistyped_store_is_an_error_with_a_way_out(words: tuple[str, ...], her
 def test_a_model_of_a_mistyped_store_is_an_error_with_a_way_out(here: Path) -> None:
     error = run("info", "dense", "--store", "nowhere", exit_code=3).stderr
     assert "there is no store there; 'blobstore create' makes a store" in error
+
+
+@pytest.mark.parametrize(
+    "words", [("list",), ("info",), ("pull",), ("push", "one"), ("tag", "--force")]
+)
+@pytest.mark.parametrize("address", ["S3://bucket/x", "s3:/bucket/x", "OCI://host/x"])
+def test_a_misspelled_scheme_is_named_with_the_right_one(
+    words: tuple[str, ...], address: str, here: Path
+) -> None:
+    rest = address.partition(":")[2].strip("/")
+    more = ("v1",) if words[0] == "tag" else ()
+    result = run(*words, address, *more, exit_code=2)
+    assert f"; write {address.partition(':')[0].lower()}://{rest}\n" in result.stderr
+    assert not (here / "s3:").exists()

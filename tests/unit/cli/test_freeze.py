@@ -125,6 +125,7 @@ def test_older_than_freezes_only_old_models(pair: LocalStore) -> None:
         os.utime(path, (then, then))
     assert run_json("freeze", "--older-than", "30d", "--dry-run")["names"] == ["a:latest"]
     assert run_json("freeze", "b", "--older-than", "30d")["names"] == []
+    assert "GGUF" not in run("freeze", "b", "--older-than", "30d").stdout
     run("freeze", exit_code=2)
     run("freeze", "--older-than", "30", exit_code=2)
 

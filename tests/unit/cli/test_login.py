@@ -56,6 +56,15 @@ def test_wrong_password_is_not_kept(registry: RawServer, config: Path) -> None:
     assert not config.exists()
 
 
+def test_https_means_tls_on_this_machine_too(registry: RawServer, config: Path) -> None:
+    registry.plain_answer = reply(400)
+    result = run("login", f"https://{registry.host}", *OPTIONS, stdin="secret", exit_code=1)
+
+    assert f"begin with http://{registry.host}" in result.output
+    assert not registry.requests
+    assert not config.exists()
+
+
 def test_password_that_was_not_asked_for_is_noted() -> None:
     with RawServer(lambda _: reply(200)) as server:
         result = run("login", server.host, *OPTIONS, stdin="secret")

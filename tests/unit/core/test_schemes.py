@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.core.schemes import advice_for, check_path, scheme_of
+from blobstore.core.schemes import advice_for, check_path, respelled, scheme_of
 from blobstore.errors import UsageError
 
 
@@ -39,6 +39,22 @@ def test_an_unknown_scheme_is_refused_too_and_secrets_are_not_shown() -> None:
     with pytest.raises(UsageError) as caught:
         check_path("ftp://user:word@host/x", "target")
     assert "word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("S3://bucket/x", "s3://bucket/x"),
+        ("s3:/bucket/x", "s3://bucket/x"),
+        ("OCI:///host/x:v1", "oci://host/x:v1"),
+        ("Http://host/x", "http://host/x"),
+        ("file:/folder/x", "file:///folder/x"),
+        ("file://folder/x", "file:///folder/x"),
+        *((text, "") for text in ("s3://bucket/x", "file:///folder", "s3:5000/x", "s3://", "x")),
+    ],
+)
+def test_an_address_that_is_nearly_one_is_spelled_right(text: str, address: str) -> None:
+    assert respelled(text) == address
 
 
 def test_a_short_hub_id_gets_its_slashes() -> None:

@@ -100,6 +100,7 @@ def test_tags_of_one_manifest_are_read_once(local: LocalStore) -> None:
         f"{registry.host}/team/a:{tag}" for tag in ("v1", "v2", "x")
     ]
     assert [entry.registry_digest for entry in found[:2]] == [plan.root.digest] * 2
+    assert [entry.digest for entry in found[:2]] == [Digest.of(local.read_manifest("one"))] * 2
     assert found[0].size == sum(blob.size for blob in local.resolve("one").blobs)
     assert found[2].error is not None
     assert requests[f"GET /v2/team/a/manifests/{plan.root.digest}"] == 1

@@ -33,9 +33,10 @@ from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
+from tests.support.folders import contents
 from tests.support.models import Arrays, blob, dense_tensors, moe_tensors, write_folder
 from tests.support.published import LAYER, SCHEMES, write_published
-from tests.unit.operations.export.folders import contents, raw_tensors
+from tests.unit.operations.export.folders import raw_tensors
 
 NAME = Reference.parse("m")
 TENSORS = dense_tensors() | moe_tensors()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,8 @@ def test_history_keeps_no_blob_alive_and_goes_with_the_blobs(store: LocalStore) 
     remove_models(["first"], store=store)
     collected = collect_garbage(store, older_than=0)
 
-    assert len(collected.blobs) == len(collected.leftovers) == 1
+    # The history of the name that was removed, and of the one that had its model.
+    assert (len(collected.blobs), len(collected.leftovers)) == (1, 2)
     assert ids(store) == [id_of(store, "second")]
     with pytest.raises(NotFound, match="has no former model with the ID"):
         restore_model("model", "0000", store=store)
@@ -114,11 +116,42 @@ def test_a_frozen_former_model_can_be_restored(store: LocalStore) -> None:
     assert verify_models(store=store).faults == ()
 
 
-def test_a_removed_name_keeps_its_history(store: LocalStore) -> None:
+def test_a_removed_name_can_be_restored_and_keeps_its_history(store: LocalStore) -> None:
+    removed = id_of(store, "model")
     remove_models(["model"], store=store)
 
-    assert not restore_model("model", store=store).replaced
-    assert store.read_manifest("model") == store.read_manifest("second")
+    assert ids(store) == [removed, id_of(store, "second"), id_of(store, "first")]
+    restored = restore_model("model", store=store)
+    assert (restored.digest, restored.replaced) == (removed, False)
+    assert id_of(store, "model") == removed
+    assert ids(store) == [id_of(store, "second"), id_of(store, "first")]
+
+
+def test_what_gc_has_removed_with_a_name_is_not_restored(store: LocalStore) -> None:
+    put(store, "own", {"own": 9})
+    remove_models(["own"], store=store)
+    collect_garbage(store, older_than=0)
+    with pytest.raises(ModelNotFound):
+        restore_model("own", store=store)
+
+
+def test_a_full_disk_keeps_no_name_from_being_removed(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(history, "write_file", full)
+    remove_models(["model"], store=store)
+    assert not store.has_model("model")
+
+
+def test_a_manifest_that_cannot_be_read_is_no_former_model(store: LocalStore) -> None:
+    store.manifest_path("second").write_bytes(b"{")
+    data = store.read_manifest("first")
+    with store.writing(), store.exclusive_lock():
+        assert store.place("second", data, []) is None
+    assert model_history("second", store=store) == ()
 
 
 def test_gc_reads_each_former_manifest_once_and_none_while_it_keeps_others_waiting(
@@ -136,8 +169,8 @@ def test_gc_reads_each_former_manifest_once_and_none_while_it_keeps_others_waiti
     monkeypatch.setattr(history, "read_regular", noted)
     collected = collect_garbage(store, older_than=0)
     assert set(reads) == paths
-    assert len(reads) == len(paths) == 2
-    assert len(collected.leftovers) == 1
+    assert len(reads) == len(paths) == 3
+    assert len(collected.leftovers) == 2
 
 
 def test_giving_many_names_other_models_lists_the_history_once_each(

@@ -129,7 +129,7 @@ def cut(bases: dict[int, int | None]) -> set[int]:
     }
     blobs = [Descriptor(media_types.TENSOR, *one, str(number)) for number, one in ids.items()]
     store = LocalStore("/nowhere")
-    found, without_base = usable_layers(store, layers, blobs, lambda _: False)
+    found, without_base, _ = usable_layers(store, layers, blobs, lambda _: False)
     assert not without_base
     return {number for number, one in ids.items() if one.digest in found}
 

@@ -5,15 +5,25 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.registry.manifest import OCI_MANIFEST
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import COLD, ColdCase
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.running import run, run_json
+
+EMPTY = "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+IMAGE = (
+    b'{"schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json", "config": '
+    b'{"mediaType": "application/vnd.oci.image.config.v1+json", "digest": "%b", "size": 2}, '
+    b'"layers": [{"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip", "digest": "%b", "size": 2}]}'
+) % (EMPTY.encode(), EMPTY.encode())
+"""Of an ordinary container image."""
 
 
 @pytest.fixture
@@ -52,6 +62,27 @@ def test_each_damaged_blob_is_a_fault(
     assert "the remote sent bytes with digest" in faults["x"].message
     assert "does not have" in faults["y"].message
     assert faults["x"].blob == layers["x"].digest
+
+
+def test_all_models_of_a_registry_are_read_and_each_blob_once(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    frozen.put(origin, "b", {"x": 1, "z": 3})
+    plan = plan_ollama(origin.read_manifest("b"))
+    for tag in ("v1", "v2"):
+        registry.put(origin, plan, "team/b", tag)
+    for tag in ("v1", str(Digest.of(IMAGE))):
+        registry.put_manifest("team/image", tag, OCI_MANIFEST, IMAGE)
+    both = {blob.id for name in ("a", "b") for blob in origin.resolve(name).blobs}
+    for address in (f"oci://{registry.host}", f"oci://{registry.host}/team"):
+        found = verify_remote(address)
+        assert (found.models, found.blobs, found.faults) == (2, len(both), ())
+        assert found.bytes_read == sum(size for _, size in both)
+        assert (found.remote, found.digest) == (address, None)
+    registry.put_manifest("team/b", "v2", OCI_MANIFEST, b"{")  # listed, and lost
+    (fault,) = verify_remote(f"oci://{registry.host}").faults
+    assert (fault.reference, fault.layer) == (f"{registry.host}/team/b:v2", "manifest")
+    assert remote.startswith(registry.host)
 
 
 def test_a_truncated_blob_is_a_fault(
