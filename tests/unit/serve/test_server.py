@@ -139,7 +139,7 @@ def test_one_connection_carries_many_requests(server: Serving, folder: Path) -> 
             )
             answer = connection.getresponse()
             assert (answer.status, answer.read()) == (206, data[9:401])
-    assert server.metric("open_connections") == 1  # that of this request
+    wait_until(lambda: server.metric("open_connections") == 1)  # that of this request
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
