@@ -133,7 +133,8 @@ def usable_layers(
     without_base: list[ColdLayer] = []
     for blob in missing:
         layer = layers.get(blob.digest)
-        if layer is None or left(layer.stored) >= left(blob.id):
+        # The list may state another size than the model's manifest, which decides what pays.
+        if layer is None or layer.blob != blob.id or left(layer.stored) >= left(blob.id):
             continue
         if layer.base is None or layer.base in fetched or is_base(layer.base):
             found[blob.digest] = layer

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from blobstore.remotes.cold_layers import (
     ColdLayer,
     bases_of,
     chain_of,
+    format_cold_layers,
     parse_cold_layers,
 )
 from blobstore.store.local import LocalStore
@@ -272,6 +274,31 @@ def test_forms_of_versions_without_names_survive_gc(
     pulled = blobstore.pull(address, "policy", store=store, force=True)
     assert_is_last(store, trainer)
     assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 0))
+
+
+def test_a_chain_must_pay_for_the_blob_of_the_model_and_not_for_a_stated_size(
+    trainer: LocalStore, run: list[dict[str, bytes]], objects: ObjectStore, tmp_path: Path
+) -> None:
+    address = f"{objects.address}/policy:latest"
+    publish(trainer, run, address, range(3))
+    manifest = Digest.of(trainer.read_manifest("policy:2"))
+
+    def grown(times: int, data: bytes | None) -> bytes:
+        return format_cold_layers(
+            ColdLayer(
+                BlobId(form.blob.digest, form.blob.size * 10**12),
+                BlobId(form.stored.digest, form.stored.size * times),
+                form.base and BlobId(form.base.digest, form.base.size * 10**12),
+            )
+            for form in parse_cold_layers(data or b"").values()
+        )
+
+    objects.change_cold_index(COLD_INDEXES, manifest, partial(grown, 1))
+    objects.change_cold_index(COLD_BASES, manifest, partial(grown, 10**12))
+    store = client(tmp_path, run, 0)
+    pulled = blobstore.pull(address, "policy", store=store, force=True)
+    assert_is_last(store, trainer, 2)
+    assert pulled.bytes_saved == 0
 
 
 @pytest.mark.parametrize("way", ["pull", "open"])
