@@ -158,6 +158,23 @@ def test_opening_what_a_skipped_version_leads_to_reads_the_deltas(
     assert plan.bytes_to_read == pulled.bytes_fetched
 
 
+def test_the_layers_of_a_base_are_not_hashed_to_find_its_forms(
+    trainer: LocalStore, run: list[dict[str, bytes]], remote: str
+) -> None:
+    publish(trainer, run, remote, range(1))  # in another layout
+    steps: list[str] = []
+    publish(
+        trainer,
+        run,
+        remote,
+        range(1, 2),
+        layout="image",
+        progress=lambda *step: steps.append(step[0]),
+    )
+    order = [what for what, _ in itertools.groupby(steps)]
+    assert order.count("hashing layers") == 1
+
+
 @pytest.mark.parametrize("layout", ["ollama", "image"])
 def test_other_layouts_have_chains_too(
     trainer: LocalStore, run: list[dict[str, bytes]], remote: str, tmp_path: Path, layout: str
