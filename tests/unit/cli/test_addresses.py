@@ -71,7 +71,9 @@ def test_the_variable_of_the_store_is_no_address_either(
 def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_it(
     source: str, advice: str, here: Path
 ) -> None:
-    assert advice in run("create", source, "new", exit_code=3).stderr
+    errors = run("create", source, "new", exit_code=3).stderr
+    assert advice in errors
+    assert ("is an address, not the path of" in errors) == ("://" in source)
 
 
 @pytest.mark.parametrize(

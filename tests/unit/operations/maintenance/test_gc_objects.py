@@ -64,7 +64,9 @@ def test_a_mistyped_store_is_an_error_and_nothing_is_written(
         collect_objects(place.removesuffix("/team"))
 
 
-def test_a_store_that_only_a_push_that_was_killed_has_begun_is_collected(objects: ObjectStore) -> None:
+def test_a_store_that_only_a_push_that_was_killed_has_begun_is_collected(
+    objects: ObjectStore,
+) -> None:
     with leased(objects.client, [Digest.of(b"x")]):
         assert collect_objects(objects.address).removed == ()
 
