@@ -22,6 +22,7 @@ def executed(path: Path, folder: str | Path) -> nbformat.NotebookNode:
     client = NotebookClient(
         notebook,
         timeout=240,
+        startup_timeout=240,
         kernel_name="python3",
         resources=resources,
         record_timing=False,
