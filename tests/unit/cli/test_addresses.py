@@ -194,6 +194,7 @@ def test_a_misspelled_scheme_is_named_with_the_right_one(
         (("repair", "dense", "--from", "{}"), 3),
         (("freeze", "{}"), 2),
         (("history", "{}"), 2),
+        (("tag", "dense", "{}"), 2),
     ],
 )
 def test_an_address_is_refused_without_its_password(
