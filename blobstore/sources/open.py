@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote, quote_url
+from blobstore.core.escape import quote, quote_place
 from blobstore.core.schemes import advice_for, scheme_of
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
@@ -58,10 +58,10 @@ def open_source(
                 advice = f"for the Hub's repository, say {hub.SCHEME}{name}"
             if scheme_of(name) is not None:
                 raise SourceNotFound(
-                    f"{quote_url(name)} is an address, not the path of a file or folder",
+                    f"{quote_place(name)} is an address, not the path of a file or folder",
                     advice=advice,
                 )
-            raise SourceNotFound(f"no such folder or file: {quote(name)}", advice=advice)
+            raise SourceNotFound(f"no such folder or file: {quote_place(name)}", advice=advice)
         if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"
