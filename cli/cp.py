@@ -11,7 +11,7 @@ from blobstore.cli.progress import progress_bar
 from blobstore.core.escape import escape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from blobstore.cli.output import Output
     from blobstore.manifests.reference import Reference
@@ -47,7 +47,7 @@ def show_named(named: Named | RemoteTag, done: str, out: Output) -> None:
     "--to",
     metavar="STORE",
     type=arguments.FOLDER,
-    help="Copy the model to another store, under the name DST, or else under its own.",
+    help="Copy the model to another store, under the name DST, or else under its own. SRC may match several.",
 )
 @naming_options
 @options.shared("jobs")
@@ -63,11 +63,16 @@ def command(
     """Give the model SRC the additional name DST. Both names share all blobs; no data is copied.
 
     With --to, the blobs that the other store does not have are copied to it, and hashed on the way.
+    Without DST, SRC may be a glob such as 'team/*' then. If a model fails, the others follow.
     """
     from blobstore.operations.maintenance.names import copy_model
 
     if to is not None:
-        _copy_to_store(source, target, to, store, force=force, jobs=jobs, out=out)
+        names = arguments.models(store, [source]) if target is None else ()
+        if len(names) > 1:
+            _copy_many(names, to, store, force=force, jobs=jobs, out=out)
+        else:
+            _copy_to_store(source, target, to, store, force=force, jobs=jobs, out=out)
         return
     if target is None:
         raise click.UsageError("missing argument 'DST'")
@@ -101,4 +106,33 @@ def _copy_to_store(
         f"{escape(str(copied.store))}{replaced}: {render.human_bytes(copied.bytes_written)} written, "
         f"{render.human_bytes(copied.bytes_present)} already there, "
         f"{render.human_seconds(copied.seconds)}",
+    )
+
+
+def _copy_many(
+    names: Sequence[Reference],
+    to: str,
+    store: LocalStore,
+    *,
+    force: bool,
+    jobs: int | None,
+    out: Output,
+) -> None:
+    from blobstore.cli.transferred import show_many
+    from blobstore.operations.maintenance.copy_to_store import copy_models
+
+    with progress_bar() as progress:
+        models = copy_models(names, to, store=store, force=force, jobs=jobs, progress=progress)
+    done = [model.result for model in models if model.result is not None]
+    written, present = (
+        render.human_bytes(sum(getattr(one, key) for one in done))
+        for key in ("bytes_written", "bytes_present")
+    )
+    show_many(
+        models,
+        "digest replaced bytes_written bytes_present",
+        (f"copied {render.cell(one.target)}" for one in done),
+        f"copied {render.count_of(len(done), 'model')} to {escape(to)}: {written} written, "
+        f"{present} already there",
+        out,
     )

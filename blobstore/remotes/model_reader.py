@@ -229,7 +229,10 @@ class RemoteReader:
         # No digest shows that these are the headers of the blobs, so those of one address are used for no other.
         addresses = sorted(str(source.address) for source in self._sources.values())
         ids = [[digest.hex, size] for digest, size in blobs]
-        key = Digest.of(strict_json.dumps(["headers", addresses, ids]).encode())
+        key = Digest.of(
+            # A path may be other bytes than UTF-8.
+            strict_json.dumps(["headers", addresses, ids]).encode(errors="surrogateescape")
+        )
         self._index_keys.add(key)
         digests = {digest for digest, _ in blobs}
         cached = self._local.read_index(key) if self._local is not None else None

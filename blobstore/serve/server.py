@@ -439,7 +439,11 @@ def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
     found = {name: value for name in _HEADERS if (value := raw.headers.get(name)) is not None}
     if "accept" in found:  # some clients send a line for each type
         found["accept"] = ", ".join(raw.headers.getall("accept"))
-    return found
+    # aiohttp gives bytes that are not UTF-8 as lone surrogates, which nothing can encode.
+    return {
+        name: value.encode(errors="surrogateescape").decode(errors="replace")
+        for name, value in found.items()
+    }
 
 
 def _named(response: Response) -> dict[str, str]:

@@ -49,7 +49,7 @@ class History:
         self._layout = layout
 
     def keep(self, reference: Reference, data: bytes) -> None:
-        """Keep the manifest of a name that is about to get another one, durably.
+        """Keep the manifest of a name that is about to get another one, or to be removed, durably.
 
         Raises:
             OSError: the store cannot be written.

@@ -218,10 +218,8 @@ class LocalStore(BlobReader):
         """
         free = shutil.disk_usage(self.folder("temporary")).free
         if needed > free:
-            raise StoreError(
-                f"not enough space for the store {quote(self.root)}: {needed / 10**6:,.1f} MB are "
-                f"needed, and {free / 10**6:,.1f} MB are free"
-            )
+            sizes = f"{needed / 10**6:,.1f} MB are needed, and {free / 10**6:,.1f} MB are free"
+            raise StoreError(f"not enough space for the store {quote(self.root)}: {sizes}")
 
     # Manifests
 
@@ -432,9 +430,9 @@ class LocalStore(BlobReader):
         with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
             if (found := self.read_manifest(reference)) != data:
                 Manifest.from_bytes(found)
-                former = found
                 # Before the new one is written: a crash in between loses neither.
-                self._history.keep(Reference.of(reference), former)
+                self._history.keep(Reference.of(reference), found)
+                former = found
         write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
         return former
 
@@ -485,14 +483,9 @@ class LocalStore(BlobReader):
 
     # Former manifests, which may vanish at any time
 
-    def keep_former(self, references: Iterable[Reference]) -> None:
-        """Keep the manifests of names that are about to be removed. The caller holds the exclusive lock."""
-        for reference in references:
-            # A full disk must not keep names from being removed, and so free space.
-            with contextlib.suppress(BlobstoreError, OSError):
-                data = self.read_manifest(reference)
-                Manifest.from_bytes(data)
-                self._history.keep(reference, data)
+    def keep_former(self, reference: Reference) -> None:
+        """Keep the manifest of a name that is about to be removed. The caller holds the exclusive lock."""
+        self._history.keep(reference, self.read_manifest(reference))
 
     def former(self, reference: str | Reference) -> Iterator[FormerManifest]:
         """Yield the manifests that a name had before, latest first; a damaged one may be among them."""

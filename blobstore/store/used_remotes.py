@@ -39,9 +39,13 @@ def used_remotes(store: LocalStore) -> list[str]:
 
 
 def remember_remotes(store: LocalStore, *addresses: str) -> None:
-    """Remember addresses, unless the store cannot be written."""
+    """Remember addresses that can be completed, unless the store cannot be written."""
     known = used_remotes(store)
-    used = [one for one in dict.fromkeys((*addresses, *known)) if len(one) <= _MAX_LENGTH]
+    used = [
+        one
+        for one in dict.fromkeys((*addresses, *known))
+        if len(one) <= _MAX_LENGTH and one.isprintable()
+    ]
     if used != known:
         with contextlib.suppress(OSError):
             path = _path(store)

@@ -8,15 +8,15 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from tests.faults.processes import Ended, nursery
 from tests.support.distributed_folders import data_name, grid, write_folder
-from tests.unit.cli.running import run_process
 
 HUGE = 2**63 - 1
 
@@ -28,23 +28,16 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "step", tensors, {("step",): 3})
 
 
-class Ran(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def ran_by(*arguments: object) -> Ran:
+def ran_by(*arguments: object) -> Ended:
     """Run the command line in a process of its own."""
-    ran = run_process(*map(str, arguments))
-    return Ran(ran.returncode, ran.stdout.decode(), ran.stderr.decode())
+    return nursery().run("blobstore", *arguments)
 
 
 def refused(folder: Path, *words: str) -> None:
     """Check that a folder is refused in one line, and that nothing is written."""
     store = folder.parent / "store"
     ran = ran_by("create", folder, "model", "--store", store)
-    assert ran.returncode in (1, 4), ran.stderr
+    assert ran.code in (1, 4), ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert len(ran.stderr) < 2000
     assert all(word in ran.stderr for word in words), ran.stderr
@@ -79,7 +72,7 @@ def test_metadata_that_run_a_command(folder: Path, where: str) -> None:
     else:
         changed(folder, lambda metadata: setattr(metadata, where, command))
     refused(folder, "posix.system", "no code was executed")
-    assert ran_by("inspect", folder).returncode == 4
+    assert ran_by("inspect", folder).code == 4
     assert not trap.exists()
     if where != "all":  # otherwise torch runs the command, and fails only then
         FileSystemReader(folder).read_metadata()
@@ -92,7 +85,7 @@ def test_an_item_that_runs_a_command(folder: Path) -> None:
     write_folder(folder, {("model", "a"): (torch.ones(2), grid((2,)))}, values)
     store = folder.parent / "store"
     ran = ran_by("create", folder, "model", "--store", store)
-    assert ran.returncode == 0, ran.stderr
+    assert ran.code == 0, ran.stderr
     assert "left out: 1 value that is neither a tensor nor simple, in 'step'" in ran.stderr
     assert not trap.exists()
 
@@ -156,7 +149,7 @@ def test_metadata_that_contradict_the_data(folder: Path, case: str) -> None:
     changed(folder, change)
     store = folder.parent / "store"
     ran = ran_by("create", folder, "model", "--store", store)
-    assert ran.returncode == 4, ran.stderr
+    assert ran.code == 4, ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert any(word in ran.stderr for word in words.split("|")), ran.stderr
     assert not [path for path in store.rglob("*") if path.name.startswith("sha256")]
@@ -214,7 +207,7 @@ def test_values_that_share_their_parts(folder: Path) -> None:
         value = (value, value)
     changed(folder, lambda metadata: setattr(metadata, "planner_data", {"model.a": value}))
     ran = ran_by("create", folder, "model", "--store", folder.parent / "store")
-    assert ran.returncode == 0, ran.stderr  # the keys are not what torch writes, and are ignored
+    assert ran.code == 0, ran.stderr  # the keys are not what torch writes, and are ignored
 
 
 @pytest.mark.parametrize("keep", [0, 10, 2000, -1])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults.processes import Ended, nursery
 from tests.support.zero_folders import optimizer_file, write_zero
-from tests.unit.cli.running import run_process
 
 HUGE = 2**63 - 1
 STAGES = pytest.mark.parametrize("stage", [2, 3])
@@ -21,12 +21,17 @@ def groups() -> list[dict[str, torch.Tensor]]:
     return [{"a": torch.randn(40, 30), "b": torch.randn(7)}, {"c": torch.randn(9, 5)}]
 
 
+def created(folder: Path, store: Path) -> Ended:
+    """Import a folder in a process of its own."""
+    return nursery().run("blobstore", "create", folder, "model", "--store", store)
+
+
 def refused(folder: Path, *words: str) -> None:
     """Check that a folder is refused in one line, and that nothing is written."""
     store = folder.parent / "store"
-    ran = run_process("create", str(folder), "model", "--store", str(store))
-    (line,) = ran.stderr.decode().splitlines()
-    assert ran.returncode in (1, 4), line
+    ran = created(folder, store)
+    (line,) = ran.stderr.splitlines()
+    assert ran.code in (1, 4), line
     assert len(line) < 2000
     assert all(word in line for word in words), line
     assert not [path for path in store.rglob("*") if path.is_file() and path.name != "version"]
@@ -53,7 +58,7 @@ def test_an_object_that_runs_a_command_is_an_inert_record(stage: int, tmp_path: 
         tmp_path / "x", stage, 2, groups(), change_model=change, change_optimizer=change
     )
     store = tmp_path / "store"
-    assert run_process("create", str(folder), "m", "--store", str(store)).returncode == 0
+    assert created(folder, store).code == 0
     assert not trap.exists()
 
 
@@ -136,7 +141,7 @@ def test_no_groups(stage: int, tmp_path: Path) -> None:
         refused(folder, "different numbers or types")
     else:  # all parameters are in the module
         store = tmp_path / "store"
-        assert run_process("create", str(folder), "m", "--store", str(store)).returncode == 0
+        assert created(folder, store).code == 0
 
 
 @STAGES

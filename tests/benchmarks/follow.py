@@ -65,7 +65,7 @@ def by_server(store: LocalStore, folder: Path) -> Iterator[Way]:
             blobstore.freeze(f"policy:{number}", store=store)
         blobstore.copy(f"policy:{number}", "policy", store=store, force=True)
 
-    with serving(store, folder) as server:
+    with serving(store, folder, is_new=True) as server:
         yield Way(f"{server.url}/policy", publish)
 
 

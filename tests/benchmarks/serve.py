@@ -211,7 +211,7 @@ def main() -> None:
     with common.workspace(options.folder) as folder, ExitStack() as stack:
         store = LocalStore(folder / "store")
         source = make_model(store, folder, options.scale)
-        served = stack.enter_context(serving(store, folder))
+        served = stack.enter_context(serving(store, folder, is_new=True))
         ours = int(served.url.rpartition(":")[2])
         name = "model.safetensors"
         hot, frozen = (f"/org/{model}/resolve/main/{name}" for model in ("hot", "frozen"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
+import importlib
 import os
 import random
 import re
@@ -113,6 +114,14 @@ def _impatience(seconds: float) -> None:
     client.Patience = functools.partial(Patience, first=seconds)  # type: ignore[misc,assignment,attr-defined]
 
 
+def _constants(values: Mapping[str, float]) -> None:
+    """Let constants have other values, by module and name."""
+    for name, value in values.items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant)
+        setattr(importlib.import_module(module), constant, value)
+
+
 def _slow(seed: int) -> None:
     """Let the process be interrupted before and after calls, so that others come between them."""
     chance = random.Random(seed)
@@ -180,5 +189,6 @@ _HOOKS: dict[str, Callable[[Any], None]] = {
     "sync_threads": _sync_threads,
     "part": _part,
     "impatience": _impatience,
+    "constants": _constants,
     "signal_after": _signal_after,
 }

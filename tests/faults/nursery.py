@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -62,6 +63,9 @@ def warm_up() -> None:
     # A command says one line, however slow the machine.
     vars(importlib.import_module("blobstore.cli.progress"))["_LINE_SECONDS"] = math.inf
     importlib.import_module("h11")  # which the HTTP client imports when it connects
+    if importlib.util.find_spec("aiohttp") is not None:
+        for name in ("aiohttp", "blobstore.cli.serve", "blobstore.serve.serve"):
+            importlib.import_module(name)
     workloads = importlib.import_module("tests.faults.workloads")
     with tempfile.TemporaryDirectory(prefix="blobstore-faults-") as folder:
         workloads.try_all(Path(folder))
@@ -107,7 +111,10 @@ def _wait(pid: int, seconds: float, living: dict[int, float]) -> dict[str, Any]:
 
 
 def _run(request: dict[str, Any]) -> int:
-    """Be the child: restricted as asked, with its output in files."""
+    """Be the child: where and restricted as asked, with its output in files."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
     for path, number in ((os.devnull, 0), (request["stdout"], 1), (request["stderr"], 2)):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = os.open(path, flags, 0o666)

@@ -22,7 +22,7 @@ from blobstore.objects.store import ObjectStore
 from blobstore.store.local import LocalStore
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import LIMIT, Child, Ended, Nursery, workspace
+from tests.faults.processes import LIMIT, Child, Ended, nursery, workspace
 from tests.faults.pushes import Proxy
 from tests.support.frozen import weights
 from tests.support.models import add_blobs, blob
@@ -37,14 +37,11 @@ _PAUSE = 0.002
 class Case:
     """A store with one model, and a server that it is pushed to."""
 
-    def __init__(
-        self, folder: Path, server: ObjectServer, proxy: Proxy, nursery: Nursery, seed: int
-    ) -> None:
+    def __init__(self, folder: Path, server: ObjectServer, proxy: Proxy, seed: int) -> None:
         self.chance = random.Random(seed)
         self.folder = folder
         self.server = server
         self.proxy = proxy
-        self.nursery = nursery
         self.local = LocalStore(folder / "local")
         self.address = StoreAddress("s3", server.bucket, "faults")
         with patch.dict(os.environ, {"AWS_ENDPOINT_URL": server.endpoint}):
@@ -97,7 +94,7 @@ class Case:
         return self._start(*gc).wait()
 
     def _start(self, *call: object) -> Child:
-        return self.nursery.start(*call)
+        return nursery().start(*call)
 
     @property
     def has_name(self) -> bool:
@@ -171,9 +168,9 @@ def run(effort: Effort, only: Container[str] = EVERY) -> list[Outcome]:
             rows.append(outcome)
             with Proxy(server.endpoint.removeprefix("http://")) as proxy:
                 endpoint = {"AWS_ENDPOINT_URL": f"http://{proxy.host}"}
-                with patch.dict(os.environ, server.environment | endpoint), Nursery() as nursery:
+                with patch.dict(os.environ, server.environment | endpoint):
                     place = folder / str(number)
-                    case = Case(place, server, proxy, nursery, effort.seed)
+                    case = Case(place, server, proxy, effort.seed)
                     disturb(case, effort.share(len(chosen) - number), outcome)
     return rows
 

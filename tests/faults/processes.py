@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
 """Seconds after which a command that has not ended hangs, however busy the machine."""
 
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "COLUMNS": "200"}
 _DAMAGED = Damaged.exit_code
 _MIN_FREE = 256 * 2**20
 
@@ -103,11 +105,12 @@ class Child:
 
 @dataclass(slots=True)
 class Nursery:
-    """The process that forks the children; see :mod:`tests.faults.nursery`. Not for threads."""
+    """The process that forks the children; see :mod:`tests.faults.nursery`."""
 
     _process: subprocess.Popen[str] = field(init=False)
     _folder: tempfile.TemporaryDirectory[str] = field(init=False)
     _number: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="blobstore-faults-")
@@ -115,7 +118,7 @@ class Nursery:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.nursery"],
             cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": "0", "COLUMNS": "200"},
+            env=os.environ | _ENVIRONMENT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -155,10 +158,38 @@ class Nursery:
         for path in (stdout, stderr):
             path.touch()
             path.chmod(0o666)
+        pid = self.fork(
+            call,
+            stdout,
+            stderr,
+            stopped=stopped,
+            unprivileged=unprivileged,
+            limits=limits,
+            hooks=hooks,
+        )
+        return Child(pid=pid, stdout=stdout, stderr=stderr, nursery=self)
+
+    def fork(
+        self,
+        call: Sequence[object],
+        stdout: Path,
+        stderr: Path,
+        *,
+        stopped: bool = False,
+        unprivileged: bool = False,
+        limits: Mapping[str, int] | None = None,
+        hooks: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Start a command as :meth:`start` does, which appends to two files; return its process id.
+
+        It has the environment and the folder that this process has now.
+        """
         answer = self.ask(
             {
                 "do": "start",
                 "call": [str(part) for part in call],
+                "environment": os.environ | _ENVIRONMENT,
+                "folder": str(Path.cwd()),
                 "stopped": stopped,
                 "unprivileged": unprivileged,
                 "limits": dict(limits or {}),
@@ -167,7 +198,8 @@ class Nursery:
                 "stderr": str(stderr),
             }
         )
-        return Child(pid=answer["pid"], stdout=stdout, stderr=stderr, nursery=self)
+        pid: int = answer["pid"]
+        return pid
 
     def run(self, *call: object, **how: Any) -> Ended:
         """Run a command to its end."""
@@ -176,9 +208,10 @@ class Nursery:
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

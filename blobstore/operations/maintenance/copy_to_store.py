@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, NameTaken, UsageError
 from blobstore.manifests.reference import Reference
+from blobstore.operations.transfer.many import Transferred, each_of
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -110,6 +111,35 @@ def copy_to_store(
         bytes_present=sum(item.size for item in ingested if not item.written),
         seconds=time.monotonic() - started,
     )
+
+
+def copy_models(
+    names: Sequence[Reference],
+    to: str,
+    *,
+    store: LocalStore,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[Transferred[CopiedModel]]:
+    """Copy several models to another store under their own names, and return what became of each.
+
+    Args:
+        names: the models.
+        to: the folder of the other store.
+        store: the store.
+        progress: called with the number of the model and its name, and the bytes of all models.
+        options: as for :func:`copy_to_store`.
+
+    Raises:
+        InvalidManifest: a manifest cannot be read; nothing is copied.
+        UsageError: both are the same store, or an option is invalid.
+    """
+    sizes = [sum(blob.size for blob in store.resolve(name).blobs) for name in names]
+
+    def copy(number: int, step: Progress | None) -> CopiedModel:
+        return copy_to_store(names[number], to, store=store, progress=step, **options)
+
+    return list(each_of([str(name) for name in names], sizes, progress, copy))
 
 
 def _check_name(store: LocalStore, target: Reference, data: bytes, *, force: bool) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
+from blobstore.errors import BlobstoreError, InvalidManifest, NameConflict, NameTaken, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import GRACE
@@ -151,7 +151,10 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
-            store.keep_former(entry.reference for entry in entries)
+            for entry in (one for one in entries if one.error is None):
+                # A full disk must not keep names from being removed, and so free space.
+                with contextlib.suppress(BlobstoreError, OSError):
+                    store.keep_former(entry.reference)
             # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
                 store.remove(*(entry.reference for entry in entries))

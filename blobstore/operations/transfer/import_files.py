@@ -16,6 +16,7 @@ from blobstore.core.files import make_folders
 from blobstore.errors import DamagedSource
 from blobstore.manifests.file_names import is_safe_name
 from blobstore.operations.create.create import create
+from blobstore.operations.transfer.tar_stream import InvalidTar, TarStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,8 @@ _MAX_RATIO: Final = 64
 """Limit of the unpacked size of a compressed tar, in sizes of the tar; beyond :data:`_MIN_LIMIT`."""
 _MIN_LIMIT: Final = 64 * 2**20
 _MAX_MEMBERS: Final = 100_000
+_END: Final = 1024
+"""Bytes that are looked for behind a tar whose end is missing."""
 
 
 def import_files(
@@ -89,38 +92,26 @@ def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalSto
 def _unpack(file: RemoteFile, content: Path, folder: Path) -> None:
     """Write the regular files of a tar. Links and devices are refused, as are unsafe names."""
     import gzip
-    import tarfile
     import zlib
 
     import zstandard
 
-    # Without compression, the files of a tar are no larger than the tar.
-    left = file.size if not file.compression else max(file.size * _MAX_RATIO, _MIN_LIMIT)
+    # Without compression, nothing is larger than the tar.
+    limit = file.size + _END if not file.compression else max(file.size * _MAX_RATIO, _MIN_LIMIT)
     try:
-        with (
-            _decompressed(content, file.compression) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as tar,
-        ):
-            for number, member in enumerate(tar):
-                name = member.name.removeprefix("./").rstrip("/")
-                # Folders are created when a file needs them.
-                if member.isdir():
-                    continue
-                left -= member.size
-                if number >= _MAX_MEMBERS or left < 0:
-                    raise DamagedSource(f"the tar {file.digest.short} unpacks to too much")
-                if not (member.isreg() and is_safe_name(name)):
-                    raise DamagedSource(
-                        f"the tar {file.digest.short} has {quote(member.name)}, which must not be "
-                        "written"
-                    )
-                target, source = folder / name, tar.extractfile(member)
+        with _decompressed(content, file.compression) as stream:
+            for number, member in enumerate(TarStream(stream.read, limit).files()):
+                name = member.name.removeprefix("./")
+                if number >= _MAX_MEMBERS:
+                    raise InvalidTar("it unpacks to too much")
+                if not (member.is_regular and is_safe_name(name)):
+                    raise InvalidTar(f"it has {quote(member.name)}, which must not be written")
+                target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with target.open("xb") as out:  # never through a link
-                    if source is not None:
-                        shutil.copyfileobj(source, out, 2**20)
+                    out.writelines(member.pieces)
     except (
-        *(tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError),
+        *(InvalidTar, EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError),
         *(FileExistsError, NotADirectoryError),  # two members are in each other's place
     ) as error:
         raise DamagedSource(f"the tar {file.digest.short} cannot be unpacked: {error}") from None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MAX_NAME_PARTS: Final = 3
 _STREAMS: Final = 8
-_Result = TypeVar("_Result", Pushed, Pulled)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Transferred(Generic[_Result]):
     """What became of one model: a result or an error."""
 
     name: str
-    """The name here of a push, the address of a pull."""
+    """The name here of a push or copy, the address of a pull."""
     result: _Result | None = None
     error: BlobstoreError | None = None
 
@@ -88,7 +88,7 @@ def push_models(
             expected.update(blob.digest for blob in blobs[number])
         return pushed
 
-    return list(_each([str(name) for name in names], sizes, progress, push))
+    return list(each_of([str(name) for name in names], sizes, progress, push))
 
 
 def pull_models(
@@ -135,7 +135,7 @@ def pull_models(
         return pulled
 
     sizes = [entry.size or 0 for entry in entries]
-    return list(_each([entry.address for entry in entries], sizes, progress, pull))
+    return list(each_of([entry.address for entry in entries], sizes, progress, pull))
 
 
 def pull_order(
@@ -278,12 +278,13 @@ def place_of(remote: str, name: Reference) -> str:
     return f"oci://{RemoteReference(start.host, repository, name.tag)}"
 
 
-def _each(
+def each_of(
     names: Sequence[str],
     sizes: Sequence[int],
     progress: Progress | None,
     transfer: Callable[[int, Progress | None], _Result],
 ) -> Iterator[Transferred[_Result]]:
+    """Yield what becomes of each model, one after the other; an error that all would have is raised."""
     for number, name in enumerate(names):
         step = of_items(progress, "models", names, sizes, number)
         try:

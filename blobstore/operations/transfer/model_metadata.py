@@ -101,8 +101,8 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
     identifier = _SPDX.get(license_name.lower().removesuffix(" license"))
     return ModelMetadata(
         name=repository.rpartition("/")[2] or reference.model,
-        family=first_text(config, "model_type"),
-        architecture=files.architecture or first_text(config, "architectures"),
+        family=_printable(first_text(config, "model_type")),
+        architecture=_printable(files.architecture or first_text(config, "architectures")),
         format="gguf" if manifest.layers_of(media_types.MODEL) else "safetensors",
         parameters=precisions.total() + quantization.total(),
         precision=_most_common(precisions),
@@ -113,6 +113,11 @@ def model_metadata(store: LocalStore, reference: Reference) -> ModelMetadata:
         weight_files=folder.weight_files,
         generated=folder.generated,
     )
+
+
+def _printable(text: str) -> str:
+    """Return a text that a config of a registry can have: no lone surrogates, for one."""
+    return text if text.isprintable() else ""
 
 
 def _most_common(counts: Counter[str]) -> tuple[str, ...]:

@@ -164,8 +164,8 @@ def _pulled(store: LocalStore, reference: Reference) -> Path:
 
 
 def write_note(path: Path, root: Path, value: Mapping[str, Any]) -> None:
-    """Write an entry, unless the store cannot be written."""
-    with contextlib.suppress(OSError):
+    """Write an entry, unless the store cannot be written, or it has an address that is not UTF-8."""
+    with contextlib.suppress(OSError, UnicodeEncodeError):
         make_folders(path.parent, root, durable=False)
         write_file(path, [strict_json.dumps(value).encode()], mode=0o600, durable=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ def test_a_mistyped_store_is_an_error_with_a_way_out(words: tuple[str, ...], her
 def test_a_model_of_a_mistyped_store_is_an_error_with_a_way_out(here: Path) -> None:
     error = run("info", "dense", "--store", "nowhere", exit_code=3).stderr
     assert "there is no store there; 'blobstore create' makes a store" in error
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file systems have names in UTF-8 alone")
+def test_an_address_may_have_other_bytes_than_utf_8(here: Path) -> None:
+    place = f"file://{here}/\udcff"
+    run("push", "dense", place)
+    run("pull", f"{place}/dense", "copy")
+    run("follow", "other", f"{place}/dense:latest", "--once")
+    run("show", f"{place}/dense")
+    assert "'copy:latest'" in run("lock", "copy").stderr  # no file can say where it is
 
 
 @pytest.mark.parametrize(

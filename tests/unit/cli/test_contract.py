@@ -95,6 +95,7 @@ VARIANTS = {
     "show FILE.bsar": ("show", "@models.bsar"),
     "show FOLDER": ("show", "@all"),
     "cp --to": ("cp", "dense", "--to", "@other"),
+    "cp GLOB --to": ("cp", "*e*", "--to", "@other"),
     "verify --signatures": ("verify", "tuned", "--signatures"),
     "unpack --list": ("unpack", "@models.bsar", "--list"),
     "unpack --verify-only": ("unpack", "@models.bsar", "--verify-only"),

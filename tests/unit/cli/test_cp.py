@@ -74,6 +74,27 @@ def test_copies_a_model_to_another_store(stored: LocalStore, tmp_path: Path) -> 
     }
 
 
+def test_copies_all_models_that_match_to_another_store(
+    stored: LocalStore, moe: Path, tmp_path: Path
+) -> None:
+    run("create", moe, "team/moe")
+    run("cp", "dense", "team/dense")
+    other = LocalStore(tmp_path / "other")
+    result = run("cp", "team/*", "--to", other.root)
+    assert result.stdout.startswith(f"copied 2 models to {other.root}: ")
+    assert [str(name) for name in other.references()] == ["team/dense:latest", "team/moe:latest"]
+    run("verify", "--store", other.root)
+
+    run("cp", "dense", "team/moe", "--force")
+    failing = run("cp", "team/*", "--to", other.root, exit_code=1)
+    assert "copied 1 model to" in failing.stdout
+    assert "1 of 2 models failed" in failing.stdout
+    assert "error: team/moe:latest: another model of" in failing.stderr
+    assert run("cp", "team/*", "new", "--to", other.root, exit_code=2)
+    run("cp", "team/*", "--to", other.root, "--force", "-v")
+    assert other.read_manifest("team/moe") == stored.read_manifest("dense")
+
+
 def test_a_new_name_is_needed_in_the_same_store(stored: LocalStore) -> None:
     assert "missing argument 'DST'" in run("cp", "dense", exit_code=2).stderr
 

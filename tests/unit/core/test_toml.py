@@ -40,9 +40,9 @@ def test_what_takes_much_memory_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["'", '"', '"\\"', "a", "\\", "a . ", "a" + " " * 100])
 def test_a_key_is_looked_for_in_linear_time(text: str) -> None:
-    # In quadratic time, this would take hours.
+    # In quadratic time, this would take minutes.
     with pytest.raises(ValueError, match="."):
-        toml.loads(text * (10**6 // len(text)))
+        toml.loads(text * (10**5 // len(text)))
 
 
 def test_keys_of_some_parts_and_texts_with_dots_are_read() -> None:

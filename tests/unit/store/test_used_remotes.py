@@ -12,7 +12,7 @@ def test_the_latest_come_first_and_the_oldest_are_forgotten(tmp_path: Path) -> N
     store = LocalStore(tmp_path)
     for number in range(250):
         remember_remotes(store, f"s3://bucket/{number}")
-    remember_remotes(store, "s3://bucket/100", "s3://" + "x" * 5000)
+    remember_remotes(store, "s3://bucket/100", "s3://" + "x" * 5000, "file:///\udcff")
 
     found = used_remotes(store)
     assert found[:2] == ["s3://bucket/100", "s3://bucket/249"]

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create
+from blobstore.operations.transfer.model_metadata import model_metadata
+from blobstore.store.local import LocalStore
+from tests.support.gguf_files import gguf_file, text
+from tests.support.models import dense_tensors, write_folder
+
+STRING = 8
+
+
+@pytest.mark.parametrize("kind", ["config.json", "gguf"])
+def test_names_that_no_config_can_have_are_left_out(
+    kind: str, store: LocalStore, tmp_path: Path
+) -> None:
+    if kind == "gguf":
+        source = tmp_path / "a.gguf"
+        values = [("general.architecture", STRING, text(b"\xff"))]
+        source.write_bytes(gguf_file(values, [("a", 0, [4], bytes(16))]))
+    else:
+        source = write_folder(tmp_path / "a", dense_tensors())
+        config = r'{"model_type": "\ud800", "architectures": ["a\u001b[1m"]}'
+        (source / "config.json").write_text(config)
+    create(source, "m", store=store)
+    found = model_metadata(store, Reference.parse("m"))
+    assert (found.family, found.architecture) == ("", "")
