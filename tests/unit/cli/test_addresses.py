@@ -85,7 +85,7 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
         ),
         (
             "https://host.example/r",
-            "a server that only reads; for a registry, write host.example/r",
+            "a server that only reads; for a registry, write host.example/r --no-plain",
         ),
         ("docker://host.example/r", "write 'host.example/r'"),
         ("ftp://host.example/r", "expected [oci://]host"),
