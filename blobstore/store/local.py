@@ -484,17 +484,8 @@ class LocalStore(BlobReader):
     # Former manifests, which may vanish at any time
 
     def keep_former(self, references: Iterable[Reference]) -> None:
-        """Keep the manifests, if they can be read, of names that are about to be removed.
-
-        The caller holds the exclusive lock. Raises OSError and StoreError.
-        """
-
-        def readable() -> Iterator[tuple[Reference, bytes]]:
-            for reference in references:
-                with contextlib.suppress(BlobstoreError):
-                    yield reference, self.read_manifest(reference)
-
-        self._history.keep_all(readable())
+        """Keep the manifests of names that are about to be removed. The caller holds the exclusive lock."""
+        self._history.keep_all((name, self.read_manifest(name)) for name in references)
 
     def former(self, reference: str | Reference) -> Iterator[FormerManifest]:
         """Yield the manifests that a name had before, latest first; a damaged one may be among them."""
