@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
@@ -75,9 +76,11 @@ class History:
             for old in names[:-_KEPT]:
                 (folder / old).unlink(missing_ok=True)
 
-    def of(self, reference: Reference) -> Iterator[FormerManifest]:
-        """Yield the former manifests of a name that can be read, latest first."""
-        for name in reversed(self._names()[_key(reference)]):
+    def of(self, reference: Reference | None) -> Iterator[FormerManifest]:
+        """Yield the former manifests of a name that can be read, latest first; without a name, those of all."""
+        found = self._names()
+        names = chain(*found.values()) if reference is None else reversed(found[_key(reference)])
+        for name in names:
             yield from _read(self._layout.history / name)
 
     def _names(self) -> defaultdict[str, list[str]]:
