@@ -17,6 +17,7 @@ import pytest
 
 import blobstore
 from blobstore.compression.base import MAX_CHAIN
+from blobstore.core import limits
 from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.client import ObjectClient
@@ -262,6 +263,25 @@ def test_the_list_of_the_models_own_forms_is_what_it_was(
         bases = parse_cold_layers(objects.read_for_manifest(COLD_BASES, manifest) or b"")
         assert len(bases) == 2 * number
         assert not bases.keys() & (own - {frozen.layers(trainer, "policy:0")["c"].digest})
+
+
+def test_a_list_that_is_too_large_is_not_written(
+    trainer: LocalStore,
+    run: list[dict[str, bytes]],
+    objects: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = f"{objects.address}/policy:latest"
+    publish(trainer, run, address, range(2))
+    manifest = Digest.of(trainer.read_manifest("policy:1"))
+    own = objects.read_for_manifest(COLD_INDEXES, manifest)
+    monkeypatch.setattr(limits, "COLD_INDEX", limits.Limit(len(own or b"") + 20))
+    publish(trainer, run, address, range(2, VERSIONS))
+    collect_objects(objects.address, older_than=0, force=True)
+    store = client(tmp_path, run, 0)
+    blobstore.pull(address, "policy", store=store, force=True)
+    assert_is_last(store, trainer)
 
 
 def test_without_that_list_the_blobs_are_fetched(
