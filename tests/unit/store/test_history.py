@@ -46,10 +46,13 @@ def test_the_folder_is_listed_once_for_many_names(
 ) -> None:
     """Each name may have thousands of others next to it, and other processes wait."""
     names = [Reference.parse(f"run:{number}") for number in range(30)]
-    listed = []
-    monkeypatch.setattr(
-        "blobstore.store.history.list_names", lambda folder: listed.append(folder) or []
-    )
+    listed: list[Path] = []
+
+    def list_names(folder: Path) -> list[str]:
+        listed.append(folder)
+        return []
+
+    monkeypatch.setattr("blobstore.store.history.list_names", list_names)
     history.keep_all((name, str(name).encode()) for name in (*names, NAME, NAME))
     monkeypatch.undo()
 
