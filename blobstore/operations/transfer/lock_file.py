@@ -48,7 +48,7 @@ def format_lock(models: Iterable[LockedModel]) -> str:
     """Return the text of a lock file.
 
     Raises:
-        UsageError: an address has bytes that are not UTF-8.
+        UsageError: an address has bytes that are not UTF-8, or the text would be too large to be read.
     """
     lines = [f"version = {VERSION}"]
     for model in sorted(models, key=lambda model: model.reference):
@@ -68,7 +68,13 @@ def format_lock(models: Iterable[LockedModel]) -> str:
                 f"no lock file can say where {quote(model.reference)} comes from: "
                 f"{quote(model.remote)} is not UTF-8"
             ) from None
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    if len(text) > toml.MAX_SIZE:
+        raise UsageError(
+            f"a lock file has {toml.MAX_SIZE} characters at most, and this one would have {len(text)}",
+            advice="lock fewer models",
+        )
+    return text
 
 
 def parse_lock(text: str, where: str) -> list[LockedModel]:

@@ -4,6 +4,7 @@ import tomllib
 
 import pytest
 
+from blobstore.core import toml
 from blobstore.core.digest import Digest
 from blobstore.errors import UsageError
 from blobstore.manifests.reference import Reference
@@ -68,3 +69,12 @@ def test_an_address_that_is_not_utf_8_is_refused() -> None:
     model = LockedModel(reference=Reference.parse("a"), manifest=DIGEST, remote="file:///\udcff/a")
     with pytest.raises(UsageError, match="'a:latest'.*not UTF-8"):
         format_lock([model])
+
+
+def test_what_is_written_can_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(format_lock(MODELS))
+    monkeypatch.setattr(toml, "MAX_SIZE", size)
+    assert len(parse_lock(format_lock(MODELS), "file")) == len(MODELS)
+    monkeypatch.setattr(toml, "MAX_SIZE", size - 1)
+    with pytest.raises(UsageError, match="lock fewer models"):
+        format_lock(MODELS)
