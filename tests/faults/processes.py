@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
 """Seconds after which a command that has not ended hangs, however busy the machine."""
 
+_PAUSE = 0.002
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "COLUMNS": "200"}
 _DAMAGED = Damaged.exit_code
 _MIN_FREE = 256 * 2**20
@@ -219,6 +221,13 @@ class Nursery:
         assert line, f"the nursery has ended with {self._process.wait()}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    """Wait until something happens, or until a command that it depends on hangs or must have failed."""
+    until = time.monotonic() + LIMIT
+    while not happens() and time.monotonic() < until:
+        time.sleep(_PAUSE)
 
 
 def place_in_memory() -> str | None:

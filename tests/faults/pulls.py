@@ -22,7 +22,7 @@ from blobstore.store.partial import RUN_AGAIN
 from tests.faults import disks
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import Child, Ended, nursery, workspace
+from tests.faults.processes import Child, Ended, nursery, wait_for, workspace
 from tests.support.frozen import put, weights
 from tests.support.models import add_blobs, blob
 from tests.support.stub_registry import StubRegistry
@@ -128,8 +128,7 @@ def _killed(case: Case, effort: Effort, outcome: Outcome) -> None:
         if number:
             time.sleep(case.chance.uniform(0, 1.2))
         else:
-            while case.registry.sent.total() < _HELD:
-                time.sleep(0.002)
+            wait_for(lambda: case.registry.sent.total() >= _HELD)
         child.kill()
         may_go_on.set()
         ended = child.wait()

@@ -156,10 +156,10 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait()
+            process.wait(SECONDS)
         finally:
             process.kill()
-            process.wait()
+            process.wait(SECONDS)
     # All that happens has a line of JSON.
     assert "Traceback" not in log_file.read_text(encoding="utf-8", errors="replace")
 
