@@ -112,6 +112,7 @@ class Nursery:
     _process: subprocess.Popen[str] = field(init=False)
     _folder: tempfile.TemporaryDirectory[str] = field(init=False)
     _number: int = 0
+    _asked: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Self:
@@ -207,13 +208,17 @@ class Nursery:
         """Run a command to its end."""
         return self.start(*call, **how).wait()
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the answer."""
         assert self._process.stdin is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._asked += 1
+            self._process.stdin.write(json.dumps(request | {"number": self._asked}) + "\n")
             self._process.stdin.flush()
-            return self._answer()
+            # A test that was ended while it waited has left an answer.
+            while (answer := self._answer())["number"] != self._asked:
+                pass
+            return answer
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
