@@ -89,7 +89,7 @@ class _ModelName(_ParamType):
                 check_address(value)
         elif is_address(value) and not self._or_path:
             raise UsageError(
-                f"{quote(value)} is the address of a model elsewhere, and this command takes names of the "
+                f"{quote_url(value)} is the address of a model elsewhere, and this command takes names of the "
                 "store",
                 advice=f"'blobstore pull {quote_url(value)[1:-1]}' fetches it",
             )

@@ -190,10 +190,9 @@ _SHARED = {
         help="Transfer at most so many bytes per second, such as 50MB/s.",
     ),
     "plain-http": click.option(
-        "--plain-http",
-        is_flag=True,
+        "--plain-http/--no-plain-http",
         default=None,
-        help="Use HTTP without TLS; for registries on this machine this is the default.",
+        help="Use HTTP without TLS, or never; for registries on this machine, without TLS is the default.",
     ),
     "weights": click.option(
         "--weights",

@@ -9,7 +9,7 @@ import click
 
 from blobstore.cli import arguments, options
 from blobstore.cli.cp import naming_options, show_named
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote_place
 from blobstore.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def command(
 
     if "/" in tag:
         raise UsageError(
-            f"{quote(tag)} is no tag",
+            f"{quote_place(tag)} is no tag",
             advice="give the tag alone; 'blobstore cp' takes complete names of the store",
         )
     if is_address(name):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from blobstore.core.escape import most_like, question, quote
+from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
 from blobstore.errors import InvalidReference
 
@@ -58,17 +58,17 @@ class Reference:
         """
         if text.startswith("oci://"):
             raise InvalidReference(
-                f"not a model name: {quote(text)} is an address in a registry",
+                f"not a model name: {quote_place(text)} is an address in a registry",
                 advice="fetch the model with 'blobstore pull' first",
             )
         path, slash, last = text.rpartition("/")
         model, colon, tag = last.partition(":")
         if colon and not tag:
-            raise InvalidReference(f"not a model name: {quote(text)} has an empty tag")
+            raise InvalidReference(f"not a model name: {quote_place(text)} has an empty tag")
         parts = path.split("/") if slash else []
         if len(parts) > 2:  # noqa: PLR2004
             raise InvalidReference(
-                f"not a model name: {quote(text)}; expected [host/][namespace/]model[:tag]"
+                f"not a model name: {quote_place(text)}; expected [host/][namespace/]model[:tag]"
             )
         host, namespace = [DEFAULT_HOST, DEFAULT_NAMESPACE][: 2 - len(parts)] + parts
         return cls(host, namespace, model, tag or DEFAULT_TAG)

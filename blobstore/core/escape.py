@@ -63,6 +63,11 @@ def quote_url(url: str) -> str:
     return quote(_SECRETS.sub("", url))
 
 
+def quote_place(text: str) -> str:
+    """Return what may be a path, a name or an address: an address as :func:`quote_url`, others as :func:`quote`."""
+    return quote_url(text) if "://" in text else quote(text)
+
+
 def join_some(parts: Sequence[str], limit: int) -> str:
     """Join the first ``limit`` texts with commas, and add the number of the others."""
     shown = ", ".join(parts[:limit])

@@ -57,24 +57,24 @@ def advice_for(text: str, role: Role) -> str:
     """Return which command does what a user wants who gave an address instead of a path; empty if unknown."""
     if short := _SHORT_HUB.match(text):
         return f"for the Hub's repository, say hf://{short[1]}" if role == "source" else ""
-    scheme = scheme_of(text)
+    scheme, shown = scheme_of(text), quote_url(text)[1:-1]
     if scheme == "file":
         return "write the path without file://"
     if role == "source" and (scheme in (HUB, OLLAMA) or _HUB_PAGE.match(text)):
-        return f"'blobstore create {quote_url(text)[1:-1]} NAME' imports it"
+        return f"'blobstore create {shown} NAME' imports it"
     if scheme not in (*OBJECTS, *_REGISTRIES, HUB):
         return ""
     if role == "store":
         return _STORE
     if scheme == HUB:
         return "'blobstore export' writes a folder, and 'hf upload' sends it there"
-    rest = text.partition("://")[2]
+    rest = shown.partition("://")[2]
     if role == "target":
         return _PUSH if scheme in (*OBJECTS, REGISTRY) else f"'blobstore push' takes {rest}"
     if scheme in (*OBJECTS, REGISTRY):
         return _PULL
     if scheme in WEB:
-        return f"'blobstore pull {text}' fetches a model of a server; download other files first"
+        return f"'blobstore pull {shown}' fetches a model of a server; download other files first"
     return f"'blobstore pull {rest}' fetches a model of a registry"
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_place
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 
@@ -65,7 +65,7 @@ class StoreAddress:
         found = _ADDRESS.fullmatch(text)
         if found is None:
             raise InvalidReference(
-                f"not an address in object storage: {quote(text)}; expected "
+                f"not an address in object storage: {quote_place(text)}; expected "
                 "s3://bucket/prefix, gs://, az:// or file:///"
             )
         scheme, bucket, path = found.groups()

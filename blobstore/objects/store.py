@@ -20,6 +20,7 @@ from blobstore.errors import (
     Conflict,
     InvalidReference,
     ModelNotFound,
+    NotFound,
     RemoteError,
 )
 from blobstore.manifests.model import MAX_MANIFEST_SIZE
@@ -105,6 +106,14 @@ class ObjectStore:
             RemoteError: the prefix cannot be listed.
         """
         return any(next(self.client.list(folder), None) for folder in (_MANIFESTS, _BLOBS))
+
+    def not_found(self) -> NotFound:
+        """Return the error that there is no store, with those that are near."""
+        others = ", ".join(quote(other) for other in self.overlapping())
+        return NotFound(
+            f"there is no store or model at {quote(self.address)}",
+            advice=f"there is one at {others}" if others else "",
+        )
 
     def overlapping(self) -> Iterator[StoreAddress]:
         """Yield stores whose prefixes begin this one's, and those one folder below, as far as the user may see."""

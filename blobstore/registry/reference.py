@@ -145,10 +145,10 @@ class RemoteReference:
         """Check that models can be pushed there. Raises UsageError."""
         if self.scheme:
             host = f"{self.host}/{self.repository}"
-            option = " --plain-http" if self.scheme == "http" else ""
+            option = "--plain-http" if self.scheme == "http" else "--no-plain-http"
             raise UsageError(
                 f"{quote(self)} is the address of a server that only reads",
-                advice=f"for a registry, write {host}{option}",
+                advice=f"for a registry, write {host} {option}",
             )
 
     def __str__(self) -> str:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, NotFound, RemoteRefused
+from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, RemoteRefused
 from blobstore.manifests.model import Manifest
 from blobstore.remotes.addresses import is_in_objects
 
@@ -100,9 +99,7 @@ def find_store(address: str) -> ObjectStore | None:
     try:
         if store.exists_at_all():
             return store
-        others = ", ".join(quote(other) for other in store.overlapping())
-        advice = f"there is one at {others}" if others else ""
-        failure = NotFound(f"there is no store or model at {quote(place)}", advice=advice)
+        failure = store.not_found()
     except RemoteRefused as error:  # a model can be read without the right to list
         failure = error
     if not place.prefix:

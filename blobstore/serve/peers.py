@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_place
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
     BlobDamaged,
@@ -89,7 +89,7 @@ class Peer:
             address = None
         if address is None or not address.scheme or address.repository != "x":
             raise UsageError(
-                f"not the URL of a peer: {quote(url)}",
+                f"not the URL of a peer: {quote_place(url)}",
                 advice="give http://HOST:PORT or https://HOST",
             )
         return cls(address, Login("token", token) if token else None)

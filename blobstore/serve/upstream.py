@@ -12,7 +12,7 @@ from urllib.parse import quote as percent_encoded
 from urllib.parse import urlsplit
 
 from blobstore.core import limits, strict_json
-from blobstore.core.escape import quote
+from blobstore.core.escape import quote, quote_place
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
 from blobstore.registry import protocol
@@ -84,7 +84,7 @@ class Upstream(NamedTuple):
             is_sound = False
         if not is_sound:
             raise UsageError(
-                f"not the URL of an upstream: {quote(text)}",
+                f"not the URL of an upstream: {quote_place(text)}",
                 advice="give https://HOST or http://HOST",
             )
         return cls(text.rstrip("/"))

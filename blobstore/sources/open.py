@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote
-from blobstore.core.schemes import advice_for
+from blobstore.core.escape import quote, quote_place
+from blobstore.core.schemes import advice_for, scheme_of
 from blobstore.errors import SourceError, SourceNotFound, UsageError
 from blobstore.sources import hub
 from blobstore.sources.base import DEFAULT_OPTIONS
@@ -56,7 +56,12 @@ def open_source(
             advice = advice_for(name, "source")
             if not advice and hub.is_hub_id(f"{hub.SCHEME}{name}"):
                 advice = f"for the Hub's repository, say {hub.SCHEME}{name}"
-            raise SourceNotFound(f"no such folder or file: {quote(name)}", advice=advice)
+            if scheme_of(name) is not None:
+                raise SourceNotFound(
+                    f"{quote_place(name)} is an address, not the path of a file or folder",
+                    advice=advice,
+                )
+            raise SourceNotFound(f"no such folder or file: {quote_place(name)}", advice=advice)
         if options.keep_names:  # the files of Meta's releases are not downloaded from the Hub
             raise UsageError(
                 f"{quote(name)} is a Hub repository; --keep-names applies only to Meta Llama folders"

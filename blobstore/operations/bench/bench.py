@@ -318,7 +318,8 @@ def _measure_remote(
             raise UnsupportedSource(f"{quote_url(address)} has no bytes to read")
         runs = [_remote_run(source, ranges, threads) for threads in dict.fromkeys((1, jobs))]
         if fits(size, available_memory()):
-            opened = address.replace("oci://", "http://", 1) if plain_http else address
+            scheme = {None: "oci://", True: "http://", False: "https://"}[plain_http]
+            opened = address.replace("oci://", scheme, 1)
             runs += [_remote_open_run(opened, size, way) for way in _MAPPED]
         else:
             notices.append("too little memory is left for the model, so open was not measured")

@@ -76,11 +76,15 @@ def collect_objects(
     Raises:
         ImplausibleGarbage: so much would be deleted that manifests may be missing.
         InvalidManifest: a manifest is damaged, so that the blobs it needs are unknown.
+        NotFound: there is no store.
         RemoteError: the object storage cannot be reached, or denies access.
         StoreBusy: another collection is running.
     """
     address = address if isinstance(address, StoreAddress) else StoreAddress.parse(address)
     store = ObjectStore(address)
+    # Before the note of the collection is written there. A push that was killed leaves a lease alone.
+    if not store.exists_at_all() and next(store.client.list(".blobstore"), None) is None:
+        raise store.not_found()
     with Collection(store.client) as collection:
         # Blobs first: what is written after the list is no candidate. Leases before names: a push
         # whose lease has ended has written its name.

@@ -71,7 +71,9 @@ def test_the_variable_of_the_store_is_no_address_either(
 def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_it(
     source: str, advice: str, here: Path
 ) -> None:
-    assert advice in run("create", source, "new", exit_code=3).stderr
+    errors = run("create", source, "new", exit_code=3).stderr
+    assert advice in errors
+    assert ("is an address, not the path of" in errors) == ("://" in source)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_a_source_that_is_elsewhere_is_not_found_with_the_command_that_fetches_i
         ),
         (
             "https://host.example/r",
-            "a server that only reads; for a registry, write host.example/r",
+            "a server that only reads; for a registry, write host.example/r --no-plain",
         ),
         ("docker://host.example/r", "write 'host.example/r'"),
         ("ftp://host.example/r", "expected [oci://]host"),
@@ -176,3 +178,31 @@ def test_a_misspelled_scheme_is_named_with_the_right_one(
     result = run(*words, address, *more, exit_code=2)
     assert f"; write {address.partition(':')[0].lower()}://{rest}\n" in result.stderr
     assert not (here / "s3:").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code"),
+    [
+        (("serve", "--peers", "{}"), 2),
+        (("serve", "--upstream", "{}"), 2),
+        (("create", "{}", "q"), 3),
+        (("cp", "dense", "--to", "{}"), 2),
+        (("gc", "--remote", "{}"), 2),
+        (("sync", "{}"), 2),
+        (("inspect", "{}"), 2),
+        (("unpack", "{}"), 2),
+        (("export", "{}", "x"), 2),
+        (("compare", "dense", "{}"), 2),
+        (("repair", "dense", "--from", "{}"), 3),
+        (("freeze", "{}"), 2),
+        (("history", "{}"), 2),
+        (("tag", "dense", "{}"), 2),
+    ],
+)
+def test_an_address_is_refused_without_its_password(
+    words: tuple[str, ...], exit_code: int, here: Path
+) -> None:
+    address = "http://alice:s3cr3t@host:80/x?token=s3cr3t"
+    result = run(*(word.format(address) for word in words), exit_code=exit_code)
+    assert "s3cr3t" not in result.output
+    assert "host:80" in result.stderr

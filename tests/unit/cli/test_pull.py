@@ -180,13 +180,14 @@ def test_an_interrupted_pull_continues(
     ],
     ids=lambda command: command[0],
 )
-def test_every_command_that_reads_a_registry_can_do_without_tls(
+def test_every_command_that_reads_a_registry_can_do_with_tls(
     store: LocalStore, remote: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "is_loopback", lambda _: False)
     words = [word.format(remote) for word in command]
-    refused = run(*words, exit_code=1)
-    assert "cannot connect to 'https://127.0.0.1:" in refused.stderr
+    with_tls = run(*words, "--no-plain-http", exit_code=1)
+    monkeypatch.setattr(protocol, "is_loopback", lambda _: False)
+    for refused in (with_tls, run(*words, exit_code=1)):
+        assert "cannot connect to 'https://127.0.0.1:" in refused.stderr
     run(*words, "--plain-http")
 
 

@@ -12,7 +12,7 @@ import pytest
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import ImplausibleGarbage, InvalidManifest, StoreBusy
+from blobstore.errors import ImplausibleGarbage, InvalidManifest, NotFound, StoreBusy
 from blobstore.manifests.reference import Reference
 from blobstore.objects.client import ObjectClient
 from blobstore.objects.leases import Collection, leased
@@ -49,6 +49,26 @@ def test_blobs_of_removed_models_are_deleted_and_shared_ones_stay(
     assert folders == [".blobstore/headers", "blobs", "blobs"]
     push = push_model("one", objects.address, store=local, verify=True)
     assert push.is_unchanged
+
+
+def test_a_mistyped_store_is_an_error_and_nothing_is_written(
+    local: LocalStore, tmp_path: Path
+) -> None:
+    place = f"file://{tmp_path}/bucket/team"
+    push_model("one", place, store=local)
+    (tmp_path / "bucket" / "taem").mkdir()
+    with pytest.raises(NotFound, match="there is no store or model at"):
+        collect_objects(place.replace("team", "taem"))
+    assert not list((tmp_path / "bucket" / "taem").iterdir())
+    with pytest.raises(NotFound, match=f"there is one at '{place}'"):
+        collect_objects(place.removesuffix("/team"))
+
+
+def test_a_store_that_only_a_push_that_was_killed_has_begun_is_collected(
+    objects: ObjectStore,
+) -> None:
+    with leased(objects.client, [Digest.of(b"x")]):
+        assert collect_objects(objects.address).removed == ()
 
 
 def test_a_leased_blob_is_kept(objects: ObjectStore) -> None:
