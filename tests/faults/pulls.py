@@ -215,8 +215,7 @@ def _full(case: Case, effort: Effort, outcome: Outcome) -> None:
             child = nursery().start(*case.arguments())
             free = case.size * (number + 1) // (effort.count + 1) // _PAGE * _PAGE
             filler = disk / "filler"
-            while not case.registry.sent:
-                time.sleep(0.002)
+            wait_for(lambda: bool(case.registry.sent))
             with contextlib.suppress(OSError), filler.open("wb") as file:  # it may be full now
                 file.write(bytes(12 * 2**20 - free - 64 * 2**10))
             ended = child.wait()
