@@ -212,9 +212,8 @@ class ImpatientPeer(Peer):
 
     def client(self) -> RegistryClient:
         client = super().client()
-        assert (
-            client._transport.patience.stall < Patience().stall / 2
-        )  # as a peer is, and no registry
+        # Less than a registry is waited for.
+        assert client._transport.patience.stall < Patience().stall / 2
         client._transport.patience = Patience(stall=0.5, attempts=1)
         return client
 
