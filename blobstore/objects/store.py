@@ -265,7 +265,7 @@ class ObjectStore:
     ) -> None:
         """Replace a list of compressed forms by what ``change`` makes of it; None leaves it as it is.
 
-        ``folder`` is :data:`COLD_INDEXES` or :data:`COLD_BASES`.
+        So does a list that nobody would read, because it is too large. ``folder`` is :data:`COLD_INDEXES` or :data:`COLD_BASES`.
 
         Raises:
             Conflict: other processes changed it again and again.
@@ -275,7 +275,7 @@ class ObjectStore:
             found = self.client.get(key, limits.COLD_INDEX.one, READ_FORMER)
             data, tag = (None, None) if found is None else (found.data, found.tag)
             changed = change(data)
-            if changed is None or changed == data:
+            if changed is None or changed == data or len(changed) > limits.COLD_INDEX.one:
                 return
             try:
                 self.client.replace(key, changed, tag)

@@ -168,12 +168,12 @@ def split_scheme(text: str) -> tuple[str, str]:
     Raises:
         InvalidReference: it has another scheme than registries have.
     """
-    if meant := respelled(text):
+    scheme = scheme_of(text)
+    if scheme not in WEB and (meant := respelled(text)):
         raise InvalidReference(
             f"not the address of a registry: {quote_url(text)}",
             advice=f"write {quote_url(meant)[1:-1]}",
         )
-    scheme = scheme_of(text)
     if scheme not in {None, "oci", *WEB}:
         rest = quote_url(text.partition("://")[2])
         raise InvalidReference(

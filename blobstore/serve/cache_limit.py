@@ -23,7 +23,7 @@ from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.library import Library
@@ -112,25 +112,28 @@ class CacheLimit:
         for origin in self._pulled.all():
             repository = repository_of(*origin.repository.split("/"))
             names = self._library.stored_tags(repository) if repository else []
-            if not any(self._may_be(reference, origin) for reference in names):
+            if not any(self._may_be(self._manifests(reference), origin) for reference in names):
                 self._forget(origin)
 
     def _forget(self, origin: Origin) -> None:
-        """Remove a record, unless it is all that keeps a copy under another name from those who may not read it."""
+        """Remove a record, unless it is all that keeps a model from those who may not read it.
+
+        That is a copy under another name, or one whose name was removed and can be restored.
+        """
+        every = (self._manifests(reference) for reference in self._store.references())
         # It may have changed since the caller has read it.
         if self._pulled.is_public(origin.repository) or not any(
-            self._may_be(reference, origin) for reference in self._store.references()
+            self._may_be(versions, origin) for versions in (*every, self._former())
         ):
             with self._store.writing():
                 self._pulled.forget(origin)
 
-    def _may_be(self, reference: Reference, origin: Origin) -> bool:
-        """Return whether a name has a version, or had it before, or is damaged so that nobody knows."""
+    def _may_be(self, versions: Iterable[tuple[bool, bytes]], origin: Origin) -> bool:
+        """Return whether one of these is a version, or is damaged so that nobody knows."""
         commit = origin.repository, origin.commit
         try:
             return any(
-                source_of(self._store, Manifest.from_bytes(data)) == commit
-                for _, data in self._manifests(reference)
+                source_of(self._store, Manifest.from_bytes(data)) == commit for _, data in versions
             )
         except BlobstoreError:
             return True
@@ -181,6 +184,10 @@ class CacheLimit:
 
     def _manifests(self, reference: Reference) -> Iterator[tuple[bool, bytes]]:
         yield True, self._store.read_manifest(reference)
+        yield from self._former(reference)
+
+    def _former(self, reference: Reference | None = None) -> Iterator[tuple[bool, bytes]]:
+        """Yield what can be restored of a name, or of all names."""
         for former in self._store.former(reference):
             with contextlib.suppress(BlobstoreError):
                 if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):

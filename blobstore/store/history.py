@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.digest import Digest
@@ -20,7 +22,7 @@ from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterable, Iterator
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
@@ -49,7 +51,11 @@ class History:
         self._layout = layout
 
     def keep(self, reference: Reference, data: bytes) -> None:
-        """Keep the manifest of a name that is about to get another one, or to be removed, durably.
+        """Keep the manifest of a name that is about to get another one. Raises as :meth:`keep_all`."""
+        self.keep_all([(reference, data)])
+
+    def keep_all(self, models: Iterable[tuple[Reference, bytes]]) -> None:
+        """Keep manifests of names that are about to get other ones, or to be removed, durably.
 
         Raises:
             OSError: the store cannot be written.
@@ -57,26 +63,32 @@ class History:
         folder = self._layout.history
         for missing in (folder, self._layout.temporary):
             make_folders(missing, self._layout.root)
-        names = self._names(reference)
-        # Later than the last one even if the clock was set back, or this one would be the oldest.
-        last = max(names, default="0").partition("-")[0]
-        stamp = max(time.time_ns(), int(last) + 1)
-        # 20 digits hold any number of nanoseconds of 64 bits, so names sort by time.
-        names.append(f"{stamp:020d}-{_key(reference)}")
-        write_file(folder / names[-1], [data], mode=0o644, temporary=self._layout.temporary)
-        # Only after the new file is durable, so a crash leaves too many files and never too few.
-        for old in names[:-_KEPT]:
-            (folder / old).unlink(missing_ok=True)
+        kept = self._names()  # listed once, as there may be thousands
+        for reference, data in models:
+            names = kept[_key(reference)]
+            # Later than the last one even if the clock was set back, or this one would be the oldest.
+            last = max(names, default="0").partition("-")[0]
+            stamp = max(time.time_ns(), int(last) + 1)
+            # 20 digits hold any number of nanoseconds of 64 bits, so names sort by time.
+            names.append(f"{stamp:020d}-{_key(reference)}")
+            write_file(folder / names[-1], [data], mode=0o644, temporary=self._layout.temporary)
+            # Only after the new file is durable, so a crash leaves too many files and never too few.
+            for old in names[:-_KEPT]:
+                (folder / old).unlink(missing_ok=True)
 
-    def of(self, reference: Reference) -> Iterator[FormerManifest]:
-        """Yield the former manifests of a name that can be read, latest first."""
-        for name in reversed(self._names(reference)):
+    def of(self, reference: Reference | None) -> Iterator[FormerManifest]:
+        """Yield the former manifests of a name that can be read, latest first; without a name, those of all."""
+        found = self._names()
+        names = chain(*found.values()) if reference is None else reversed(found[_key(reference)])
+        for name in names:
             yield from _read(self._layout.history / name)
 
-    def _names(self, reference: Reference) -> list[str]:
-        key = _key(reference)
-        names = list_names(self._layout.history)
-        return sorted(name for name in names if name.endswith(key) and _NAME.fullmatch(name))
+    def _names(self) -> defaultdict[str, list[str]]:
+        """Return the names of the files of each model, by :func:`_key`, oldest first."""
+        found = defaultdict[str, list[str]](list)
+        for name in sorted(filter(_NAME.fullmatch, list_names(self._layout.history))):
+            found[name.rpartition("-")[2]].append(name)
+        return found
 
 
 class _Former(NamedTuple):

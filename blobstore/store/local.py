@@ -483,13 +483,13 @@ class LocalStore(BlobReader):
 
     # Former manifests, which may vanish at any time
 
-    def keep_former(self, reference: Reference) -> None:
-        """Keep the manifest of a name that is about to be removed. The caller holds the exclusive lock."""
-        self._history.keep(reference, self.read_manifest(reference))
+    def keep_former(self, references: Iterable[Reference]) -> None:
+        """Keep the manifests of names that are about to be removed. The caller holds the exclusive lock."""
+        self._history.keep_all((name, self.read_manifest(name)) for name in references)
 
-    def former(self, reference: str | Reference) -> Iterator[FormerManifest]:
-        """Yield the manifests that a name had before, latest first; a damaged one may be among them."""
-        return self._history.of(Reference.of(reference))
+    def former(self, reference: str | Reference | None) -> Iterator[FormerManifest]:
+        """Yield manifests that a name had before, latest first, or all names; a damaged one may be among them."""
+        return self._history.of(None if reference is None else Reference.of(reference))
 
     def whole_history(self) -> WholeHistory:
         """Return the manifests that names had before, none of them read yet."""

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.compression.base import BaseBlob
+from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
+from blobstore.core.tensor import DType
 from blobstore.errors import RemoteError
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
@@ -101,6 +104,17 @@ def test_a_wrong_size_of_a_base_does_not_make_it_damaged(case: ColdCase) -> None
     pulled = case.pull()
     assert (pulled.bytes_saved, pulled.repaired) == (0, {})
     case.store.check_digest(*base.id)
+
+
+def test_a_wrong_size_of_a_base_that_comes_too_reads_no_memory_behind_it(case: ColdCase) -> None:
+    x, y = case.layers["x"], case.layers["y"]
+    data = case.data("x")
+    begin = len(data) - 2 * frozen.COUNT
+    longer = case.data("y").ljust(2**20, b"\0") + data[begin:]
+    spans = [Span(begin, None), Span(len(data) - begin, DType.BF16, base_begin=2**20)]
+    form = cold(data, spans=spans, base=BaseBlob.hot(longer, y.digest))
+    case.offer(case.form(x, form, Descriptor("", y.digest, len(longer))))
+    assert case.pull().bytes_saved == 0
 
 
 def test_a_delta_with_an_unknown_base_is_not_fetched(case: ColdCase) -> None:

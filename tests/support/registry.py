@@ -38,6 +38,11 @@ class Server:
         blobs = self.root / "docker" / "registry" / "v2" / "blobs" / "sha256"
         return blobs / hex_digits[:2] / hex_digits / "data"
 
+    def links(self, repository: str) -> Path:
+        """Return the folder that says which blobs a repository has, a folder for each."""
+        repositories = self.root / "docker" / "registry" / "v2" / "repositories"
+        return repositories / repository / "_layers" / "sha256"
+
 
 @contextlib.contextmanager
 def running_registry(

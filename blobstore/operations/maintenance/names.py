@@ -151,10 +151,9 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
-            for entry in (one for one in entries if one.error is None):
-                # A full disk must not keep names from being removed, and so free space.
-                with contextlib.suppress(BlobstoreError, OSError):
-                    store.keep_former(entry.reference)
+            # A full disk must not keep names from being removed, and so free space.
+            with contextlib.suppress(BlobstoreError, OSError):
+                store.keep_former(one.reference for one in entries if one.error is None)
             # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
                 store.remove(*(entry.reference for entry in entries))

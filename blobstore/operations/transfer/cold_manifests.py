@@ -126,14 +126,17 @@ def usable_layers(
         # An earlier pull may have fetched most of either form.
         return item.size - store.partial_bytes(item)
 
-    fetched = {blob.digest for blob in missing}
+    # By size too: what is stated about a base must fit the file that a delta reads.
+    fetched = {blob.id for blob in missing}
+    digests = {blob.digest for blob in missing}
     found: dict[Digest, ColdLayer] = {}
     without_base: list[ColdLayer] = []
     for blob in missing:
         layer = layers.get(blob.digest)
-        if layer is None or left(layer.stored) >= left(blob.id):
+        # The list may state another size than the model's manifest, which decides what pays.
+        if layer is None or layer.blob != blob.id or left(layer.stored) >= left(blob.id):
             continue
-        if layer.base is None or layer.base.digest in fetched or is_base(layer.base):
+        if layer.base is None or layer.base in fetched or is_base(layer.base):
             found[blob.digest] = layer
         else:
             without_base.append(layer)
@@ -143,7 +146,7 @@ def usable_layers(
     alone = 0
     for layer in without_base:
         links = chain_of(layer, forms, is_base)
-        if links is None or not fetched.isdisjoint(link.blob.digest for link in links):
+        if links is None or not digests.isdisjoint(link.blob.digest for link in links):
             alone += 1
             continue
         new = [link for link in links if link.blob.digest not in bases]

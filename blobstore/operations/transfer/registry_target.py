@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core.arguments import local_path
 from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, UsageError
+from blobstore.core.workers import WorkerPool
+from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
 from blobstore.operations.transfer.checked_pieces import CheckedPieces
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.core.rate_limit import RateLimiter
-    from blobstore.core.workers import WorkerPool
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import StoreAddress
     from blobstore.operations.transfer.push_target import PushedBlob, Sent
@@ -116,10 +116,10 @@ def open_registry(
         text = read_key(local_path(options.sign_key, "source"))
         key = PrivateKey.from_pem(text, quote(options.sign_key), options.passphrase)
 
-    def plan_of(model: Reference) -> RemotePlan:
+    def plan_of(model: Reference, hashing: Hashing) -> RemotePlan:
         return plan_for_registry(store, model, options.layout, options.max_layers, hashing)
 
-    plan = plan_of(reference)
+    plan = plan_of(reference, hashing)
     http, part_size = options.plain_http, options.part_size
     with (
         RegistryClient(
@@ -133,6 +133,13 @@ def open_registry(
         if not dry_run:  # which writes nothing
             uploads.enter_context(cache)
         yield RegistryTarget(store, client, address, plan, cache, options, key, plan_of)
+
+
+def _hash_nothing(size: int, _: int) -> WorkerPool:
+    """Return idle workers: the layers of a model that was pushed were hashed then, so none is read for a hint."""
+    if size:
+        raise ModelNotFound("the layers of the model were not hashed")
+    return WorkerPool(1, None, 0)
 
 
 class RegistryTarget:
@@ -151,7 +158,7 @@ class RegistryTarget:
         cache: PushCache,
         options: RegistryOptions,
         key: PrivateKey | None,
-        plan_of: Callable[[Reference], RemotePlan],
+        plan_of: Callable[[Reference, Hashing], RemotePlan],
     ) -> None:
         """Ask what the tag refers to."""
         self._store, self._client, self._key = store, client, key
@@ -296,8 +303,8 @@ class RegistryTarget:
         client, repository = self._client, self._repository
         try:
             # Equal models have equal manifests, so that of a former version need not be noted.
-            plan = self._plan_of(model)
-        except BlobstoreError:  # it is damaged, or removed
+            plan = self._plan_of(model, _hash_nothing)
+        except BlobstoreError:  # it is damaged, removed, or was not pushed in this layout
             return {}
         listed = fetch_referrers(client, repository, plan.root)
         blobs = [blob.id for blob in plan.blobs]

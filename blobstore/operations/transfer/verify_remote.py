@@ -91,7 +91,7 @@ def verify_remote(
 
     Args:
         remote: the address, as for :func:`pull_model`, or that of a store in object storage, a registry or
-            repositories: all models there are read then, and each blob once.
+            repositories: all models there are read then, and each blob once in each repository.
         streams: number of blobs that are read at once.
         limit_rate: maximum number of bytes per second.
         plain_http: whether to use HTTP without TLS; by default only for this machine.
@@ -129,9 +129,9 @@ def verify_remote(
             )
             sources, address, digest = [source], source.address, source.root.digest
         read = [_blobs_of(source, faults) for source in sources]
-        # A blob of several models is read once.
+        # A blob of several models is read once; but of repositories, one may have lost what another has.
         jobs = {
-            blob.id: (source, blob)
+            (_place(source), blob.id): (source, blob)
             for source, (blobs, layers) in zip(sources, read, strict=True)
             for blob in (*blobs, *layers)
         }
@@ -192,6 +192,11 @@ def _registry_sources(
         elif entry.error is None and (place.repository, digest) not in seen:
             seen.add((place.repository, digest))
             yield RemoteSource.resolve(client, replace(place, digest=digest), with_files=True)
+
+
+def _place(source: RemoteSource | ObjectSource) -> str:
+    """Return what lists the blobs that can be read: a repository, or else the whole store."""
+    return source.address.repository if isinstance(source, RemoteSource) else ""
 
 
 def _blobs_of(

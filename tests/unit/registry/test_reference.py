@@ -75,6 +75,7 @@ def test_other_text_than_an_address_is_refused(text: str) -> None:
     [
         ("http://cache:8080/Org/Model-7B", "http://cache:8080/org/model-7b:latest", True),
         ("https://cache/m:V1", "https://cache/m:V1", False),
+        ("HTTPS://cache/m", "https://cache/m:latest", False),
         (f"http://cache/m@{DIGEST}", f"http://cache/m@{DIGEST}", True),
         ("http://[::1]:8080/m", "http://[::1]:8080/m:latest", True),
         ("oci://cache:80/m", "cache:80/m:latest", None),

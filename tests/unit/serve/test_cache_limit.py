@@ -14,6 +14,8 @@ from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
+from blobstore.operations.maintenance.gc import collect_garbage
+from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import cache_limit
 from blobstore.serve.cache_limit import CacheLimit
@@ -138,8 +140,20 @@ def test_a_copy_of_a_restricted_model_keeps_the_record(
     limit.forget_removed()
     assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
     remove_models(["copy/a"], store=store)
+    collect_garbage(store=store, older_than=0, force=True)
     limit.forget_removed()
     assert limit._pulled.all() == []
+
+
+def test_a_restricted_model_that_can_be_restored_keeps_its_record(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    limit._pulled.note_public("org/a", is_public=False)
+    remove_models(["org/a", "org/b"], store=store)
+    limit.forget_removed()
+    restore_model("org/a", store=store)
+    assert [origin.repository for origin in limit._pulled.all()] == ["org/a"]
+    assert ask(limit._library, "/org/a/resolve/main/config.json").status == HTTPStatus.NOT_FOUND
 
 
 def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of_its_copy(

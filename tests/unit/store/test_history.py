@@ -41,6 +41,27 @@ def test_keeps_manifests_by_name_latest_first(history: History, tmp_path: Path) 
     )
 
 
+def test_the_folder_is_listed_once_for_many_names(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each name may have thousands of others next to it, and other processes wait."""
+    names = [Reference.parse(f"run:{number}") for number in range(30)]
+    listed: list[Path] = []
+
+    def list_names(folder: Path) -> list[str]:
+        listed.append(folder)
+        return []
+
+    monkeypatch.setattr("blobstore.store.history.list_names", list_names)
+    history.keep_all((name, str(name).encode()) for name in (*names, NAME, NAME))
+    monkeypatch.undo()
+
+    assert len(listed) == 1
+    for name in names:
+        assert kept(history, name) == [str(name).encode()]
+    assert len(kept(history, NAME)) == 2
+
+
 def test_keeps_the_latest_twenty_of_a_name(history: History) -> None:
     history.keep(OTHER, b"other")
     for number in range(23):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 import blobstore
 from blobstore.compression.base import MAX_CHAIN
+from blobstore.core import limits
 from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.client import ObjectClient
@@ -31,6 +33,7 @@ from blobstore.remotes.cold_layers import (
     ColdLayer,
     bases_of,
     chain_of,
+    format_cold_layers,
     parse_cold_layers,
 )
 from blobstore.store.local import LocalStore
@@ -156,6 +159,23 @@ def test_opening_what_a_skipped_version_leads_to_reads_the_deltas(
     assert plan.bytes_to_read == pulled.bytes_fetched
 
 
+def test_the_layers_of_a_base_are_not_hashed_to_find_its_forms(
+    trainer: LocalStore, run: list[dict[str, bytes]], remote: str
+) -> None:
+    publish(trainer, run, remote, range(1))  # in another layout
+    steps: list[str] = []
+    publish(
+        trainer,
+        run,
+        remote,
+        range(1, 2),
+        layout="image",
+        progress=lambda *step: steps.append(step[0]),
+    )
+    order = [what for what, _ in itertools.groupby(steps)]
+    assert order.count("hashing layers") == 1
+
+
 @pytest.mark.parametrize("layout", ["ollama", "image"])
 def test_other_layouts_have_chains_too(
     trainer: LocalStore, run: list[dict[str, bytes]], remote: str, tmp_path: Path, layout: str
@@ -245,6 +265,25 @@ def test_the_list_of_the_models_own_forms_is_what_it_was(
         assert not bases.keys() & (own - {frozen.layers(trainer, "policy:0")["c"].digest})
 
 
+def test_a_list_that_is_too_large_is_not_written(
+    trainer: LocalStore,
+    run: list[dict[str, bytes]],
+    objects: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    address = f"{objects.address}/policy:latest"
+    publish(trainer, run, address, range(2))
+    manifest = Digest.of(trainer.read_manifest("policy:1"))
+    own = objects.read_for_manifest(COLD_INDEXES, manifest)
+    monkeypatch.setattr(limits, "COLD_INDEX", limits.Limit(len(own or b"") + 20))
+    publish(trainer, run, address, range(2, VERSIONS))
+    collect_objects(objects.address, older_than=0, force=True)
+    store = client(tmp_path, run, 0)
+    blobstore.pull(address, "policy", store=store, force=True)
+    assert_is_last(store, trainer)
+
+
 def test_without_that_list_the_blobs_are_fetched(
     trainer: LocalStore, run: list[dict[str, bytes]], objects: ObjectStore, tmp_path: Path
 ) -> None:
@@ -272,6 +311,31 @@ def test_forms_of_versions_without_names_survive_gc(
     pulled = blobstore.pull(address, "policy", store=store, force=True)
     assert_is_last(store, trainer)
     assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 0))
+
+
+def test_a_chain_must_pay_for_the_blob_of_the_model_and_not_for_a_stated_size(
+    trainer: LocalStore, run: list[dict[str, bytes]], objects: ObjectStore, tmp_path: Path
+) -> None:
+    address = f"{objects.address}/policy:latest"
+    publish(trainer, run, address, range(3))
+    manifest = Digest.of(trainer.read_manifest("policy:2"))
+
+    def grown(times: int, data: bytes | None) -> bytes:
+        return format_cold_layers(
+            ColdLayer(
+                BlobId(form.blob.digest, form.blob.size * 10**12),
+                BlobId(form.stored.digest, form.stored.size * times),
+                form.base and BlobId(form.base.digest, form.base.size * 10**12),
+            )
+            for form in parse_cold_layers(data or b"").values()
+        )
+
+    objects.change_cold_index(COLD_INDEXES, manifest, partial(grown, 1))
+    objects.change_cold_index(COLD_BASES, manifest, partial(grown, 10**12))
+    store = client(tmp_path, run, 0)
+    pulled = blobstore.pull(address, "policy", store=store, force=True)
+    assert_is_last(store, trainer, 2)
+    assert pulled.bytes_saved == 0
 
 
 @pytest.mark.parametrize("way", ["pull", "open"])

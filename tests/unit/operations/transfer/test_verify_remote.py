@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import ModelNotFound, UsageError
 from blobstore.operations.transfer.verify_remote import verify_remote
@@ -14,6 +16,7 @@ from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import COLD, ColdCase
+from tests.support.registry import Server
 from tests.support.stub_registry import StubRegistry
 from tests.unit.cli.running import run, run_json
 
@@ -64,7 +67,7 @@ def test_each_damaged_blob_is_a_fault(
     assert faults["x"].blob == layers["x"].digest
 
 
-def test_all_models_of_a_registry_are_read_and_each_blob_once(
+def test_all_models_of_a_registry_are_read_and_each_blob_once_in_each_repository(
     remote: str, origin: LocalStore, registry: StubRegistry
 ) -> None:
     frozen.put(origin, "b", {"x": 1, "z": 3})
@@ -77,12 +80,25 @@ def test_all_models_of_a_registry_are_read_and_each_blob_once(
     for address in (f"oci://{registry.host}", f"oci://{registry.host}/team"):
         found = verify_remote(address)
         assert (found.models, found.blobs, found.faults) == (2, len(both), ())
-        assert found.bytes_read == sum(size for _, size in both)
+        each = (blob for name in ("a", "b") for blob in origin.resolve(name).blobs)
+        assert found.bytes_read == sum(blob.size for blob in each)
         assert (found.remote, found.digest) == (address, None)
     registry.put_manifest("team/b", "v2", OCI_MANIFEST, b"{")  # listed, and lost
     (fault,) = verify_remote(f"oci://{registry.host}").faults
     assert (fault.reference, fault.layer) == (f"{registry.host}/team/b:v2", "manifest")
     assert remote.startswith(registry.host)
+
+
+def test_a_blob_that_only_one_of_two_repositories_has_lost_is_a_fault(
+    origin: LocalStore, server: Server
+) -> None:
+    for name in "bc":
+        blobstore.push("a", f"{server.host}/lost/{name}:latest", store=origin)
+    digest = frozen.layers(origin, "a")["x"].digest
+    shutil.rmtree(server.links("lost/b") / digest.hex)
+    (fault,) = verify_remote(f"oci://{server.host}/lost").faults
+    assert fault.reference.startswith(f"{server.host}/lost/b@")
+    assert fault.blob == digest
 
 
 def test_a_truncated_blob_is_a_fault(
