@@ -23,7 +23,7 @@ from tests.support.objects import ObjectServer, running_object_store
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 
 # A busy machine is no failure, and nothing here is about time. Examples are the same each time, so that no test
-# fails by chance; tests/fuzz look for others.
+# fails by chance; the option --hypothesis-profile=random draws others, and tests/fuzz look for more.
 settings.register_profile(
     "patient",
     deadline=None,
@@ -31,6 +31,7 @@ settings.register_profile(
     database=None,
     derandomize=True,
 )
+settings.register_profile("random", settings.get_profile("patient"), derandomize=False)
 settings.load_profile("patient")
 
 # Each module and each test is compiled once, not by every worker and every process that tests start, also

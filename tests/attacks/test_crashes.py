@@ -20,13 +20,14 @@ from tests.support.models import dense_tensors, write_folder
 
 NAME = Reference.parse("m")
 CREATE = """
-import signal, sys, threading
+import signal, sys, time
 import blobstore
 source, store, when = sys.argv[1], sys.argv[2], float(sys.argv[3])
-is_interrupted = threading.Event()
+is_interrupted = False
 
 def interrupt(*_):
-    is_interrupted.set()
+    global is_interrupted
+    is_interrupted = True
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGINT, interrupt)
@@ -34,7 +35,8 @@ signal.signal(signal.SIGINT, interrupt)
 def progress(what, done, total):
     if done >= total * when:
         print("ready", flush=True)
-        is_interrupted.wait()
+        while not is_interrupted:  # the handler might come while an event is being waited for, and need its lock
+            time.sleep(0.01)
 
 try:
     blobstore.create(source, "m", store=blobstore.LocalStore(store), jobs=2, progress=progress)

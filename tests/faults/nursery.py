@@ -41,9 +41,10 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "start":
-                _answer({"pid": _start(request, living)})
+                answer: dict[str, Any] = {"pid": _start(request, living)}
             else:
-                _answer(_wait(request["pid"], request["seconds"], living))
+                answer = _wait(request["pid"], request["seconds"], living)
+            _answer(answer | {"number": request["number"]})
     finally:
         for pid in living:
             os.killpg(pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ from blobstore.objects.store import ObjectStore
 from blobstore.store.local import LocalStore
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import LIMIT, Child, Ended, nursery, workspace
+from tests.faults.processes import LIMIT, Child, Ended, nursery, wait_for, workspace
 from tests.faults.pushes import Proxy
 from tests.support.frozen import weights
 from tests.support.models import add_blobs, blob
@@ -180,7 +180,7 @@ def _is_killed(case: Case, start: Callable[[Case], Child], most: float, held: by
     case.proxy.held = held
     child = start(case)
     if held:
-        case.proxy.is_holding.wait()
+        wait_for(case.proxy.is_holding.is_set)
     else:
         time.sleep(case.chance.uniform(0, most))
     child.kill()
@@ -221,7 +221,8 @@ def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
         outcome.injected += 1
         first.wait()
         second = case.push_slowly()
-        while not second.has_ended and not case.has_name:
+        until = time.monotonic() + LIMIT
+        while time.monotonic() < until and not case.has_name:
             ended = case.collect()
             if ended.code:
                 outcome.violate(f"gc exits with {ended.code}: {ended.stderr[-300:]}")

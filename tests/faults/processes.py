@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 120.0
 """Seconds after which a command that has not ended hangs, however busy the machine."""
 
+_PAUSE = 0.002
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "COLUMNS": "200"}
 _DAMAGED = Damaged.exit_code
 _MIN_FREE = 256 * 2**20
@@ -110,6 +112,7 @@ class Nursery:
     _process: subprocess.Popen[str] = field(init=False)
     _folder: tempfile.TemporaryDirectory[str] = field(init=False)
     _number: int = 0
+    _asked: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Self:
@@ -205,13 +208,17 @@ class Nursery:
         """Run a command to its end."""
         return self.start(*call, **how).wait()
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the answer."""
         assert self._process.stdin is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
+            self._asked += 1
+            self._process.stdin.write(json.dumps(request | {"number": self._asked}) + "\n")
             self._process.stdin.flush()
-            return self._answer()
+            # A test that was ended while it waited has left an answer.
+            while (answer := self._answer())["number"] != self._asked:
+                pass
+            return answer
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -219,6 +226,13 @@ class Nursery:
         assert line, f"the nursery has ended with {self._process.wait()}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    """Wait until something happens, or until a command that it depends on hangs or must have failed."""
+    until = time.monotonic() + LIMIT
+    while not happens() and time.monotonic() < until:
+        time.sleep(_PAUSE)
 
 
 def place_in_memory() -> str | None:

@@ -22,7 +22,7 @@ from blobstore.store.partial import RUN_AGAIN
 from tests.faults import disks
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import Child, Ended, nursery, workspace
+from tests.faults.processes import Child, Ended, nursery, wait_for, workspace
 from tests.support.frozen import put, weights
 from tests.support.models import add_blobs, blob
 from tests.support.stub_registry import StubRegistry
@@ -128,8 +128,7 @@ def _killed(case: Case, effort: Effort, outcome: Outcome) -> None:
         if number:
             time.sleep(case.chance.uniform(0, 1.2))
         else:
-            while case.registry.sent.total() < _HELD:
-                time.sleep(0.002)
+            wait_for(lambda: case.registry.sent.total() >= _HELD)
         child.kill()
         may_go_on.set()
         ended = child.wait()
@@ -216,8 +215,7 @@ def _full(case: Case, effort: Effort, outcome: Outcome) -> None:
             child = nursery().start(*case.arguments())
             free = case.size * (number + 1) // (effort.count + 1) // _PAGE * _PAGE
             filler = disk / "filler"
-            while not case.registry.sent:
-                time.sleep(0.002)
+            wait_for(lambda: bool(case.registry.sent))
             with contextlib.suppress(OSError), filler.open("wb") as file:  # it may be full now
                 file.write(bytes(12 * 2**20 - free - 64 * 2**10))
             ended = child.wait()

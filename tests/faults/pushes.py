@@ -25,7 +25,7 @@ from blobstore.store.local import LocalStore
 from tests.faults import disks
 from tests.faults.known import command
 from tests.faults.outcomes import EVERY, Effort, Outcome
-from tests.faults.processes import Ended, nursery, workspace
+from tests.faults.processes import Ended, nursery, wait_for, workspace
 from tests.support.frozen import weights
 from tests.support.models import add_blobs, blob
 from tests.support.registry import PROGRAM, Server, running_registry
@@ -315,9 +315,8 @@ def _collected(case: Case, effort: Effort, outcome: Outcome) -> None:
         )
         enough = case.chance.randrange(case.size)
         if not number:
-            proxy.is_holding.wait()
-        while proxy.received < enough:
-            time.sleep(0.002)
+            wait_for(proxy.is_holding.is_set)
+        wait_for(lambda: proxy.received >= enough)  # noqa: B023 - it is called here
         collected = subprocess.run(
             [PROGRAM, "garbage-collect", config], capture_output=True, text=True, check=False
         )

@@ -7,7 +7,6 @@ number of processes, and what torch itself reads from them.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 from tests.real.test_checkpoints import flattened
+from tests.support.ports import free_port
 
 WORLDS = (2, 4)
 
@@ -94,11 +94,8 @@ def main() -> None:
     for world in WORLDS:
         folder = root / str(world)
         (folder / "shards").mkdir(parents=True)
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            port = chosen.getsockname()[1]
         # Forked, so that torch is imported once.
-        start_processes(_work, (world, port, folder), nprocs=world, start_method="fork")
+        start_processes(_work, (world, free_port(), folder), nprocs=world, start_method="fork")
         read = {
             name: flattened(_load_state_dict_from_keys(checkpoint_id=str(folder / name)))
             for name in ("step", "layouts")

@@ -211,8 +211,11 @@ class ImpatientPeer(Peer):
     """A peer that is not waited for long, as others must be on a busy machine."""
 
     def client(self) -> RegistryClient:
-        patience = Patience(stall=0.5, attempts=1)
-        return RegistryClient(self.address.host, plain_http=True, patience=patience)
+        client = super().client()
+        # Less than a registry is waited for.
+        assert client._transport.patience.stall < Patience().stall / 2
+        client._transport.patience = Patience(stall=0.5, attempts=1)
+        return client
 
 
 def test_a_slow_peer_is_left(one: LocalStore, other: LocalStore, tmp_path: Path, log: Log) -> None:

@@ -187,9 +187,8 @@ def test_ollama_gets_what_its_source_asks_for(tmp_path: Path) -> None:
         record_clients.ollama(server.host, tmp_path)
         blob = f"/v2/library/ollama/blobs/{blob_of_ollama()}"
         assert server.request(blob)[2] == GGUF_FILE
-        while (
-            server.metric("open_requests") > 1
-        ):  # that of this question, and those of who has just left
+        # That of this question, and those of who has just left.
+        while server.metric("open_requests") > 1:
             time.sleep(0.05)
 
 

@@ -32,6 +32,7 @@ FRAMEWORKS = {
     "needs_torch": {"torch", "transformers", "peft"},
     "needs_mlx": {"mlx", "mlx_lm"},
 }
+_LIBRARIES = set().union(*FRAMEWORKS.values())
 # Where decorators, properties and hypothesis keep the function that they wrap.
 WRAPPERS = ("__wrapped__", "__func__", "fget", "hypothesis", "inner_test")
 # Outside of tests/unit, the tests of these files alone are fast.
@@ -62,8 +63,8 @@ def _used_by(item: pytest.Function) -> set[str]:
     """Return the names of the modules that a test uses, with its fixtures and parameters, and of their packages."""
     fixtures = tuple(found[-1].func for found in item._fixtureinfo.name2fixturedefs.values())
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    frameworks = {value for value in parameters if isinstance(value, str)}  # by their names
-    used = _with_packages(frameworks) | _reached_by_all(item.function, fixtures)
+    named = {value for value in parameters if isinstance(value, str)}
+    used = (named & _LIBRARIES) | _reached_by_all(item.function, fixtures)
     for value in parameters:
         used |= reached(value) if callable(value) and getattr(value, "__hash__", None) else set()
     return used

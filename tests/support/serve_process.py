@@ -156,19 +156,20 @@ def serving(
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait()
+            process.wait(SECONDS)
         finally:
             process.kill()
-            process.wait()
+            process.wait(SECONDS)
     # All that happens has a line of JSON.
     assert "Traceback" not in log_file.read_text(encoding="utf-8", errors="replace")
 
 
 def _first_line(output: Path, process: Process | subprocess.Popen[bytes]) -> str:
-    """Return the first line that a process writes, or less if it ends before."""
+    """Return the first line that a process writes, or less if it ends before, or hangs."""
+    until = time.monotonic() + SECONDS
     while True:
-        has_ended = process.poll() is not None
+        is_last = process.poll() is not None or time.monotonic() > until
         text = output.read_text(encoding="utf-8")
-        if "\n" in text or has_ended:
+        if "\n" in text or is_last:
             return text
         time.sleep(_PAUSE)

@@ -145,14 +145,7 @@ def test_a_part_that_was_deleted_from_the_folder_of_an_earlier_run_is_written_ag
         (source / name).write_bytes(content)
     run("create", source, "tiny")
     # What is under test is which files the program finds.
-    program = tmp_path / "bin" / "llama-server"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\ncat "${2%/*}"/*.gguf\n')
-    program.chmod(0o755)
-    variables = {
-        "PATH": f"{program.parent}:/usr/bin:/bin",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+    variables = install_llama_server(tmp_path, 'cat "${2%/*}"/*.gguf')
     content = b"".join(path.read_bytes() for path in sorted(source.iterdir()))
 
     assert run_process("run", "tiny", **variables).stdout == content

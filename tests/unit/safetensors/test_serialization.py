@@ -463,10 +463,12 @@ def test_a_file_is_saved_while_another_one_is_written(
     other = threading.Thread(target=save_file, args=({"a": ARRAY}, tmp_path / "slow"))
     monkeypatch.setattr(os, "writev", slow)
     other.start()
-    save_file({"a": ARRAY}, tmp_path / "quick")
-    assert not (tmp_path / "slow").exists()
-    may_end.set()
-    other.join()
+    try:
+        save_file({"a": ARRAY}, tmp_path / "quick")
+        assert not (tmp_path / "slow").exists()
+    finally:
+        may_end.set()
+        other.join()
 
     assert (tmp_path / "slow").read_bytes() == (tmp_path / "quick").read_bytes()
 

@@ -140,7 +140,6 @@ def test_a_rate_is_spent_byte_by_byte(store: LocalStore) -> None:
     assert sorted(spent) == [2, 3]
 
 
-@pytest.mark.timeout(60)
 def test_interrupting_does_not_wait_for_the_rate_limit(store: LocalStore) -> None:
     blobs = put(store, b"gone", b"slow" * 1000, b"slower" * 1000)
     Path(store.blob_path(blobs[0].digest)).unlink()

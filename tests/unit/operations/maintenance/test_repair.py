@@ -340,7 +340,6 @@ def test_a_blob_that_cannot_be_read_does_not_stop_the_others(
     assert fault.message.endswith("is missing")
 
 
-@pytest.mark.timeout(60)
 def test_stops_reading_a_file_that_grows(
     store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,7 +558,6 @@ def test_an_interrupt_leaves_no_temporary_files(
     assert repair_models(source=folder, store=store).faults == ()
 
 
-@pytest.mark.timeout(60)
 def test_an_interrupt_does_not_wait_for_blobs_that_are_being_read(
     store: LocalStore, other: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
