@@ -403,14 +403,16 @@ def address_advice(text: str) -> str:
     return f"if it is in a registry, write 'oci://{text}'" if slash and is_host(host) else ""
 
 
-def check_remote(text: str, store: LocalStore) -> None:
+def check_remote(text: str, store: LocalStore, *, is_all: bool) -> None:
     """Check that a text names a place of models, and not a model alone; what is wrong with a place is not seen here.
+
+    With ``is_all``, the place may be a whole registry.
 
     Raises:
         InvalidReference: it is the name of a model, or the address of something other than a registry.
     """
     from blobstore.manifests.reference import Reference
-    from blobstore.registry.reference import is_host
+    from blobstore.registry.reference import check_host, is_host
     from blobstore.store.name_patterns import is_pattern
     from blobstore.store.used_remotes import used_remotes
 
@@ -420,14 +422,21 @@ def check_remote(text: str, store: LocalStore) -> None:
     elif scheme_of(text) or is_pattern(text) or (slash and is_host(host)):
         return
     else:
+        with contextlib.suppress(InvalidReference):
+            if is_all and is_host(text):
+                check_host(text)
+                return
         try:
             name = Reference.parse(text)
         except InvalidReference:
             return  # using it reports what an address is
-        what, hub = "does not say where the model is", f"{host if path else 'ORG'}/{name.model}"
+        what, hub = (
+            "does not say where the model is",
+            f"{name.namespace if path else 'ORG'}/{name.model}",
+        )
         used = [place for place in used_remotes(store) if f"/{text}:" in f"{place}:"]
         advice = question(used[:2]) or (
-            f"give an address such as {name.full.lower()}, or import it with 'blobstore create hf://{hub} NAME'"
+            f"give an address such as oci://{name.full.lower()}, or import it with 'blobstore create hf://{hub} NAME'"
         )
     raise InvalidReference(f"{quote_url(text)} {what}", advice=advice)
 

@@ -77,7 +77,7 @@ def command(
         "plain_http": plain_http,
     }
     for word in words if is_all else words[:1]:
-        arguments.check_remote(word, store)
+        arguments.check_remote(word, store, is_all=is_all)
     remote, name = _one_model(words)
     if is_all or remote is None:
         _pull_many(words, is_all=is_all, store=store, choices=choices, out=out)

@@ -104,7 +104,11 @@ def test_wrong_addresses_have_exit_code_2(store: LocalStore, arguments: tuple[st
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("qwen", "address such as registry.ollama.ai/library/qwen:latest, or import it with"),
+        ("qwen", "address such as oci://registry.ollama.ai/library/qwen:latest, or import it with"),
+        (
+            "hub/team/Qwen",
+            "oci://hub/team/qwen:latest, or import it with 'blobstore create hf://team/Qwen",
+        ),
         ("qwen:1b", "'blobstore create hf://ORG/qwen NAME'"),
         ("team/Qwen", "'blobstore create hf://team/Qwen NAME'"),
         ("hf://team/Qwen", "'blobstore create hf://team/Qwen NAME' imports it"),
@@ -119,6 +123,15 @@ def test_a_name_without_a_place_gets_a_hint(
     error = run("pull", *option, text, exit_code=2).stderr
     assert advice in error
     assert f"'{text}' does not say where" in error or f"'{text}' is not the address of" in error
+
+
+@pytest.mark.parametrize("end", ["", "/", "/team"])
+def test_all_models_of_a_registry_are_pulled_without_a_scheme_too(
+    store: LocalStore, registry: StubRegistry, remote: str, end: str
+) -> None:
+    assert "pulled 1 model" in run("pull", "--all", f"{registry.host}{end}").stdout
+    assert remote.startswith(registry.host)
+    assert len(list(store.references())) == 1
 
 
 def test_a_place_that_was_used_before_is_suggested(store: LocalStore, remote: str) -> None:
