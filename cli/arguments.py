@@ -430,10 +430,8 @@ def check_remote(text: str, store: LocalStore, *, is_all: bool) -> None:
             name = Reference.parse(text)
         except InvalidReference:
             return  # using it reports what an address is
-        what, hub = (
-            "does not say where the model is",
-            f"{name.namespace if path else 'ORG'}/{name.model}",
-        )
+        what = "does not say where the model is"
+        hub = f"{name.namespace if path else 'ORG'}/{name.model}"
         used = [place for place in used_remotes(store) if f"/{text}:" in f"{place}:"]
         advice = question(used[:2]) or (
             f"give an address such as oci://{name.full.lower()}, or import it with 'blobstore create hf://{hub} NAME'"
