@@ -191,7 +191,8 @@ def _registry_sources(
             raise entry.error
         elif entry.error is None and (place.repository, digest) not in seen:
             seen.add((place.repository, digest))
-            yield RemoteSource.resolve(client, replace(place, digest=digest), with_files=True)
+            found = RemoteSource.resolve(client, replace(place, digest=digest), with_files=True)
+            yield found._replace(address=place)  # faults are those of the tag
 
 
 def _place(source: RemoteSource | ObjectSource) -> str:
