@@ -80,8 +80,9 @@ def command(
         "unreferenced": output.record(removed, "blobs bytes=size"),
         "kept_as_bases": output.record(removed, "blobs=bases bytes=bases_size by=coded"),
         "unreadable": [entry.reference for entry in removed.unreadable],
+        "notices": removed.notices,
     }
-    out.result(data, _as_text(removed, dry_run=dry_run))
+    out.result(data, _as_text(removed, dry_run=dry_run), notes=removed.notices)
     for entry in removed.names:
         if entry.error is not None:
             output.show_note(f"the blobs of {entry.reference} are unknown: {entry.error}")

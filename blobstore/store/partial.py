@@ -59,7 +59,8 @@ _COUNTER = struct.Struct("<Q")
 _READ = 2**20
 _ABANDONED = 60.0
 """Seconds without a write after which no process is thought to fill a file."""
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""Errors of a disk without space for the user."""
 _ATTEMPTS = 3
 """How often a file is created that another process removes at once."""
 
@@ -192,7 +193,7 @@ class PartialBlob:
             except OSError as error:
                 # The disk is full. Earlier files hold nothing that cannot be fetched again, so they
                 # go even if they are young.
-                if error.errno not in _FULL or not self._remove_earlier(age=0):
+                if error.errno not in FULL or not self._remove_earlier(age=0):
                     raise
                 continue
             offset += count

@@ -184,6 +184,8 @@ def _problem(fault: Fault, ended: Ended, struck: Sequence[str]) -> str:
     if ended.complaint:
         return ended.complaint
     harms = [line for line in struck if _is_harm(fault, line)]
+    if "the disk is full, so" in ended.stderr:  # the command says what it went on without
+        return ""
     return "the fault was swallowed" if harms and not ended.code else ""
 
 

@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import BlobstoreError, InvalidManifest, NameConflict, NameTaken, UsageError
+from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from blobstore.manifests.reference import Names
     from blobstore.store.catalog import CatalogEntry
+
+_NOT_KEPT: Final = "the disk is full, so 'restore' cannot bring back what is removed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class RemovedModels:
     """The names whose blobs are delta-encoded against these bases."""
     unreadable: tuple[CatalogEntry, ...]
     """Remaining names whose manifest cannot be read; they prevent a garbage collection."""
+    notices: tuple[str, ...] = ()
 
 
 def copy_model(
@@ -151,9 +155,13 @@ def remove_models(
     if entries and not dry_run:
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
-            # A full disk must not keep names from being removed, and so free space.
-            with contextlib.suppress(BlobstoreError, OSError):
+            try:
                 store.keep_former(one.reference for one in entries if one.error is None)
+            except OSError as error:
+                # A full disk must not keep names from being removed, and so free space.
+                if error.errno not in FULL:
+                    raise
+                left = replace(left, notices=(_NOT_KEPT,))
             # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
                 store.remove(*(entry.reference for entry in entries))

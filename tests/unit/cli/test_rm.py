@@ -49,6 +49,7 @@ def test_a_dry_run_removes_nothing(stored: LocalStore) -> None:
         "unreferenced": {"blobs": len(blobs), "bytes": sum(blobs)},
         "kept_as_bases": {"blobs": 0, "bytes": 0, "by": []},
         "unreadable": [],
+        "notices": [],
     }
     assert listed(stored) == ["dense:latest"]
     run("cp", "dense", "copy")

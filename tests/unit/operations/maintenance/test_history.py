@@ -8,7 +8,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import read_regular
-from blobstore.errors import ModelNotFound, NotFound, StoreBusy, UsageError
+from blobstore.errors import ModelNotFound, NotFound, StoreBusy, StoreError, UsageError
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -142,8 +142,21 @@ def test_a_full_disk_keeps_no_name_from_being_removed(
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr(history, "write_file", full)
-    remove_models(["model"], store=store)
+    (notice,) = remove_models(["model"], store=store).notices
+    assert notice == "the disk is full, so 'restore' cannot bring back what is removed"
     assert not store.has_model("model")
+
+
+def test_names_stay_if_a_disk_that_fails_cannot_keep_their_manifests(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(history, "write_file", failing)
+    with pytest.raises(StoreError, match="broken"):
+        remove_models(["model"], store=store)
+    assert store.has_model("model")
 
 
 def test_a_manifest_that_cannot_be_read_is_no_former_model(store: LocalStore) -> None:
