@@ -203,5 +203,5 @@ def test_refused_models_leave_no_file_open(
             with contextlib.suppress(http.client.IncompleteRead):
                 server.request(f"/{name}/resolve/main/model.safetensors")
         until(lambda: server.metric("arriving_models") == 0)
-        # Each has had two of its own.
-        assert len(list(files.iterdir())) < before + len(names)
+        # Each has had two of its own. Connections may take a moment more to close.
+        until(lambda: len(list(files.iterdir())) < before + len(names))
