@@ -83,7 +83,7 @@ def did_you_mean(text: str, names: Collection[str], *, cutoff: float = 0.8) -> s
 
 
 def question(names: Sequence[str]) -> str:
-    """Return a question whether names are meant, or nothing if there are none."""
+    """Return the question whether one of the names is meant; empty without names."""
     return f"did you mean {' or '.join(map(quote, names))}?" if names else ""
 
 

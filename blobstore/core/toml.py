@@ -15,6 +15,8 @@ _LONG_KEY: Final = re.compile(
 )
 """A key of many parts, of which the parser keeps every beginning. In a string, it is refused too."""
 _ESCAPED: Final = re.compile(r"[^\x20-\x7e]")
+_MAX_SHORT: Final = 0xFFFF
+"""The last character that ``\\uXXXX`` can name."""
 
 
 def loads(text: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def dumps_text(text: str) -> str:
 
     def escaped(match: re.Match[str]) -> str:
         code = ord(match[0])
-        return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"  # noqa: PLR2004 - see TOML
+        return f"\\u{code:04x}" if code <= _MAX_SHORT else f"\\U{code:08x}"
 
     # A string of JSON is one of TOML, but for surrogates and the character DEL.
     return _ESCAPED.sub(escaped, json.dumps(text, ensure_ascii=False))

@@ -106,9 +106,9 @@ class ObjectSource:
         return ()
 
     def cold_index(self, folder: str = COLD_INDEXES) -> bytes | None:
-        """Return the list of compressed forms of the blobs, or of their bases, None if there is none.
+        """Return the list of compressed forms of the blobs, or of their bases; None if the store lacks it.
 
-        Nothing of it is checked.
+        The list is not checked.
         """
         return self.store.read_for_manifest(folder, self.root.digest, READ_COLD_INDEX)
 

@@ -206,7 +206,7 @@ def _read(
 
 
 def _main_type(recipes: Iterable[Decoded | Prequantized]) -> str:
-    """Return the type of most elements; empty if these are decoded, or there are none."""
+    """Return the type that most elements have; empty if these are decoded, or if no weight is quantized."""
     elements: Counter[str] = Counter()
     for recipe in recipes:
         if isinstance(recipe, Prequantized):

@@ -125,7 +125,7 @@ def bases_of(layer: ColdLayer, forms: Mapping[Digest, ColdLayer]) -> Iterator[Co
 def chain_of(
     layer: ColdLayer, forms: Mapping[Digest, ColdLayer], is_here: Callable[[BlobId], bool]
 ) -> list[ColdLayer] | None:
-    """Return the forms from which the base of a delta can be decoded; None if there are none, or they do not pay.
+    """Return the forms from which the base of a delta can be decoded; None if they do not suffice.
 
     Args:
         layer: the delta. Its base is not here.
@@ -155,7 +155,7 @@ def decode_base(
         whole: decodes a base completely; see :func:`give_base`.
 
     Raises:
-        ColdDamaged: a form is none of its blob, or of another size or base than stated.
+        ColdDamaged: a form decodes to another blob than stated, or has another size or base.
         BlobDamaged, BlobMissing: what ``read`` and ``local_base`` raise.
     """
     from blobstore.compression.decoder import ColdBlobDecoder  # imports numpy

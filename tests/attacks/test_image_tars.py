@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import tarfile
 import tracemalloc
-from typing import Any
 
 import pytest
 
 from blobstore.errors import InvalidManifest
 from blobstore.registry.layouts.image import read_catalog
+from tests.support.tars import entry
 
 MANIFEST, PLACES = "models/blobstore/manifest.json", "models/blobstore/places.json"
 END = bytes(1024)
 WHOLE = b"{}"
-
-
-def entry(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """Return an entry of a tar; ``fields`` may say anything else of it."""
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    for key, value in fields.items():
-        setattr(info, key, value)
-    return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def rewritten(header: bytes, begin: int, text: bytes) -> bytes:

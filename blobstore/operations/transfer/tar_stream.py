@@ -1,7 +1,7 @@
 """Reads the regular files of a tar from a stream, which is not trusted.
 
 ``tarfile`` reads a header of any size into memory and searches it in quadratic time, follows headers before headers
-by recursion, believes negative sizes, and raises ValueError where a number is none. Here, every byte is read once,
+by recursion, believes negative sizes, and raises ValueError for an invalid number. Here, every byte is read once,
 and nothing is kept but one header of limited size.
 """
 

@@ -115,6 +115,15 @@ def of_step(trainer: LocalStore, number: int) -> list[int]:
     return [layer.size for layer in trainer.resolve(f"policy:{number}").layers if layer.name != "c"]
 
 
+def assert_only_deltas_travel(
+    store: LocalStore, address: str, trainer: LocalStore, last: int = VERSIONS - 1
+) -> None:
+    """Pull the last version into a store that has an earlier one: it takes far fewer bytes than its blobs."""
+    pulled = blobstore.pull(address, "policy", store=store, force=True)
+    assert_is_last(store, trainer, last)
+    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, last))
+
+
 def test_a_client_that_skipped_versions_pulls_their_deltas(
     trainer: LocalStore, run: list[dict[str, bytes]], address: str, tmp_path: Path
 ) -> None:
@@ -181,10 +190,7 @@ def test_other_layouts_have_chains_too(
     trainer: LocalStore, run: list[dict[str, bytes]], remote: str, tmp_path: Path, layout: str
 ) -> None:
     publish(trainer, run, remote, range(3), layout=layout)
-    store = client(tmp_path, run, 0)
-    pulled = blobstore.pull(remote, "policy", store=store, force=True)
-    assert_is_last(store, trainer, 2)
-    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 2))
+    assert_only_deltas_travel(client(tmp_path, run, 0), remote, trainer, 2)
 
 
 def test_a_client_without_any_version_begins_with_the_compressed_first_one(
@@ -207,9 +213,7 @@ def test_the_client_may_have_frozen_its_version(
     add_blobs(store, "first", run[1])
     blobstore.freeze("policy", base="first", store=store)
     blobstore.remove("first", store=store)
-    pulled = blobstore.pull(address, "policy", store=store, force=True)
-    assert_is_last(store, trainer)
-    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 0))
+    assert_only_deltas_travel(store, address, trainer)
 
 
 def test_following_over_skipped_versions_costs_their_deltas(
@@ -307,10 +311,7 @@ def test_forms_of_versions_without_names_survive_gc(
     folders = [item.key.rpartition("/")[0] for item in removed]
     # The first has no bases.
     assert folders.count(COLD_BASES) == folders.count(COLD_INDEXES) - 1 == VERSIONS - 2
-    store = client(tmp_path, run, 0)
-    pulled = blobstore.pull(address, "policy", store=store, force=True)
-    assert_is_last(store, trainer)
-    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 0))
+    assert_only_deltas_travel(client(tmp_path, run, 0), address, trainer)
 
 
 def test_a_chain_must_pay_for_the_blob_of_the_model_and_not_for_a_stated_size(
@@ -382,7 +383,7 @@ def test_a_base_that_is_not_in_the_store_any_more_ends_the_chain(
     for number in range(3):
         blobstore.remove(f"policy:{number}", store=trainer)
     add_blobs(trainer, "policy:3", run[3])
-    # A base is searched for, and there is none.
+    # The search for a base finds no model.
     assert push("policy:3", address, trainer, None).cold_blobs == 3
     store = client(tmp_path, run, 0)
     blobstore.pull(address, "policy", store=store, force=True)
@@ -447,10 +448,7 @@ def test_a_push_that_ends_between_its_two_lists_sends_both_again(
         with pytest.raises(_Killed):
             publish(trainer, run, address, range(2, 3))
     push("policy:2", address, trainer, "policy:1")
-    store = client(tmp_path, run, 0)
-    pulled = blobstore.pull(address, "policy", store=store, force=True)
-    assert_is_last(store, trainer, 2)
-    assert pulled.bytes_fetched < 0.1 * sum(of_step(trainer, 2))
+    assert_only_deltas_travel(client(tmp_path, run, 0), address, trainer, 2)
 
 
 def test_a_killed_pull_does_not_fetch_the_forms_of_bases_again(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import gzip
 import io
 import tarfile
 import tracemalloc
-from typing import Any
 
 import pytest
 
 from blobstore.operations.transfer.tar_stream import InvalidTar, TarStream
+from tests.support.tars import entry
 
 END = bytes(1024)
 LIMIT = 1 << 30
@@ -66,15 +66,6 @@ def test_links_are_not_regular() -> None:
     assert [
         file.is_regular for file in TarStream(io.BytesIO(info.tobuf()).read, LIMIT).files()
     ] == [False]
-
-
-def entry(name: str, data: bytes = b"", **fields: Any) -> bytes:
-    """Return an entry; ``fields`` may say anything else of it."""
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    for key, value in fields.items():
-        setattr(info, key, value)
-    return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
 
 
 def pax(body: bytes, kind: bytes = b"x") -> bytes:
