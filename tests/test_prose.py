@@ -17,7 +17,6 @@ FOLDERS = (
     ".ci",
     "changelog.d",
     ".github",
-    "release",
 )
 WRITTEN = {".py", ".md", ".toml", ".yaml", ".yml", ".ipynb", ""}
 NOT_OURS = ("tests/data", "tests/vectors")

@@ -78,7 +78,7 @@ def test_the_bill_of_materials_is_valid_and_has_the_version() -> None:
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
-    text = (ROOT / "release" / "sbom.cdx.json").read_text(encoding="utf-8")
+    text = (ROOT / ".ci" / "release" / "sbom.cdx.json").read_text(encoding="utf-8")
     component: dict[str, Any] = json.loads(text)["metadata"]["component"]
 
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
@@ -87,7 +87,7 @@ def test_the_bill_of_materials_is_valid_and_has_the_version() -> None:
 
 
 def test_vendored_code_has_a_licence_and_is_in_the_bill_of_materials() -> None:
-    parts = json.loads((ROOT / "release" / "sbom.cdx.json").read_bytes())["components"]
+    parts = json.loads((ROOT / ".ci" / "release" / "sbom.cdx.json").read_bytes())["components"]
 
     assert {f"LICENSE.{part['name']}" for part in parts} | {"LICENSE"} == set(
         PROJECT["project"]["license-files"]

@@ -25,7 +25,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 def write_share(folder: Path, **variables: str) -> Path:
-    command = [sys.executable, "release/share.py", str(folder)]
+    command = [sys.executable, ".ci/release/share.py", str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, env={"PATH": "", **variables})
     return folder
 
@@ -100,7 +100,7 @@ def test_the_pages_are_equal_if_their_date_is_given(tmp_path: Path) -> None:
 def test_the_script_needs_no_library_but_click(tmp_path: Path) -> None:
     code = (
         f"import runpy, sys; sys.argv = ['', {str(tmp_path)!r}]; before = set(sys.modules); "
-        "runpy.run_path('release/share.py', run_name='__main__'); print(*(set(sys.modules) - before))"
+        "runpy.run_path('.ci/release/share.py', run_name='__main__'); print(*(set(sys.modules) - before))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT, text=True

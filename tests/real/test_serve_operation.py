@@ -96,7 +96,7 @@ def test_the_unit_starts_a_server_and_knows_how_it_ends(tmp_path: Path) -> None:
 
 
 def test_the_container_starts_a_server(tmp_path: Path) -> None:
-    file = (ROOT / "release" / "Containerfile").read_text(encoding="utf-8")
+    file = (ROOT / ".ci" / "release" / "Containerfile").read_text(encoding="utf-8")
     program, *arguments = json.loads(setting(file, "ENTRYPOINT")) + json.loads(setting(file, "CMD"))
     assert program == "blobstore"
     folder = setting(file, "VOLUME")

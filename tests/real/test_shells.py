@@ -107,7 +107,7 @@ def test_the_key_tab_completes_names_remotes_ids_and_paths(
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a package that has the completion files."""
     folder = tmp_path_factory.mktemp("share")
-    subprocess.run([sys.executable, "release/share.py", folder], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, ".ci/release/share.py", folder], check=True, cwd=ROOT)
     return folder
 
 

@@ -1,6 +1,6 @@
 """Write the man pages, and the completion files that packages install.
 
-    python release/share.py build/share
+    python .ci/release/share.py build/share
 
 fills the folder as ``/usr/share`` has it: ``man/man1`` has a page for the program and one for each command, and
 each shell has its file. It needs only click and the standard library. The pages have the date of SOURCE_DATE_EPOCH,
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # a package is built before it is installed
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a package is built before it is installed
 
 from blobstore.cli.completion import SHELLS, completion_script
 from blobstore.cli.main import program
@@ -29,7 +29,7 @@ from blobstore.cli.main import program
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMPLETIONS = {
     "bash": "bash-completion/completions/blobstore",
     "zsh": "zsh/site-functions/_blobstore",

@@ -23,5 +23,5 @@ class SharedFiles(BuildHookInterface[Any]):
             root = Path(self.root)
             out = root / "build" / "share"
             shutil.rmtree(out, ignore_errors=True)
-            subprocess.run([sys.executable, root / "release" / "share.py", out], check=True)
+            subprocess.run([sys.executable, root / ".ci" / "release" / "share.py", out], check=True)
             build_data["shared_data"][str(out)] = "share"

@@ -1,6 +1,6 @@
 """Try the wheel that is installed: the tutorial as it is written, with no optional library at hand.
 
-    PYTHON -P release/try_wheel.py
+    PYTHON -P .ci/release/try_wheel.py
 
 PYTHON is that of an environment with the wheel and with the package of the tutorial's model.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import blobstore
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "getting-started" / "first-model.md"
 ABSENT = ("torch", "mlx", "transformers", "safetensors", "huggingface_hub", "httpx2", "rich")
 

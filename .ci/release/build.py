@@ -1,6 +1,6 @@
 """Build the sdist and the wheel, and check what is in them.
 
-    python release/build.py dist
+    python .ci/release/build.py dist
 
 needs the group ``dev``. Both are built twice from the files that git has, in folders, with file times and under
 a umask that differ, and have to be equal byte by byte: a build from the same sources shows what was published.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from share import COMPLETIONS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINKS = {"blobstore/manifests", "blobstore/cli"}
 """Links of the checkout, which are folders in the sdist."""
 YEARS = 10 * 365 * 24 * 3600

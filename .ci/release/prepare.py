@@ -1,6 +1,6 @@
 """Prepare a release in the checkout: the version where it stands, and the notes from the fragments.
 
-    python release/prepare.py 0.2.0
+    python .ci/release/prepare.py 0.2.0
 
 changes files and publishes nothing. ``nox -s release -- 0.2.0`` then also builds the packages and tries the wheel
 on each Python. What remains is printed: the commit and the tag, whose push starts the workflow that publishes.
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLACES = {
     "pyproject.toml": '\nversion = "{}"\n',
-    "release/blobstore.rb": "tensor_blobstore-{}.tar.gz",
-    "release/recipe.yaml": 'version: "{}"',
-    "release/sbom.cdx.json": '"version": "{}",\n      "purl": "pkg:pypi/tensor-blobstore@{}"',
+    ".ci/release/blobstore.rb": "tensor_blobstore-{}.tar.gz",
+    ".ci/release/recipe.yaml": 'version: "{}"',
+    ".ci/release/sbom.cdx.json": '"version": "{}",\n      "purl": "pkg:pypi/tensor-blobstore@{}"',
 }
 """Where the version stands, and how."""
 
