@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from blobstore.cli.output import Output
-    from blobstore.operations.sign.folder_digests import Layout
+    from blobstore.folders.digests import Layout
     from blobstore.operations.sign.sign import Signed
     from blobstore.store.local import LocalStore
 

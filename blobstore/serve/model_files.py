@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
+from blobstore.folders.digests import folder_digests
+from blobstore.folders.export_plan import plan_export
+from blobstore.folders.original import plan_original
+from blobstore.folders.shards import SHARD_SIZE
+from blobstore.folders.writer import read_file
 from blobstore.manifests import media_types
 from blobstore.models.contents import ModelContents
-from blobstore.operations.export.folder import plan_export
-from blobstore.operations.export.original import plan_original
-from blobstore.operations.export.shards import SHARD_SIZE
-from blobstore.operations.export.writer import read_file
-from blobstore.operations.sign.folder_digests import folder_digests
 from blobstore.serve.messages import BlobPart, Content
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from blobstore.folders.export_plan import FolderTensor
+    from blobstore.folders.shards import WeightFile
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.export.folder import FolderTensor
-    from blobstore.operations.export.shards import WeightFile
     from blobstore.registry.layouts.tar import FolderFile
     from blobstore.serve.messages import Part
     from blobstore.store.local import LocalStore

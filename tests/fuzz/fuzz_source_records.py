@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 with atheris.instrument_imports(include=["blobstore"]):
     from blobstore.errors import Damaged
+    from blobstore.folders import original
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.contents import ModelContents
     from blobstore.models.source_layers import read_source_record
     from blobstore.operations.create.create import create
     from blobstore.operations.describe.show import check_options
-    from blobstore.operations.export import original
     from blobstore.store.local import LocalStore
 
 from tests.fuzz.harness import run

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.folders.digests import Layout
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.sign.folder_digests import Layout
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, moe_tensors, quantizable_tensors, write_folder
 from tests.support.signing import CURVES, KeyFiles, key_files

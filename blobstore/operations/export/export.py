@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.folders import writer
+from blobstore.folders.export_plan import is_adapter, plan_export
+from blobstore.folders.original import plan_original
+from blobstore.folders.shards import SHARD_SIZE
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
-from blobstore.operations.export import writer
-from blobstore.operations.export.folder import is_adapter, plan_export
-from blobstore.operations.export.original import plan_original
-from blobstore.operations.export.shards import SHARD_SIZE
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from blobstore.core.escape import quote
 from blobstore.core.gc_pause import gc_paused
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, StoreError
+from blobstore.folders import writer
+from blobstore.folders.link_plan import plan_links
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
-from blobstore.operations.export import writer
-from blobstore.operations.export.link_plan import plan_links
 from blobstore.operations.export.reflink import clone_data
 from blobstore.quantization.mlx_layout import with_old_keys
 from blobstore.store.local import LocalStore, StoreLike
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.progress import Progress
-    from blobstore.operations.export.link_plan import Link, LinkPlan, WithNewHeader
+    from blobstore.folders.link_plan import Link, LinkPlan, WithNewHeader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import DamagedSource, UnsupportedSource, UsageError
+from blobstore.folders.original import plan_original
 from blobstore.manifests.source_record import SourceRecord
 from blobstore.models.contents import ModelContents
 from blobstore.operations.create.import_options import ImportOptions
-from blobstore.operations.export.original import plan_original
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from blobstore.sources.base import SourceFile
 from blobstore.sources.versions import SourceVersions

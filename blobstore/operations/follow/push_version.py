@@ -20,9 +20,9 @@ from blobstore.core.mmap import new_buffer
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import InvalidDigest, ModelNotFound, UnsupportedSource, UsageError
+from blobstore.folders import writer
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.export import writer
 from blobstore.operations.export.export import export_model
 from blobstore.operations.follow.patched_model import TrainedModel
 from blobstore.operations.follow.trainer import (

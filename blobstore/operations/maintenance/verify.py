@@ -32,6 +32,7 @@ from blobstore.errors import (
     ModelNotFound,
     UsageError,
 )
+from blobstore.folders.original import plan_original
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import indexed_names, name_fault, tensor_name
@@ -39,7 +40,6 @@ from blobstore.models.contents import ModelContents
 from blobstore.models.source_layers import read_source_record, read_stacks
 from blobstore.models.tensors import QPARAMS, read_headers, read_tensors
 from blobstore.operations.describe.show import check_options
-from blobstore.operations.export.original import plan_original
 from blobstore.safetensors.header import Header
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.verified_cache import VerifiedBlobs

@@ -23,13 +23,13 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
-from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.folder_digests import (
+from blobstore.folders.digests import (
     FolderDigests,
     Layout,
     folder_digests,
     has_folder,
 )
+from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import read_policy, signed_by
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import (

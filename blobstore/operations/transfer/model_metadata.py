@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, Damaged
+from blobstore.folders.link_plan import plan_links
 from blobstore.manifests import media_types
 from blobstore.models.contents import ModelContents
 from blobstore.models.files import ModelFiles, first_text
 from blobstore.models.model_card import config_of_source, small_texts, stated_license
-from blobstore.operations.export.link_plan import plan_links
 from blobstore.registry.layouts.plan import ModelMetadata
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from blobstore.operations.maintenance.verify import verify_models
 from blobstore.sources.base import SourceOptions
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path
+from tests.unit.folders.test_original import single
 from tests.unit.operations.export.folders import NAME, add_layers, remove_layers
-from tests.unit.operations.export.test_original import single
 
 EVERY: dict[str, Any] = {
     "weights": "*.bin",

@@ -21,14 +21,14 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, UsageError
+from blobstore.folders import writer
+from blobstore.folders.writer import HashedBlob
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.export import writer
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.export.writer import HashedBlob
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models

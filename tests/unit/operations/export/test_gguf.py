@@ -17,6 +17,7 @@ from blobstore.errors import (
     SourceError,
     UnsupportedSource,
 )
+from blobstore.folders.original import plan_original
 from blobstore.gguf.types import TYPES
 from blobstore.manifests import media_types
 from blobstore.manifests.source_record import Gap, SourceRecord
@@ -27,7 +28,6 @@ from blobstore.operations.describe.info import model_info
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.export.original import plan_original
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.quantization.formats import GGUF_TYPES

@@ -371,7 +371,7 @@ def test_splits_gathered_tensors_into_files_as_an_export_does(
     store: LocalStore, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create(model, NAME, store=store, quantize="int4")
-    monkeypatch.setattr("blobstore.operations.export.link_plan.SHARD_SIZE", 50_000)
+    monkeypatch.setattr("blobstore.folders.link_plan.SHARD_SIZE", 50_000)
     linked = link_model(NAME, out, store=store)
     assert linked.copied > 4
     assert_as_exported(store, out)

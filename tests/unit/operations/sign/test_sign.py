@@ -8,6 +8,7 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobstoreError, ModelNotFound, NotFound, UsageError
+from blobstore.folders.digests import Layout
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.source_record import SourceRecord
@@ -15,7 +16,6 @@ from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.export.link import link_model
-from blobstore.operations.sign.folder_digests import Layout
 from blobstore.signatures.cosign import parse_signature
 from blobstore.signatures.signature import Signature
 from blobstore.store.local import LocalStore

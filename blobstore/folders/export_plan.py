@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import escape, quote
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError
+from blobstore.folders.shards import (
+    file_names,
+    index,
+    index_name,
+    split_by_size,
+    weight_file,
+)
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import MAX_SIZE
 from blobstore.manifests.file_names import check_paths, is_valid_part
@@ -23,13 +30,6 @@ from blobstore.models.source_layers import (
     left_out_tensors,
     packed_shapes,
     source_specs,
-)
-from blobstore.operations.export.shards import (
-    file_names,
-    index,
-    index_name,
-    split_by_size,
-    weight_file,
 )
 from blobstore.quantization import gpt_oss
 from blobstore.quantization.comfy import is_stale
@@ -42,12 +42,12 @@ from blobstore.safetensors.header import in_file_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from blobstore.folders.shards import WeightFile
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.source_record import SourceRecord
     from blobstore.models.contents import ModelContents
     from blobstore.models.tensors import ModelTensors, StoredTensor
-    from blobstore.operations.export.shards import WeightFile
     from blobstore.quantization.formats import QuantFormat
     from blobstore.safetensors.header import Header
 

@@ -46,7 +46,7 @@ from tests.unit.operations.export.folders import (
     remove_layers,
 )
 
-DATA = Path(__file__).parents[3] / "data" / "ollama" / "hf"
+DATA = Path(__file__).parents[2] / "data" / "ollama" / "hf"
 Tensors = Mapping[str, tuple[str, list[int], bytes]]
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged
+from blobstore.folders import digests as module
+from blobstore.folders.digests import folder_digests
 from blobstore.operations.create.create import create
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze.freeze import freeze_models
-from blobstore.operations.sign import folder_digests as module
-from blobstore.operations.sign.folder_digests import folder_digests
 from blobstore.store import verified_cache
 from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.progress import Progress
+    from blobstore.folders.export_plan import FolderTensor
+    from blobstore.folders.shards import WeightFile
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.export.folder import FolderTensor
-    from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
 
 _BUFFER_SIZE = 4 << 20

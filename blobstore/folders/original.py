@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidHeader
-from blobstore.manifests import media_types
-from blobstore.manifests.file_names import check_paths
-from blobstore.models.tensors import at_layer, only_tensor
-from blobstore.operations.export.folder import (
+from blobstore.folders.export_plan import (
     ExportPlan,
     FolderTensor,
     check_no_gguf,
     symmetric_shapes,
 )
-from blobstore.operations.export.shards import WeightFile
+from blobstore.folders.shards import WeightFile
+from blobstore.manifests import media_types
+from blobstore.manifests.file_names import check_paths
+from blobstore.models.tensors import at_layer, only_tensor
 from blobstore.quantization.formats import LEFT_OUT, PACKED_SHAPE
 from blobstore.quantization.recipes import GLOBAL_SCALE
 from blobstore.quantization.source_layout import is_renamed_to, packed_shape

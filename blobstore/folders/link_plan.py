@@ -14,16 +14,16 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.manifests.descriptor import MAX_SIZE
-from blobstore.models.source_layers import is_from_gguf
-from blobstore.operations.export.folder import check_file_names, folder_contents, is_adapter
-from blobstore.operations.export.original import plan_original
-from blobstore.operations.export.shards import (
+from blobstore.folders.export_plan import check_file_names, folder_contents, is_adapter
+from blobstore.folders.original import plan_original
+from blobstore.folders.shards import (
     SHARD_SIZE,
     index,
     split_by_size,
     weight_file,
 )
+from blobstore.manifests.descriptor import MAX_SIZE
+from blobstore.models.source_layers import is_from_gguf
 from blobstore.safetensors.header import in_file_order
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from blobstore.core.tensor import TensorSpec
+    from blobstore.folders.export_plan import ExportPlan, FolderContents, FolderTensor
+    from blobstore.folders.shards import WeightFile
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.models.contents import ModelContents
-    from blobstore.operations.export.folder import ExportPlan, FolderContents, FolderTensor
-    from blobstore.operations.export.shards import WeightFile
 
 
 class Link(NamedTuple):

@@ -16,17 +16,17 @@ from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, Damaged
-from blobstore.manifests import media_types
-from blobstore.manifests.file_names import check_paths
-from blobstore.models.contents import ModelContents
-from blobstore.operations.export.folder import (
+from blobstore.folders.export_plan import (
     check_no_gguf,
     plan_export,
 )
-from blobstore.operations.export.link_plan import plan_links
-from blobstore.operations.export.original import plan_original
-from blobstore.operations.export.shards import SHARD_SIZE
-from blobstore.operations.export.writer import HashedBlob, read_file, read_tensor
+from blobstore.folders.link_plan import plan_links
+from blobstore.folders.original import plan_original
+from blobstore.folders.shards import SHARD_SIZE
+from blobstore.folders.writer import HashedBlob, read_file, read_tensor
+from blobstore.manifests import media_types
+from blobstore.manifests.file_names import check_paths
+from blobstore.models.contents import ModelContents
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
+    from blobstore.folders.export_plan import FolderTensor
+    from blobstore.folders.shards import WeightFile
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
-    from blobstore.operations.export.folder import FolderTensor
-    from blobstore.operations.export.shards import WeightFile
     from blobstore.store.local import LocalStore
     from blobstore.store.verified_cache import BlobState
 

@@ -1,0 +1,1 @@
+"""The files that a model is in a Hugging Face folder: which there are, their bytes and their digests."""
