@@ -80,7 +80,7 @@ def _filters(value: Any) -> str:
     if not isinstance(value, type) or value.__dir__ is object.__dir__:
         return ""
     hidden = "|".join(sorted({*dir(value)} - {*dir(value.__new__(value))}))
-    return f"\n    options:\n      filters: ['!^_[^_]', '!^({hidden})$']"
+    return f"\n    options:\n      filters: ['!^_[^_]', '!^({hidden})$']\n      inherited_members: true"
 
 
 def help_of_commands() -> str:

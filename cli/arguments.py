@@ -460,7 +460,7 @@ def store_notes(store: LocalStore) -> list[str]:
 
 
 def _no_store(store: LocalStore) -> NotFound:
-    from blobstore.store.local import NO_STORE
+    from blobstore.store.manifests import NO_STORE
 
     return NotFound(f"there is no store at {quote(store.root)}", advice=NO_STORE)
 

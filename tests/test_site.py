@@ -44,5 +44,5 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
         assert sorted(described) == sorted(module.__all__)
         for name in ("LocalStore.resolve", "Model.state_dict"):
             assert (f'id="blobstore.{name}"' in text) == (module is blobstore)
-        for name in ("LocalStore.place", "Model.map_hot"):  # dir() does not list them
+        for name in ("LocalStore.manifest_path", "Model.map_hot"):  # dir() does not list them
             assert f'id="blobstore.{name}"' not in text

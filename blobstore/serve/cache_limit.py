@@ -188,7 +188,7 @@ class CacheLimit:
 
     def _former(self, reference: Reference | None = None) -> Iterator[tuple[bool, bytes]]:
         """Yield what can be restored of a name, or of all names."""
-        for former in self._store.former(reference):
+        for former in self._store.names.former(reference):
             with contextlib.suppress(BlobstoreError):
                 if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield False, former.data
@@ -205,7 +205,7 @@ class CacheLimit:
                 # Somebody may have given the name to another model in the meantime.
                 with contextlib.suppress(BlobstoreError):
                     if Digest.of(self._store.read_manifest(reference)) == manifest:
-                        self._store.remove(reference)
+                        self._store.names.remove(reference)
         freed = remove_blobs(self._store, only)
         self._forget(version.origin)
         self._on_removed(version.origin, freed)

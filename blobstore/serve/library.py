@@ -481,7 +481,7 @@ class Library:
         with contextlib.suppress(BlobstoreError):
             yield self.store.read_manifest(reference)
         with contextlib.suppress(BlobstoreError):
-            for former in self.store.former(reference):
+            for former in self.store.names.former(reference):
                 if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield former.data
 

@@ -397,7 +397,7 @@ class PullThrough:
                 origin = self._library.pulled.origin(manifest)
                 if origin is not None and origin.commit == commit:
                     if reference != asked.reference and not asked.is_commit:
-                        self._store.publish(asked.reference, manifest)
+                        self._store.names.publish(asked.reference, manifest)
                     return True
         return False
 
@@ -411,7 +411,7 @@ class PullThrough:
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
         """See :class:`ArrivalHost`."""
         self.importing(arrival)
-        self._store.check_name(arrival.reference)
+        self._store.names.check_name(arrival.reference)
         self._limit.reserve(arrival, size)
         self._library.pulled.keep(origin)
 
@@ -443,7 +443,7 @@ class PullThrough:
             with contextlib.suppress(BlobstoreError):
                 manifest = self._store.resolve(arrival.reference)
                 for reference in self._names[key] - {arrival.reference}:
-                    self._store.publish(reference, manifest)
+                    self._store.names.publish(reference, manifest)
         with self._lock:
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)

@@ -18,12 +18,20 @@ from blobstore.core.files import read_exactly, write_all
 from blobstore.core.mmap import new_buffer
 from blobstore.core.progress import Meter
 from blobstore.core.system import unnamed_file
-from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidHeader, StoreError
+from blobstore.errors import (
+    BlobDamaged,
+    BlobMissing,
+    BlobstoreError,
+    Damaged,
+    InvalidHeader,
+    StoreError,
+)
 from blobstore.safetensors.header import Header
 from blobstore.store.blob_ranges import LoadedRanges
 from blobstore.store.cold import LOOKS, ColdShelf
 from blobstore.store.cold_index import ColdIndex
 from blobstore.store.hot import ADVICE, HotShelf
+from blobstore.store.layout import why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from blobstore.compression.base import BaseBlob
     from blobstore.core.mmap import MappedRegion
     from blobstore.core.progress import Progress
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.blob_ranges import BlobRange
     from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.layout import Folder, Layout
@@ -93,6 +102,21 @@ class BlobReader:
             ) from error
         if is_other:
             raise StoreError(f"the store {quote(self.root)} is not a folder")
+
+    @contextlib.contextmanager
+    def writing(self, *, is_dry: bool = False) -> Iterator[None]:
+        """Convert an OSError of the block into an error that says why the store cannot be written.
+
+        A dry run only reads, so its errors say that the store cannot be read.
+
+        Raises:
+            StoreError: the system refused an operation.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.check_root()
+            raise StoreError(why_refused(self.root, error, is_dry=is_dry)) from error
 
     # Which blobs there are, hot or cold
 
@@ -231,6 +255,15 @@ class BlobReader:
         """Read the second hard link of a base and compare its digest, as :meth:`check_digest` does."""
         found = Digest.of_pieces(self.read_base_link(digest, size), progress)
         _check_found(self._layout.base_blob(digest), digest, found)
+
+    def has_blobs(self, blobs: Iterable[Descriptor]) -> bool:
+        """Return whether the store has all of these blobs, judged by their sizes."""
+        try:
+            for blob in blobs:
+                self.check_size(blob.digest, blob.size)
+        except BlobstoreError:
+            return False
+        return True
 
     # Opening and mapping
 

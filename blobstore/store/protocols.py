@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
-    from contextlib import AbstractContextManager
     from pathlib import Path
-
-    from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
     from blobstore.core.mmap import MappedRegion
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from blobstore.safetensors.header import Header
     from blobstore.store.blob_ranges import BlobRange, LoadedRanges
     from blobstore.store.cold import ColdBlob, Read
-    from blobstore.store.ingest import Ingested
     from blobstore.store.verified_cache import VerifiedBlobs
 
 
@@ -64,49 +60,6 @@ class BlobFetcher(Protocol):
         ...
 
 
-class BlobWriter(Protocol):
-    """One import of blobs, which takes effect as a whole. Any number of threads may add blobs."""
-
-    def add(
-        self, size: int, buffers: Callable[[], Iterable[Buffer]], *, once: bool = False
-    ) -> Ingested:
-        """Take in a blob of ``size`` bytes and return its digest and whether it is new.
-
-        ``buffers`` gives the bytes from the start each time it is called: twice at most, with ``once``
-        one time only. The digest is computed here and never taken from the caller. Readers may see the
-        blob only after :meth:`publish`.
-
-        Raises:
-            DamagedSource: the buffers do not have ``size`` bytes in all.
-            BlobDamaged: the blob already exists, and is damaged.
-        """
-        ...
-
-    def find(self, digest: Digest, size: int) -> Ingested | None:
-        """Return a blob that already exists and keep it until the import ends; None if it does not.
-
-        Raises:
-            BlobDamaged: it exists, and is damaged.
-        """
-        ...
-
-    def publish(self) -> None:
-        """Make every added blob readable and durable. Repeated calls publish what was added since."""
-        ...
-
-
-class BlobIngester(Protocol):
-    """Takes in blobs."""
-
-    def ingest(self) -> AbstractContextManager[BlobWriter]:
-        """Begin an import, which ends with the block.
-
-        Blobs that were not published by then are discarded, also after an error. Published blobs are
-        kept until the block ends even if no manifest references them; publish the manifest inside it.
-        """
-        ...
-
-
 class ManifestResolver(Protocol):
     """Finds manifests by name."""
 
@@ -122,22 +75,6 @@ class ManifestResolver(Protocol):
         Raises:
             ModelNotFound: there is no such name.
             InvalidManifest: it is too large to be a manifest.
-        """
-        ...
-
-
-class ManifestPublisher(Protocol):
-    """Gives manifests names."""
-
-    def publish(self, reference: str | Reference, manifest: Manifest) -> bytes | None:
-        """Make ``manifest`` the one of that name, in one step and durably; return another that it replaces.
-
-        Readers see either the old manifest or the new one. The blobs come first: a name never refers to
-        a manifest whose blobs are missing.
-
-        Raises:
-            BlobMissing, BlobDamaged: a blob is missing, or has another size; nothing changes.
-            NameConflict: another name differs from this one in case only; nothing changes.
         """
         ...
 
@@ -289,7 +226,3 @@ class BlobAccess(BlobDescriber, BlobChecker, Protocol):
         Raises as :meth:`load`.
         """
         ...
-
-
-class ModelStore(ModelReader, BlobIngester, ManifestPublisher, Protocol):
-    """A place to read models from and write models to."""

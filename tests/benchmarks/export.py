@@ -57,7 +57,7 @@ def record_digests(store: blobstore.LocalStore, source: Path) -> None:
         else layer
         for layer in manifest.layers
     ]
-    store.publish("m", with_layers(store, manifest, layers))
+    store.names.publish("m", with_layers(store, manifest, layers))
 
 
 def copy_with_digest(source: Path, target: Path) -> str:

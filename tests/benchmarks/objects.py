@@ -359,7 +359,7 @@ def compare_parts(bench: Bench, rounds: int, address: str) -> None:
 
 def compare_fine_tune(bench: Bench, rounds: int, address: str, store: LocalStore) -> None:
     """Print the table of a fine-tune, with a store that has its base and with one that has not."""
-    store.remove("tune")
+    store.names.remove("tune")
     blobstore.gc(store=store, older_than=0, force=True)
     cases = [
         bench.ours("a fine-tune", address),

@@ -83,7 +83,7 @@ def test_the_key_tab_completes_names_remotes_ids_and_paths(
     for name, some in (("first", dict(list(tensors.items())[:2])), ("second", tensors)):
         run("create", write_folder(tmp_path / name, some), "dense")
     run("push", "dense", f"file://{tmp_path}/r/team:v1")
-    former = Digest.of(next(LocalStore().former(Reference.parse("dense"))).data).short
+    former = Digest.of(next(LocalStore().names.former(Reference.parse("dense"))).data).short
 
     words = {
         "sho": "show",

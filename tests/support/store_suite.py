@@ -14,9 +14,9 @@ A new store binds the suite in its own test module, by a class that has one fixt
             return what_an_open_model_reads()
 
 
-    class TestWritingMyStore(ModelStoreSuite):
+    class TestWritingMyStore(LocalStoreSuite):
         @pytest.fixture
-        def store(self) -> ModelStore:
+        def store(self) -> LocalStore:
             return an_empty_store()
 """
 
@@ -49,7 +49,7 @@ from blobstore.models.model import Model
 from blobstore.safetensors.header import Header
 from blobstore.store.blob_ranges import BlobRange
 from blobstore.store.local import LocalStore
-from blobstore.store.protocols import BlobAccess, ModelReader, ModelStore
+from blobstore.store.protocols import BlobAccess, ModelReader
 from tests.support import frozen
 from tests.support.models import write_folder
 
@@ -307,29 +307,29 @@ class BlobAccessSuite:
                 assert np.array_equal(model[name], array)
 
 
-class ModelStoreSuite:
+class LocalStoreSuite:
     """What every place to write models to must do. Bind ``store``, which is empty."""
 
     @pytest.fixture
-    def store(self, tmp_path: Path) -> ModelStore:
+    def store(self, tmp_path: Path) -> LocalStore:
         raise NotImplementedError
 
-    def put(self, store: ModelStore, name: str, data: bytes = b"config") -> Manifest:
+    def put(self, store: LocalStore, name: str, data: bytes = b"config") -> Manifest:
         """Publish a model whose config is ``data``."""
         with store.ingest() as ingest:
             added = ingest.add(len(data), lambda: [data])
             ingest.publish()
             config = Descriptor(media_type=media_types.CONFIG, digest=added.digest, size=added.size)
             manifest = Manifest(config=config, layers=())
-            store.publish(name, manifest)
+            store.names.publish(name, manifest)
         return manifest
 
-    def test_an_empty_store_has_no_names(self, store: ModelStore) -> None:
+    def test_an_empty_store_has_no_names(self, store: LocalStore) -> None:
         assert list(store.references()) == []
         with pytest.raises(ModelNotFound):
             store.read_manifest("a")
 
-    def test_a_published_blob_is_read_back(self, store: ModelStore) -> None:
+    def test_a_published_blob_is_read_back(self, store: LocalStore) -> None:
         with store.ingest() as ingest:
             added = ingest.add(6, lambda: [b"abc", memoryview(b"def")])
             ingest.publish()
@@ -337,14 +337,14 @@ class ModelStoreSuite:
         assert store.exists(added.digest, 6)
         assert content(store, BlobId(added.digest, 6)) == b"abcdef"
 
-    def test_an_empty_blob_is_a_blob(self, store: ModelStore) -> None:
+    def test_an_empty_blob_is_a_blob(self, store: LocalStore) -> None:
         with store.ingest() as ingest:
             added = ingest.add(0, list)
             ingest.publish()
         assert store.exists(added.digest, 0)
         assert content(store, BlobId(added.digest, 0)) == b""
 
-    def test_a_present_blob_is_not_written_again(self, store: ModelStore) -> None:
+    def test_a_present_blob_is_not_written_again(self, store: LocalStore) -> None:
         self.put(store, "a")
         with store.ingest() as ingest:
             again = ingest.add(6, lambda: [b"config"])
@@ -353,18 +353,18 @@ class ModelStoreSuite:
         assert not again.written
         assert again == once == found
 
-    def test_an_absent_blob_is_not_found(self, store: ModelStore) -> None:
+    def test_an_absent_blob_is_not_found(self, store: LocalStore) -> None:
         with store.ingest() as ingest:
             assert ingest.find(ABSENT, 11) is None
 
-    def test_blobs_that_are_not_published_are_discarded(self, store: ModelStore) -> None:
+    def test_blobs_that_are_not_published_are_discarded(self, store: LocalStore) -> None:
         with store.ingest() as ingest:
             added = ingest.add(3, lambda: [b"abc"])
         assert not store.exists(added.digest, 3)
 
     @pytest.mark.parametrize("data", [b"ab", b"abcd", b""])
     def test_a_blob_of_another_size_than_announced_is_refused(
-        self, store: ModelStore, data: bytes
+        self, store: LocalStore, data: bytes
     ) -> None:
         with store.ingest() as ingest:
             with pytest.raises(DamagedSource):
@@ -372,7 +372,7 @@ class ModelStoreSuite:
             ingest.publish()
         assert not store.exists(Digest.of(data), len(data))
 
-    def test_threads_add_blobs_to_one_ingest(self, store: ModelStore) -> None:
+    def test_threads_add_blobs_to_one_ingest(self, store: LocalStore) -> None:
         contents = [bytes([number]) * 1000 for number in range(20)]
         with store.ingest() as ingest:
             with ThreadPoolExecutor(8) as pool:
@@ -381,23 +381,23 @@ class ModelStoreSuite:
         assert [item.digest for item in added] == list(map(Digest.of, contents))
         assert all(store.exists(item.digest, 1000) for item in added)
 
-    def test_a_manifest_is_read_back_by_its_name(self, store: ModelStore) -> None:
+    def test_a_manifest_is_read_back_by_its_name(self, store: LocalStore) -> None:
         manifest = self.put(store, "team/a:v1")
         assert list(store.references()) == [Reference.parse("team/a:v1")]
         assert Manifest.from_bytes(store.read_manifest("team/a:v1")) == manifest
 
-    def test_publishing_replaces_an_older_manifest(self, store: ModelStore) -> None:
+    def test_publishing_replaces_an_older_manifest(self, store: LocalStore) -> None:
         self.put(store, "a", b"old")
         manifest = self.put(store, "a", b"new")
         assert Manifest.from_bytes(store.read_manifest("a")) == manifest
 
-    def test_a_manifest_without_its_blobs_gets_no_name(self, store: ModelStore) -> None:
+    def test_a_manifest_without_its_blobs_gets_no_name(self, store: LocalStore) -> None:
         missing = Descriptor(media_type=media_types.CONFIG, digest=ABSENT, size=11)
         with pytest.raises(BlobMissing):
-            store.publish("a", Manifest(config=missing, layers=()))
+            store.names.publish("a", Manifest(config=missing, layers=()))
         assert list(store.references()) == []
 
-    def test_a_name_that_differs_in_case_only_is_refused(self, store: ModelStore) -> None:
+    def test_a_name_that_differs_in_case_only_is_refused(self, store: LocalStore) -> None:
         manifest = self.put(store, "model")
         with pytest.raises(NameConflict):
-            store.publish("Model", manifest)
+            store.names.publish("Model", manifest)

@@ -148,7 +148,7 @@ def unpack_archive(
                     with contextlib.suppress(BlobstoreError):  # no such name, or damaged
                         before = store.read_manifest(model.reference)
                     undo.callback(_restore, store, model, before)
-                    store.place(model.reference, model.data, model.manifest.blobs)
+                    store.names.place(model.reference, model.data, model.manifest.blobs)
                 undo.pop_all()
     return Unpacked(
         path=local_path(path, "source"),
@@ -265,8 +265,8 @@ def _notices(
 def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:
     """Check that the models may have their names."""
     for model in models:
-        store.check_name(model.reference)
-        if not force and store.is_taken(model.reference, model.data):
+        store.names.check_name(model.reference)
+        if not force and store.names.is_taken(model.reference, model.data):
             raise NameTaken(
                 f"another model has the name {quote(model.reference)}",
                 advice="replace it with force=True",
@@ -362,11 +362,11 @@ def _pieces(
 
 def _restore(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
     """Give a name its former manifest again, or remove it, if possible."""
-    if before == model.data or store.is_taken(model.reference, model.data):
+    if before == model.data or store.names.is_taken(model.reference, model.data):
         return  # the name was not given to this model
     with contextlib.suppress(BlobstoreError, OSError):
         if before is None:
-            store.remove(model.reference)
+            store.names.remove(model.reference)
         else:
             path, temporary = store.manifest_path(model.reference), store.folder("temporary")
             write_file(path, [before], mode=0o644, temporary=temporary)

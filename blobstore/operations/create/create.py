@@ -205,7 +205,7 @@ def create(
     reference = Reference.of(reference)
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
-    store.check_name(reference)
+    store.names.check_name(reference)
     options = ImportOptions(
         SourceOptions(
             weights=weights,
@@ -289,7 +289,7 @@ def import_source(
         if not index.is_cached:
             write_index(store, data, index)
         opened.check_unchanged()
-        former = store.publish(reference, manifest, ingest)
+        former = store.names.publish(reference, manifest, ingest)
     return Created(
         reference=reference,
         digest=Digest.of(data),

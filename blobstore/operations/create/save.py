@@ -106,7 +106,7 @@ def save(
     reference = Reference.of(reference)
     check_jobs(jobs)
     store = LocalStore.of(store)
-    store.check_name(reference)
+    store.names.check_name(reference)
     frameworks = {name: _framework(name, tensor) for name, tensor in tensors.items()}
     found = dict(_described(frameworks[name], name, tensor) for name, tensor in tensors.items())
     if "torch" in frameworks.values():

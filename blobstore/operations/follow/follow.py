@@ -124,7 +124,7 @@ def follow(
         progress=progress,
         transfer=options,
     )
-    target.store.check_name(target.reference)
+    target.store.names.check_name(target.reference)
     is_trained = source.startswith(SCHEMES)
     place = TrainerFolder(target, source) if is_trained else find_place(target, source)
     follower = _Follower(target, source, place, keep_last)

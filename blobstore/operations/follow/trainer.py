@@ -223,7 +223,7 @@ def find_manifest(store: LocalStore, reference: Reference, digest: Digest) -> by
     def candidates() -> Iterator[bytes]:
         with contextlib.suppress(ModelNotFound):
             yield store.read_manifest(reference)
-        for former in store.former(reference):
+        for former in store.names.former(reference):
             yield former.data
         for other in store.references():
             with contextlib.suppress(BlobstoreError):  # what cannot be read is another model

@@ -100,7 +100,7 @@ def copy_to_store(
         with other.writing(), ingest.exclusive_lock():
             # Again: the name may have been given to another model while blobs were copied.
             replaced = _check_name(other, target, data, force=force)
-            other.place(target, data, manifest.blobs)
+            other.names.place(target, data, manifest.blobs)
     return CopiedModel(
         source=source,
         target=target,
@@ -144,8 +144,8 @@ def copy_models(
 
 def _check_name(store: LocalStore, target: Reference, data: bytes, *, force: bool) -> bool:
     """Check that the model may have its name; return whether another model has it."""
-    store.check_name(target)
-    is_taken = store.is_taken(target, data)
+    store.names.check_name(target)
+    is_taken = store.names.is_taken(target, data)
     if is_taken and not force:
         raise NameTaken(
             f"another model of {quote(store.root)} has the name {quote(target)}",

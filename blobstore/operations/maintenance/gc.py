@@ -214,7 +214,7 @@ class _Collection:
         self._partial_age = PARTIAL_GRACE if older_than is None else older_than
         self._is_dry = dry_run
         self._marks = ReachableBlobs(store)
-        self._history = store.whole_history()
+        self._history = store.names.whole_history()
         self._suspects: set[Digest] = set()
         """Manifests with signatures that nobody can use."""
         self._leases = Leases({}, [])

@@ -53,7 +53,7 @@ def model_history(
     except InvalidManifest:  # too large; it is being replaced, perhaps
         current = None
     found: dict[Digest, FormerModel] = {}
-    for former in store.former(reference):
+    for former in store.names.former(reference):
         digest = Digest.of(former.data)
         try:
             manifest = Manifest.from_bytes(former.data)
@@ -108,8 +108,8 @@ def restore_model(
                 f"{quote(reference)} cannot be restored to {former.digest.short}: gc has removed "
                 "some of its blobs"
             )
-        replaced = store.is_taken(reference, former.data)
-        store.place(reference, former.data, blobs)
+        replaced = store.names.is_taken(reference, former.data)
+        store.names.place(reference, former.data, blobs)
     return Named(source=reference, target=reference, digest=former.digest, replaced=replaced)
 
 

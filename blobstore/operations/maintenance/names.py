@@ -156,7 +156,7 @@ def remove_models(
         with store.writing(), store.exclusive_lock():
             _removable(store, names)  # others may have removed one since
             try:
-                store.keep_former(one.reference for one in entries if one.error is None)
+                store.names.keep_former(one.reference for one in entries if one.error is None)
             except OSError as error:
                 # A full disk must not keep names from being removed, and so free space.
                 if error.errno not in FULL:
@@ -164,7 +164,7 @@ def remove_models(
                 left = replace(left, notices=(_NOT_KEPT,))
             # All names or none: a request to stop waits until the last one is removed.
             with interrupts.deferred():
-                store.remove(*(entry.reference for entry in entries))
+                store.names.remove(*(entry.reference for entry in entries))
     return left
 
 
@@ -192,7 +192,7 @@ def _rename(
                 f"{quote(source)} and {quote(target)} differ only in case; rename the model to a "
                 "third name first"
             )
-        is_taken = store.is_taken(target, data)
+        is_taken = store.names.is_taken(target, data)
         is_new = is_taken or not store.has_model(target)
         if is_taken and not force:
             raise NameTaken(
@@ -200,10 +200,10 @@ def _rename(
             )
         # Even if the name has this manifest already: its writer may not have synced it.
         with interrupts.deferred():
-            store.place(target, data, manifest.blobs)
+            store.names.place(target, data, manifest.blobs)
             # The new name is durable by now, so a crash leaves at least one of the two.
             if not keeps_source:
-                store.remove(source)
+                store.names.remove(source)
     return Named(
         source=source, target=target, digest=Digest.of(data), replaced=is_taken, is_new=is_new
     )

@@ -209,8 +209,8 @@ class _Pull:
 
     def check_name(self) -> None:
         """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
-        self.store.check_name(self.reference)
-        if self.force or not self.store.is_taken(self.reference, self.source.model.manifest):
+        self.store.names.check_name(self.reference)
+        if self.force or not self.store.names.is_taken(self.reference, self.source.model.manifest):
             return
         record = PullRecord.read(self.store, self.reference)
         if record is None or record.remote != str(self.source.address):
@@ -327,8 +327,8 @@ class _Pull:
         with ingest.exclusive_lock():
             # Again, under the lock: the name may have been given to another model since.
             self.check_name()
-            if not store.has_model(reference) or store.is_taken(reference, manifest):
-                former = store.place(reference, manifest, self.source.model.blobs)
+            if not store.has_model(reference) or store.names.is_taken(reference, manifest):
+                former = store.names.place(reference, manifest, self.source.model.blobs)
             PullRecord.of(self.source, digest).keep(store, reference)
         return former
 

@@ -105,7 +105,7 @@ def test_the_config_of_a_model_of_tensors_does_not_count(stored: LocalStore) -> 
         digest = ingest.add(len(data), lambda: [data]).digest
         ingest.publish()
         config = manifest.config._replace(digest=digest, size=len(data))
-        stored.publish("other", replace(manifest, config=config))
+        stored.names.publish("other", replace(manifest, config=config))
 
     result = run("diff", "dense", "other")
 

@@ -48,7 +48,7 @@ def test_names_some_of_many_models_that_keep_blobs_uncompressed(pair: LocalStore
 def test_says_why_a_gguf_model_is_not_compressed(store: LocalStore) -> None:
     gguf = Descriptor(media_types.MODEL, *add_blob(store, b"GGUF"))
     add_blobs(store, "gguf", {})
-    store.publish("gguf", with_layers(store, store.resolve("gguf"), [gguf]))
+    store.names.publish("gguf", with_layers(store, store.resolve("gguf"), [gguf]))
     result = run("freeze", "gguf")
     assert result.stdout.splitlines()[1] == (
         "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "

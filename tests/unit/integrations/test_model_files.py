@@ -108,7 +108,7 @@ def test_rejects_a_file_outside_the_folder(model: blobstore.Model, store: LocalS
         else layer
         for layer in model.manifest.layers
     ]
-    store.publish(Reference.parse("evil"), with_layers(store, model.manifest, layers))
+    store.names.publish(Reference.parse("evil"), with_layers(store, model.manifest, layers))
     with (
         blobstore.open("evil", store=store) as opened,
         pytest.raises(InvalidManifest, match="not a file name"),

@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path)
     add_blobs(store, "old", {"w": b"never opened"})
     manifest = store.resolve(Reference.parse("old"))
-    store.publish(Reference.parse("m"), with_layers(store, manifest, manifest.layers))
+    store.names.publish(Reference.parse("m"), with_layers(store, manifest, manifest.layers))
     return store
 
 

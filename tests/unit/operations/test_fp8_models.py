@@ -403,7 +403,7 @@ def with_record(store: LocalStore, change: Callable[[SourceRecord], SourceRecord
         else layer
         for layer in manifest.layers
     ]
-    store.publish(NAME, with_layers(store, manifest, layers))
+    store.names.publish(NAME, with_layers(store, manifest, layers))
 
 
 def with_start(record: SourceRecord, start: bytes) -> SourceRecord:

@@ -1002,7 +1002,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
                 media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"
             )
         )
-    store.publish(NAME, with_layers(store, store.resolve(NAME), layers))
+    store.names.publish(NAME, with_layers(store, store.resolve(NAME), layers))
     return store
 
 

@@ -176,7 +176,7 @@ def test_a_store_that_changes_while_it_is_read_gives_a_page(
         while not stop.is_set():
             name, number = f"n{number % 3}", number + 1
             add_blobs(store, name, {"x": b"%d" % number * 999})
-            store.remove(name)
+            store.names.remove(name)
 
     changing = threading.Thread(target=change)
     changing.start()

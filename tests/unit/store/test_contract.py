@@ -8,12 +8,12 @@ import pytest
 
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
-from blobstore.store.protocols import BlobAccess, ModelReader, ModelStore
+from blobstore.store.protocols import BlobAccess, ModelReader
 from tests.support.store_suite import (
     NAMES,
     BlobAccessSuite,
+    LocalStoreSuite,
     ModelReaderSuite,
-    ModelStoreSuite,
     blobs_of,
 )
 
@@ -46,7 +46,7 @@ class TestOpenFrozenModels(BlobAccessSuite):
         return origin
 
 
-class TestWriting(ModelStoreSuite):
+class TestWriting(LocalStoreSuite):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> ModelStore:
+    def store(self, tmp_path: Path) -> LocalStore:
         return LocalStore(tmp_path / "store")

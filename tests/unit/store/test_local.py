@@ -46,7 +46,7 @@ def put(store: LocalStore, data: bytes = b"config") -> Descriptor:
 
 def publish(store: LocalStore, name: str = "m") -> Manifest:
     manifest = Manifest(config=put(store), layers=())
-    store.publish(Reference.parse(name), manifest)
+    store.names.publish(Reference.parse(name), manifest)
     return manifest
 
 
@@ -87,7 +87,7 @@ def proven(store: LocalStore) -> Manifest:
     layer = put(store, b"{}")._replace(media_type=media_types.JSON, name="a.json")
     config = put(store, ModelConfig(layers_digest=layers_digest([layer])).to_bytes())
     manifest = Manifest(config=config, layers=(layer,))
-    store.publish(NAME, manifest)
+    store.names.publish(NAME, manifest)
     return manifest
 
 
@@ -135,7 +135,7 @@ def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
     publish(store)
     descriptor = put(store, b"other")
     other = Manifest(config=descriptor, layers=())
-    store.publish(NAME, other)
+    store.names.publish(NAME, other)
     assert store.resolve(NAME) == other
     assert list(store.folder("temporary").iterdir()) == []
 
@@ -144,7 +144,7 @@ def test_a_manifest_is_placed_byte_for_byte(store: LocalStore) -> None:
     manifest = publish(store, "other")
     data = b"  " + manifest.to_bytes()
     store.folder("temporary").rmdir()  # as in a store of Ollama's
-    store.place(NAME, data, manifest.blobs)
+    store.names.place(NAME, data, manifest.blobs)
     assert store.read_manifest(NAME) == data
 
 
@@ -152,13 +152,13 @@ def test_removing_a_name_removes_its_empty_folders(store: LocalStore) -> None:
     for name in ("host/n/m", "n/m:t", "n/m:u"):
         publish(store, name)
     for name in ("host/n/m", "n/m:t"):
-        store.remove(Reference.parse(name))
+        store.names.remove(Reference.parse(name))
     assert list(map(str, store.references())) == ["n/m:u"]
     assert not (store.folder("manifests") / "host").exists()
     assert len(list(store.folder("blobs").iterdir())) == 1
     with pytest.raises(ModelNotFound, match="no model 'n/m:t'"):
-        store.remove(Reference.parse("n/m:t"))
-    store.remove(Reference.parse("n/m:u"))
+        store.names.remove(Reference.parse("n/m:t"))
+    store.names.remove(Reference.parse("n/m:u"))
     assert list(store.folder("manifests").iterdir()) == []
 
 
@@ -171,7 +171,7 @@ def test_a_name_is_removed_durably(store: LocalStore, monkeypatch: pytest.Monkey
         synced.append((os.fstat(descriptor).st_ino, store.manifest_path(NAME).exists()))
 
     monkeypatch.setattr(os, "fsync", noting)
-    store.remove(NAME)
+    store.names.remove(NAME)
     assert synced == [(folder, False)]
 
 
@@ -183,7 +183,7 @@ def test_many_names_are_removed_with_one_sync_of_their_folder(
         publish(store, name)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    store.remove(*names)
+    store.names.remove(*names)
     assert len(synced) == 1
     assert list(map(str, store.references())) == ["other:latest"]
 
@@ -211,13 +211,13 @@ def test_a_manifest_with_missing_or_damaged_blobs_gets_no_name(store: LocalStore
     old = publish(store)
     missing = Descriptor(media_type="x", digest=Digest.of(b"none"), size=4)
     with pytest.raises(BlobMissing):
-        store.publish(NAME, Manifest(config=old.config, layers=(missing,)))
+        store.names.publish(NAME, Manifest(config=old.config, layers=(missing,)))
     short = Descriptor(media_type="x", digest=old.config.digest, size=7)
     with pytest.raises(BlobDamaged):
-        store.publish(NAME, Manifest(config=short, layers=()))
+        store.names.publish(NAME, Manifest(config=short, layers=()))
     assert store.resolve(NAME) == old
     with pytest.raises(BlobMissing):
-        store.publish(Reference.parse("new"), Manifest(config=missing, layers=()))
+        store.names.publish(Reference.parse("new"), Manifest(config=missing, layers=()))
     with pytest.raises(ModelNotFound):
         store.resolve(Reference.parse("new"))
 
@@ -233,10 +233,10 @@ def test_names_that_differ_only_in_case_are_rejected(
     with pytest.raises(
         NameConflict, match=f"'{Reference.parse(second)}' differs only in case from"
     ):
-        store.check_name(Reference.parse(second))
+        store.names.check_name(Reference.parse(second))
     with pytest.raises(NameConflict):
-        store.publish(Reference.parse(second), manifest)
-    store.check_name(Reference.parse(first))
+        store.names.publish(Reference.parse(second), manifest)
+    store.names.check_name(Reference.parse(first))
     assert len(list(store.references())) == 1
 
 
@@ -316,7 +316,7 @@ def test_a_folder_that_vanishes_while_it_is_listed_is_skipped(
             shutil.rmtree(path, ignore_errors=True)
         return found
 
-    monkeypatch.setattr("blobstore.store.local.is_folder", seen)
+    monkeypatch.setattr("blobstore.store.manifests.is_folder", seen)
     assert list(store.references()) == [NAME]
 
 
@@ -397,7 +397,7 @@ def test_a_read_only_store_can_be_read_and_reports_why_it_cannot_be_written() ->
 
 
 def publish_again(store: LocalStore) -> None:
-    store.publish(Reference.parse("other"), store.resolve(NAME))
+    store.names.publish(Reference.parse("other"), store.resolve(NAME))
 
 
 def test_an_unreadable_manifest_is_a_store_error() -> None:
@@ -491,21 +491,21 @@ def test_a_full_disk_keeps_the_old_manifest(tmp_path: Path) -> None:
         filler = sandbox.fill(disk)
         for name in (NAME, Reference.parse("new")):
             with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
-                store.publish(name, new)
+                store.names.publish(name, new)
         store.write_index(Digest.of(b"key"), b"value")
         assert list(store.folder("headers").iterdir()) == []
         assert list(store.folder("temporary").iterdir()) == []
         assert list(store.references()) == [NAME]
         assert store.resolve(NAME) == old
         filler.unlink()
-        store.publish(NAME, new)
+        store.names.publish(NAME, new)
         assert store.resolve(NAME) == new
 
 
 def test_an_open_manifest_survives_its_replacement(store: LocalStore) -> None:
     old = publish(store)
     with store.manifest_path(NAME).open("rb") as stream:
-        store.publish(NAME, Manifest(config=put(store, b"other"), layers=()))
+        store.names.publish(NAME, Manifest(config=put(store, b"other"), layers=()))
         assert Manifest.from_bytes(stream.read()) == old
 
 
@@ -524,7 +524,7 @@ def test_a_manifest_that_cannot_be_synced_gets_no_name(
     monkeypatch.setattr(os, "fsync", fsync)
     for name in (NAME, Reference.parse("new")):
         with pytest.raises(StoreError, match="failed: Input/output error"):
-            store.publish(name, new)
+            store.names.publish(name, new)
     assert list(store.folder("temporary").iterdir()) == []
     assert list(store.references()) == [NAME]
     assert store.resolve(NAME) == old
@@ -559,7 +559,7 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
             lambda: list(store.references()),
             lambda: store.resolve(NAME),
             lambda: put(store, b"new"),
-            lambda: store.publish(NAME, manifest),
+            lambda: store.names.publish(NAME, manifest),
             lambda: store.check_size(manifest.config.digest, manifest.config.size),
         ]
         outcomes = [sandbox.call(use, unprivileged=True) for use in uses]
@@ -574,23 +574,23 @@ def test_no_manifest_is_published_while_another_process_reads_them(store: LocalS
     manifest = publish(store, "other")
     store.lock_timeout = 0.05
     with store.shared_lock(), pytest.raises(StoreBusy):
-        store.publish("model", manifest)
+        store.names.publish("model", manifest)
     assert not store.has_model("model")
 
 
 def test_of_two_names_that_differ_only_in_case_one_is_published(store: LocalStore) -> None:
     manifest = publish(store, "other")
     store.lock_timeout = 60
-    check, both = store.check_name, threading.Barrier(2)
+    check, both = store.names.check_name, threading.Barrier(2)
 
     def late(reference: str | Reference) -> None:
         check(reference)
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.5)
 
-    store.check_name = late  # type: ignore[method-assign]
+    store.names.check_name = late  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(store.publish, name, manifest) for name in ("model", "MODEL")]
+        done = [pool.submit(store.names.publish, name, manifest) for name in ("model", "MODEL")]
         errors = [type(item.exception()) for item in done]
     assert sorted(errors, key=str) == [type(None), NameConflict]
 

@@ -31,6 +31,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
 from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.folders import contents
@@ -537,13 +538,13 @@ def test_reports_the_model_that_another_import_published_in_the_meantime(
 ) -> None:
     blobstore.create(folder, "other", store=store, experts="stacked")
     other = store.resolve("other")
-    publish = LocalStore.publish
+    publish = Names.publish
 
-    def after_another(self: LocalStore, reference: Reference, *args: Any) -> object:
+    def after_another(self: Names, reference: Reference, *args: Any) -> object:
         publish(self, reference, other)
         return publish(self, reference, *args)
 
-    monkeypatch.setattr(LocalStore, "publish", after_another)
+    monkeypatch.setattr(Names, "publish", after_another)
     created = blobstore.create(folder, "m", store=store)
     assert created.replaced
     assert any("was the name of another model" in notice for notice in created.notices)

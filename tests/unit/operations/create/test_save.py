@@ -18,6 +18,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.save import save
 from blobstore.safetensors import numpy as arrays
 from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
 
 TENSORS = {
     "embed.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -104,7 +105,7 @@ def test_a_background_save_reports_its_error_in_the_future(
     def fail(*_: object) -> None:
         raise BlobstoreError("no")
 
-    monkeypatch.setattr(LocalStore, "publish", fail)
+    monkeypatch.setattr(Names, "publish", fail)
     future = save(TENSORS, "m", store=store, background=True)
     with pytest.raises(BlobstoreError, match="no"):
         future.result()

@@ -46,14 +46,14 @@ def add_layers(store: LocalStore, *layers: tuple[str, str, bytes]) -> None:
         ingest.publish()
     remove_layers(store, media_types.SOURCE)
     manifest = store.resolve(NAME)
-    store.publish(NAME, with_layers(store, manifest, (*manifest.layers, *added)))
+    store.names.publish(NAME, with_layers(store, manifest, (*manifest.layers, *added)))
 
 
 def remove_layers(store: LocalStore, media_type: str) -> None:
     """Remove the layers of a media type from model ``m``."""
     manifest = store.resolve(NAME)
     layers = [layer for layer in manifest.layers if layer.media_type != media_type]
-    store.publish(NAME, with_layers(store, manifest, layers))
+    store.names.publish(NAME, with_layers(store, manifest, layers))
 
 
 def add_old_model(store: LocalStore) -> dict[str, bytes]:

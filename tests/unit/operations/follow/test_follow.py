@@ -15,6 +15,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.follow.follow import Followed
 from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
 from tests.support.registry import Server, running_registry
 from tests.support.serve_process import serving
 from tests.support.training import Weights, first_weights, steps
@@ -257,14 +258,14 @@ def test_the_former_version_is_there_until_the_new_one_is_complete(
     found = blobstore.follow("policy", str(trainer.store.root), store=replica, interval=0.01)
     first = next(found)
     seen: list[Digest] = []
-    place = LocalStore.place
+    place = Names.place
 
-    def placed(store: LocalStore, reference: Reference, *rest: object) -> bytes | None:
-        if store.root == replica.root:
+    def placed(names: Names, reference: Reference, *rest: object) -> bytes | None:
+        if names is replica.names:
             seen.append(digest_of(replica))
-        return place(store, reference, *rest)  # type: ignore[arg-type]
+        return place(names, reference, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LocalStore, "place", placed)
+    monkeypatch.setattr(Names, "place", placed)
     trainer.step()
     next(found)
     assert seen == [first.digest]

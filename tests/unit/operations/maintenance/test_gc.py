@@ -22,6 +22,7 @@ from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import UploadSession
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
 from tests.support import sandbox
 from tests.support.damage import write_manifest
 from tests.support.descriptors import ANYWHERE, open_files
@@ -201,13 +202,13 @@ def test_a_collection_during_an_import_harms_no_model(
     write_folder(folder, dense_tensors())
     blobstore.create(folder, "old", store=store)
     store.manifest_path(Reference.parse("old")).unlink()
-    publish = LocalStore.publish
+    publish = Names.publish
 
-    def collected(self: LocalStore, *arguments: object) -> None:
+    def collected(self: Names, *arguments: object) -> None:
         collect_garbage(store, older_than=0, force=True)
         publish(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LocalStore, "publish", collected)
+    monkeypatch.setattr(Names, "publish", collected)
     blobstore.create(folder, "new", store=store)
     collect_garbage(store, older_than=0, force=True)
     with blobstore.open("new", store=store, verify="digest") as model:

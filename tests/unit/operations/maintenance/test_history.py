@@ -163,7 +163,7 @@ def test_a_manifest_that_cannot_be_read_is_no_former_model(store: LocalStore) ->
     store.manifest_path("second").write_bytes(b"{")
     data = store.read_manifest("first")
     with store.writing(), store.exclusive_lock():
-        assert store.place("second", data, []) is None
+        assert store.names.place("second", data, []) is None
     assert model_history("second", store=store) == ()
 
 
@@ -226,7 +226,9 @@ def test_a_former_manifest_that_is_damaged_is_not_restored(
     store: LocalStore, damage: bytes
 ) -> None:
     (path,) = (
-        former.path for former in store.former("model") if Digest.of(former.data) == ids(store)[0]
+        former.path
+        for former in store.names.former("model")
+        if Digest.of(former.data) == ids(store)[0]
     )
     path.write_bytes(damage)
     assert ids(store) == [id_of(store, "first")]
@@ -238,7 +240,7 @@ def test_a_former_manifest_that_was_changed_is_not_restored(tmp_path: Path) -> N
     for number in range(2):
         array = np.full(4, number, np.float32)
         create(write_folder(tmp_path / f"{number}", {"x": array}), "model", store=store)
-    ((_, data, path),) = store.former("model")
+    ((_, data, path),) = store.names.former("model")
     path.write_bytes(data.replace(b'"x"', b'"y"'))
     with pytest.raises(NotFound):
         restore_model("model", store=store)

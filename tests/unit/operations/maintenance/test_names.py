@@ -191,7 +191,7 @@ def test_nothing_is_collected_or_removed_during_the_change(
             attempts.append(attempt)
 
     make(store, "c", b"two")  # so that there is a lock
-    monkeypatch.setattr(store, "check_name", concurrently)
+    monkeypatch.setattr(store.names, "check_name", concurrently)
     give(A, B, store=store)
     assert len(attempts) == 3
     assert store.resolve(B)

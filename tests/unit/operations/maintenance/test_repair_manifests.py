@@ -57,7 +57,7 @@ def publish(
 ) -> None:
     data = config.to_bytes()
     described = Descriptor(media_types.CONFIG, *add_blob(store, data))
-    store.publish(Reference.parse(name), Manifest(config=described, layers=layers))
+    store.names.publish(Reference.parse(name), Manifest(config=described, layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_restores_a_manifest_that_names_another_config(
 def test_finds_the_model_under_another_name(store: LocalStore, other: LocalStore) -> None:
     whole = store.read_manifest(NAME)
     with other.exclusive_lock():
-        other.remove(NAME)
+        other.names.remove(NAME)
     change(store, b"image.tensor", b"image.tenror")
     assert len(restored(store, other)) == 1
     assert store.read_manifest(NAME) == whole
@@ -136,7 +136,7 @@ def test_does_not_use_a_manifest_that_is_damaged_too(store: LocalStore, other: L
     for either in (store, other):
         change(either, b"image.tensor", b"image.tenror")
     with other.exclusive_lock():
-        other.remove(Reference.parse("another"))
+        other.names.remove(Reference.parse("another"))
     assert restored(store, other) == ()
     change(store, b"image.json", b"image.jsoo")
     assert restored(store, other) == ()
@@ -153,7 +153,7 @@ def test_does_not_use_a_manifest_that_no_config_confirms(tmp_path: Path) -> None
 def test_leaves_intact_and_missing_manifests(store: LocalStore, other: LocalStore) -> None:
     change(store, b"}\n", b"}")  # as Ollama pulls it
     manifest = store.resolve(NAME)
-    store.publish(Reference.parse("less"), with_layers(store, manifest, manifest.layers[1:]))
+    store.names.publish(Reference.parse("less"), with_layers(store, manifest, manifest.layers[1:]))
     assert restored(store, other) == ()
     names = [Reference.parse("gone")]
     assert tuple(restore_manifests(store, other, names, is_dry=False)) == ()
@@ -178,7 +178,7 @@ def test_does_not_use_another_model_of_the_same_layers(
 
 def test_does_not_use_a_model_without_layers(store: LocalStore, other: LocalStore) -> None:
     with other.exclusive_lock():
-        other.remove(NAME)
+        other.names.remove(NAME)
     publish(other, "another", ModelConfig(layers_digest=layers_digest([])), ())
     wrong = change(store, b'"name":"mask"', b'"name":"ma[]"')
     assert restored(store, other) == ()

@@ -90,7 +90,7 @@ def with_digests(store: LocalStore, name: str, folder: Path) -> None:
         else layer
         for layer in manifest.layers
     ]
-    store.publish(name, with_layers(store, manifest, layers))
+    store.names.publish(name, with_layers(store, manifest, layers))
 
 
 def test_signs_the_manifest_in_both_forms(store: LocalStore, key: KeyFiles) -> None:
@@ -156,7 +156,7 @@ def test_signs_the_manifest_alone_if_the_model_has_no_folder(
     digest, size = add_blob(store, b"GGUF")
     manifest = store.resolve("dense")
     layers = [Descriptor(media_types.MODEL, digest, size)]
-    store.publish("gguf", with_layers(store, manifest, layers))
+    store.names.publish("gguf", with_layers(store, manifest, layers))
 
     signed = blobstore.sign("gguf", key.private, store=store)
 

@@ -19,6 +19,7 @@ from blobstore.registry.manifest import OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
+from blobstore.store.names import Names
 from tests.support.gguf_files import TEXT, gguf_file, text
 from tests.support.models import dense_tensors, write_folder
 from tests.support.ollama_store import F32, GGUF_FILE
@@ -170,9 +171,9 @@ def test_a_request_to_end_the_program_after_the_import_of_files_reports_success(
         request.getfixturevalue("requested")
         return former
 
-    original = LocalStore.publish
+    original = Names.publish
     offer_as_modctl(remote, source)
-    monkeypatch.setattr(LocalStore, "publish", publish)
+    monkeypatch.setattr(Names, "publish", publish)
     assert blobstore.pull(remote, "model", store=store).layout == "files"
 
 

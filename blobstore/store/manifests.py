@@ -1,0 +1,179 @@
+"""The manifests of a store, read and checked. Names are given by :mod:`blobstore.store.names`."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from blobstore.core import interrupts
+from blobstore.core.escape import quote
+from blobstore.core.files import FileVersion, read_regular
+from blobstore.errors import BlobstoreError, InvalidManifest, ModelNotFound, StoreError
+from blobstore.manifests.check import MAX_CONFIG_SIZE, check_layers
+from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference, similar_names
+from blobstore.store.blobs import BlobReader
+from blobstore.store.scan import is_folder, scan_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from blobstore.manifests.descriptor import PlainDescriptors
+
+NO_STORE: Final = "'blobstore create' makes a store, and --store or BLOBSTORE_HOME names another"
+"""What to do if there is none."""
+
+
+class ManifestReader(BlobReader):
+    """The models of a store, for reading. Methods take references as strings too."""
+
+    def manifest_path(self, reference: str | Reference) -> Path:
+        """Return the path of a manifest."""
+        return self._layout.manifest(Reference.of(reference))
+
+    def reference_of(self, path: Path) -> Reference | None:
+        """Return the reference that a manifest's path spells, or None."""
+        return self._layout.reference(path)
+
+    def manifest_version(self, reference: str | Reference) -> FileVersion | None:
+        """Return the version of a manifest's file; None if it is missing or cannot be read.
+
+        A reader that misses a blob may have read a manifest that was removed or replaced in the meantime.
+        """
+        return FileVersion.of(self.manifest_path(reference))
+
+    def resolve(self, reference: str | Reference) -> Manifest:
+        """Return the manifest of a model, checked against its config if that can be read.
+
+        Raises:
+            InvalidReference: ``reference`` is malformed.
+            ModelNotFound: the store has no such model.
+            InvalidManifest: the manifest breaks the format, or has changed since it was written; the
+                message begins with its path.
+            StoreError: the manifest or the store cannot be read.
+        """
+        data, manifest = self.parse(reference)
+        try:
+            self.check_manifest(data, manifest)
+        except InvalidManifest as error:
+            raise error.at(quote(self.manifest_path(reference))) from None
+        return manifest
+
+    def parse(
+        self, reference: str | Reference, known: PlainDescriptors | None = None
+    ) -> tuple[bytes, Manifest]:
+        """Return the bytes of a manifest and the parsed manifest, not checked against the config.
+
+        ``known`` is as for :meth:`Manifest.from_bytes`. Raises as :meth:`resolve`.
+        """
+        data = self.read_manifest(reference)
+        try:
+            return data, Manifest.from_bytes(data, known)
+        except InvalidManifest as error:
+            raise error.at(quote(self.manifest_path(reference))) from None
+
+    def check_manifest(self, data: bytes, manifest: Manifest) -> bool:
+        """Check against the config that ``data``, the bytes of ``manifest``, has not changed.
+
+        Returns:
+            Whether the config could be read. If it could not, either the config is lost or its digest
+            in the manifest has changed; the layers cannot be checked.
+
+        Raises:
+            InvalidManifest: it has changed.
+        """
+        config = manifest.config
+        try:
+            # With the size of the file, because the size in the manifest may be what has changed.
+            size = os.lstat(self.blob_path(config.digest)).st_size
+            content = self.read_blob(config.digest, size, MAX_CONFIG_SIZE)
+        except (BlobstoreError, OSError):
+            return False
+        check_layers(data, content)
+        return True
+
+    def read_manifest(self, reference: str | Reference) -> bytes:
+        """Return the bytes of a manifest, at most 64 MiB, unparsed.
+
+        Raises:
+            ModelNotFound: the store has no such model.
+            InvalidManifest: the file is too large or not a regular file.
+            StoreError: the manifest or the store cannot be read.
+        """
+        interrupts.check()
+        path = self.manifest_path(reference)
+        try:
+            return read_regular(path, MAX_MANIFEST_SIZE)
+        except (FileNotFoundError, NotADirectoryError):
+            # If the store itself is unusable, that is the error, and not a missing model.
+            self.check_root()
+            if path.is_symlink():
+                raise InvalidManifest(f"{quote(path)} is a broken symbolic link") from None
+            raise self.not_found(Reference.of(reference)) from None
+        except OSError as error:
+            raise StoreError(f"cannot read manifest {quote(path)}: {error.strerror}") from error
+        except BlobstoreError as error:
+            raise InvalidManifest(str(error)) from None
+
+    def not_found(self, reference: Reference) -> ModelNotFound:
+        """Return the error that the store has no such model."""
+        return ModelNotFound(
+            f"no model {quote(reference)} in the store {quote(self.root)}",
+            advice=partial(self._similar_names, reference),
+        )
+
+    def _similar_names(self, reference: Reference) -> str:
+        if not self.root.exists():
+            return f"there is no store there; {NO_STORE}"
+        try:
+            similar = similar_names(reference, self.references())
+        except BlobstoreError:
+            similar = ""
+        text = str(reference)
+        for path in (text, text.removesuffix(f":{DEFAULT_TAG}")):
+            if not similar and os.path.lexists(path):
+                return f"'blobstore create PATH NAME' imports the path {quote(path)}"
+        if similar or reference.host == DEFAULT_HOST:
+            return similar
+        return f"'blobstore pull {reference}' fetches it if a registry has it"
+
+    def references(
+        self, *, on_error: Callable[[StoreError], object] | None = None
+    ) -> Iterator[Reference]:
+        """Yield the name of every model in the store, sorted. Files with other names are skipped.
+
+        Args:
+            on_error: called with the error of each folder of manifests that cannot be read, which is
+                then skipped; by default the first of these errors is raised.
+
+        Raises:
+            StoreError: the store is not a folder or cannot be read.
+        """
+        self.check_root()
+        folders, files = [str(self._layout.manifests)], list[str]()
+        for _ in range(4):  # host, namespace, model, tag
+            found, folders, files = folders, [], []
+            for folder in found:
+                try:
+                    for entry in scan_folder(folder):
+                        # Pipes and broken links are files: reading such a manifest says what is wrong
+                        # with it.
+                        (folders if is_folder(entry.path) else files).append(entry.path)
+                except StoreError as error:
+                    if on_error is None:
+                        raise
+                    on_error(error)
+        for file in sorted(map(Path, files)):
+            reference = self.reference_of(file)
+            if reference is not None:
+                yield reference
+
+    def has_model(self, reference: str | Reference) -> bool:
+        """Return whether the name ``reference`` exists, whether its manifest can be read or not.
+
+        Raises:
+            InvalidReference: it is malformed.
+        """
+        return os.path.lexists(self.manifest_path(reference))
