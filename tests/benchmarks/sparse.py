@@ -17,8 +17,8 @@ import numpy as np
 import zstandard
 from safetensors.numpy import load_file
 
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.safetensors.numpy import BF16, as_bytes
 from blobstore.store.local import LocalStore
 from tests.benchmarks.common import arguments, workspace

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from typing_extensions import Buffer
 
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.encoder import Encoded
 from blobstore.core.digest import Digest
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob
 

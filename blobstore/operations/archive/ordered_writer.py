@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from zlib_ng.zlib_ng import crc32
 
+from blobstore.cold_blobs.blob_encoder import chunks_of
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.files import write_all
 from blobstore.core.mmap import mapped
 from blobstore.core.workers import Cancelled
-from blobstore.operations.freeze.blob_encoder import chunks_of
 
 if TYPE_CHECKING:
     from pathlib import Path

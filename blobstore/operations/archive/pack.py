@@ -14,6 +14,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.batches import BlobProgress
+from blobstore.cold_blobs.blob_encoder import (
+    BlobEncoder,
+    SizeEstimator,
+    chunks_of,
+    write_verified,
+)
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.level import Level, check_compression_level
@@ -37,13 +44,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import PREFIX, ArchiveTable, Kind, Member, check_case
 from blobstore.operations.archive.ordered_writer import OrderedSlot, OrderedWriter
 from blobstore.operations.archive.plan import plan_members, read_models
-from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.blob_encoder import (
-    BlobEncoder,
-    SizeEstimator,
-    chunks_of,
-    write_verified,
-)
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:

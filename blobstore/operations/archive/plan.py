@@ -12,21 +12,21 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
+from blobstore.cold_blobs.chains import Chains
+from blobstore.cold_blobs.equal_tensors import DuplicateFinder
+from blobstore.cold_blobs.gguf_parents import ParentFinder
 from blobstore.errors import BlobDamaged, BlobMissing, Damaged, InvalidManifest
 from blobstore.manifests import media_types
 from blobstore.operations.archive.format import ArchivedModel
-from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
-from blobstore.operations.freeze.chains import Chains
-from blobstore.operations.freeze.duplicates import DuplicateFinder
-from blobstore.operations.freeze.parents import ParentFinder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Final
 
+    from blobstore.cold_blobs.blob_encoder import SizeEstimator
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
 _MAX_UNCOMPRESSED: Final = 4096

@@ -18,6 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from blobstore.cold_blobs.batches import NO_SPACE, TemporaryFiles, run_in_batches
+from blobstore.cold_blobs.blob_encoder import SizeEstimator
+from blobstore.cold_blobs.builder import (
+    BLOCK,
+    ColdBlobBuilder,
+    EncodedBlob,
+    count_blocks,
+)
+from blobstore.cold_blobs.plan import FreezePlan, Need, plan_freeze
 from blobstore.compression.level import Level, check_compression_level
 from blobstore.core.escape import quote
 from blobstore.core.files import FileState, sync_folder
@@ -25,15 +34,6 @@ from blobstore.core.progress import of_passes
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import NO_SPACE, TemporaryFiles, run_in_batches
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.cold_blob_builder import (
-    BLOCK,
-    ColdBlobBuilder,
-    EncodedBlob,
-    count_blocks,
-)
-from blobstore.operations.freeze.plan import FreezePlan, Need, plan_freeze
 from blobstore.store.bases import pin
 from blobstore.store.local import LocalStore, StoreLike
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.batches import TemporaryFiles, run_in_batches
 from blobstore.core import interrupts
 from blobstore.core.digest import Digester
 from blobstore.core.escape import quote
@@ -21,7 +22,6 @@ from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.batches import TemporaryFiles, run_in_batches
 from blobstore.store.bases import link_base
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.quarantine import put_in_place
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from blobstore.cold_blobs.batches import Report
     from blobstore.core.progress import Progress
     from blobstore.errors import BlobstoreError
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Names
-    from blobstore.operations.freeze.batches import Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

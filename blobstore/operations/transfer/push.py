@@ -16,6 +16,8 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Literal
 
+from blobstore.cold_blobs.batches import BlobProgress
+from blobstore.cold_blobs.builder import count_blocks
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.progress import of_passes
@@ -24,8 +26,6 @@ from blobstore.core.workers import Steps, WorkerPool, check_jobs
 from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
-from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.cold_blob_builder import count_blocks
 from blobstore.operations.transfer.object_target import find_target, open_objects
 from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.operations.transfer.registry_target import (
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from blobstore.cold_blobs.batches import Report
     from blobstore.compression.level import Level
     from blobstore.core.digest import BlobId
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.objects.address import ModelAddress
-    from blobstore.operations.freeze.batches import Report
     from blobstore.operations.transfer.push_target import PushTarget, Sent
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference

@@ -7,14 +7,14 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from blobstore.cold_blobs.batches import TemporaryFiles
+from blobstore.cold_blobs.blob_encoder import SizeEstimator
+from blobstore.cold_blobs.builder import BLOCK, ColdBlobBuilder
+from blobstore.cold_blobs.plan import plan_freeze
 from blobstore.compression.level import check_compression_level
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.operations.freeze.batches import TemporaryFiles
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
-from blobstore.operations.freeze.cold_blob_builder import BLOCK, ColdBlobBuilder
-from blobstore.operations.freeze.plan import plan_freeze
 from blobstore.operations.transfer.referrers import send_referrers
 from blobstore.remotes.cold_layers import COLD, ColdLayer, base_of
 from blobstore.store.cold import ColdBlob
@@ -22,10 +22,10 @@ from blobstore.store.cold import ColdBlob
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator, Sequence
 
+    from blobstore.cold_blobs.batches import Report
     from blobstore.compression.level import Level
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.batches import Report
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.store.local import LocalStore

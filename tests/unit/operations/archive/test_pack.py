@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typing_extensions import Buffer
 
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.encoder import Encoded
 from blobstore.compression.level import Level
@@ -35,7 +36,6 @@ from blobstore.operations.archive.pack import pack_models
 from blobstore.operations.archive.plan import plan_members
 from blobstore.operations.archive.reader import open_archive
 from blobstore.operations.archive.unpack import check_archive, unpack_archive
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage

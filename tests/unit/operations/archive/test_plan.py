@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.cold_blobs.blob_encoder import SizeEstimator
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.spans import Span
 from blobstore.core.digest import Digest
@@ -20,7 +21,6 @@ from blobstore.operations.archive.plan import (
     plan_members,
     read_models,
 )
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.names import remove_models

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
+from blobstore.cold_blobs.builder import BLOCK, ColdBlobBuilder, EncodedBlob
 from blobstore.compression.level import Level
 from blobstore.core.digest import Digest
 from blobstore.errors import (
@@ -27,8 +29,6 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.export.export import export_model
 from blobstore.operations.freeze import freeze
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.freeze.cold_blob_builder import BLOCK, ColdBlobBuilder, EncodedBlob
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import Removed, _Candidate, _Collection, collect_garbage

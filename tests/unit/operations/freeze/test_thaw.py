@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.cold_blobs import batches
 from blobstore.core.digest import Digest
 from blobstore.core.files import sync_folder
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, StoreError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze import batches, thaw
+from blobstore.operations.freeze import thaw
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage

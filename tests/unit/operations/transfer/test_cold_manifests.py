@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import StoreError, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.transfer.cold_manifests import fetch_cold_layers, usable_layers
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.send_cold import ColdBlobs, send_cold_manifests

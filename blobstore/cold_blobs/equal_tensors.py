@@ -12,19 +12,19 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.tensor_index import TensorIndex
 from blobstore.core.digest import BlobId
 from blobstore.errors import BlobstoreError
-from blobstore.operations.freeze.tensor_index import TensorIndex
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from typing import Final
 
+    from blobstore.cold_blobs.blob_encoder import SizeEstimator
+    from blobstore.cold_blobs.tensor_index import Key, Kind, Read
     from blobstore.core.digest import Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
-    from blobstore.operations.freeze.tensor_index import Key, Kind, Read
     from blobstore.store.local import LocalStore
 
 _MAX_HEADER_DIFFERENCE: Final = 1 << 10

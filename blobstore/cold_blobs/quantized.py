@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.tensor_index import MIN_PIECE
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobDamaged
-from blobstore.operations.freeze.tensor_index import MIN_PIECE
 from blobstore.quantization.metadata import is_blocks, parse_quant_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Final
 
+    from blobstore.cold_blobs.tensor_index import Read
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.quant_rule import QuantRule
-    from blobstore.operations.freeze.tensor_index import Read
     from blobstore.safetensors.header import Header, TensorEntry
 
 SOURCES: Final = (DType.F32, DType.F16, DType.BF16)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.cold_blobs.batches import _BATCH, TemporaryFiles, run_in_batches
 from blobstore.core.digest import Digest
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.operations.freeze.batches import _BATCH, TemporaryFiles, run_in_batches
 from blobstore.store.local import LocalStore
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import blobstore
+from blobstore.cold_blobs import equal_tensors
+from blobstore.cold_blobs.blob_encoder import SizeEstimator
+from blobstore.cold_blobs.tensor_index import Piece, probe_of
 from blobstore.core.digest import Digest
 from blobstore.operations.create.grouping import ExpertForm
-from blobstore.operations.freeze import duplicates
-from blobstore.operations.freeze.blob_encoder import SizeEstimator
 from blobstore.operations.freeze.freeze import Frozen, freeze_models
-from blobstore.operations.freeze.tensor_index import Piece, probe_of
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import remove_models
@@ -329,7 +329,7 @@ def test_reads_only_blobs_of_the_same_sizes_and_other_names(
     monkeypatch.setattr(LocalStore, "base", noted)
     mine = {item.digest: item for item in layers(store, "m").values()}
     others = [layers(store, item.model) for item in store.references() if item.model != "m"]
-    duplicates.DuplicateFinder(store, SizeEstimator(store, "fast"), mine, {}).read(others)
+    equal_tensors.DuplicateFinder(store, SizeEstimator(store, "fast"), mine, {}).read(others)
     assert len(opened) == len(set(opened)) == 2 + 24
     assert not {item.digest for item in layers(store, "alike-0").values()} & {*opened}
     monkeypatch.undo()

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import blobstore
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
+from blobstore.cold_blobs.builder import ColdBlobBuilder
 from blobstore.core.digest import Digest
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
-from blobstore.operations.freeze.cold_blob_builder import ColdBlobBuilder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.cold import ColdBlob
 from blobstore.store.local import LocalStore

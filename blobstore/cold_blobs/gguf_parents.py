@@ -12,17 +12,17 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.quantized import SAMPLE, Blocks, find_rule, sources_of
 from blobstore.errors import BlobstoreError
-from blobstore.operations.freeze.quantized import SAMPLE, Blocks, find_rule, sources_of
 from blobstore.safetensors.header import Header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Final
 
+    from blobstore.cold_blobs.blob_encoder import SizeEstimator
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.safetensors.header import TensorEntry
     from blobstore.store.local import LocalStore
 

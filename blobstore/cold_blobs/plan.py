@@ -9,21 +9,21 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from blobstore.cold_blobs.base_search import BaseFinder, tensor_layers
+from blobstore.cold_blobs.equal_tensors import DuplicateFinder
+from blobstore.cold_blobs.gguf_parents import ParentFinder
 from blobstore.errors import BlobstoreError, ModelNotFound
 from blobstore.manifests import media_types
-from blobstore.operations.freeze.base_search import BaseFinder, tensor_layers
-from blobstore.operations.freeze.duplicates import DuplicateFinder
-from blobstore.operations.freeze.parents import ParentFinder
 from blobstore.store.reachability import ReachableBlobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    from blobstore.cold_blobs.blob_encoder import SizeEstimator
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
 Need = Literal["shared", "in use"]

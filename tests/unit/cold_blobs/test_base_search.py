@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import blobstore
+from blobstore.cold_blobs.base_search import BaseFinder, choose_bases
+from blobstore.cold_blobs.similarity import BlobSampler
 from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.base_search import BaseFinder, choose_bases
-from blobstore.operations.freeze.similarity import BlobSampler
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, layers, put, steps, tuned, weights
 from tests.support.models import add_blobs, replace_file

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blobstore.core.digest import Digest
-from blobstore.operations.freeze.tensor_index import (
+from blobstore.cold_blobs.tensor_index import (
     MIN_PIECE,
     BlobIndex,
     Piece,
@@ -13,12 +12,13 @@ from blobstore.operations.freeze.tensor_index import (
     pieces_of,
     slices_of,
 )
+from blobstore.core.digest import Digest
 from blobstore.safetensors.header import PREFIX_SIZE, parse_header
 from tests.support.cold import noise
 from tests.support.models import blob
 
 if TYPE_CHECKING:
-    from blobstore.operations.freeze.tensor_index import Read
+    from blobstore.cold_blobs.tensor_index import Read
     from blobstore.safetensors.header import Header
 
 SIZE = 2 * MIN_PIECE

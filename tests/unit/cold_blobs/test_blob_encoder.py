@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from blobstore.cold_blobs.blob_encoder import BlobEncoder
 from blobstore.compression import estimate
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobMissing
-from blobstore.operations.freeze.blob_encoder import BlobEncoder
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.store.local import LocalStore
 from tests.support.frozen import COUNT, layer, mixed_steps, steps, tuned, weights

@@ -13,9 +13,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from blobstore.cold_blobs.quantized import Blocks, find_rule
+from blobstore.cold_blobs.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 from blobstore.errors import BlobDamaged, ColdDamaged, Damaged, InvalidHeader, StoreError
-from blobstore.operations.freeze.quantized import Blocks, find_rule
-from blobstore.operations.freeze.tensor_index import MIN_PIECE, BlobIndex, slices_of, whole_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.cold_blobs.tensor_index import Piece
     from blobstore.compression.base import BaseBlob
     from blobstore.compression.encoder import Encoded
     from blobstore.compression.level import Level
     from blobstore.compression.spans import Span
     from blobstore.core.digest import BlobId
-    from blobstore.operations.freeze.tensor_index import Piece
     from blobstore.safetensors.header import Header
     from blobstore.store.local import LocalStore
 

@@ -19,13 +19,13 @@ from collections import Counter, defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from blobstore.cold_blobs.blob_encoder import MIN_GAIN
+from blobstore.cold_blobs.chains import Fit, choose_chains
+from blobstore.cold_blobs.similarity import BlobSampler
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
 from blobstore.models.model_card import card_field
-from blobstore.operations.freeze.blob_encoder import MIN_GAIN
-from blobstore.operations.freeze.chains import Fit, choose_chains
-from blobstore.operations.freeze.similarity import BlobSampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

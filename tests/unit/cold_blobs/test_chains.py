@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from blobstore.cold_blobs.chains import MAX_LENGTH, Chains, Fit, choose_chains
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
-from blobstore.operations.freeze.chains import MAX_LENGTH, Chains, Fit, choose_chains
 
 RUN = [Reference.parse(f"run:step-{number:02}") for number in range(30)]
 FIRST, SECOND, THIRD, *REST = (Digest.of(bytes([number])) for number in range(20))

@@ -12,10 +12,10 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.cold_blobs.batches import BlobProgress
+from blobstore.cold_blobs.blob_encoder import BlobEncoder, write_verified
 from blobstore.core.files import FileState, write_all
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.operations.freeze.batches import BlobProgress
-from blobstore.operations.freeze.blob_encoder import BlobEncoder, write_verified
 from blobstore.store.bases import WholeBases
 from blobstore.store.cold import ColdBlob
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from blobstore.cold_blobs.batches import Report, TemporaryFiles
+    from blobstore.cold_blobs.blob_encoder import SizeEstimator
     from blobstore.compression.base import BaseBlob
     from blobstore.core.digest import BlobId, Digest
     from blobstore.manifests.descriptor import Descriptor
-    from blobstore.operations.freeze.batches import Report, TemporaryFiles
-    from blobstore.operations.freeze.blob_encoder import SizeEstimator
     from blobstore.store.local import LocalStore
 
 BLOCK: Final = 4096
