@@ -15,7 +15,6 @@ from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import InvalidSignature, RemoteRefused
-from blobstore.operations.sign.require_trust import envelopes
 from blobstore.operations.transfer.model_metadata import model_metadata
 from blobstore.operations.transfer.referrers import image_manifest
 from blobstore.operations.transfer.registry_plan import plan_for_registry
@@ -29,7 +28,7 @@ from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import BUNDLE, PREDICATE
-from blobstore.signatures.cosign import ANNOTATION, SIMPLE_SIGNING
+from blobstore.signatures.cosign import ANNOTATION, SIMPLE_SIGNING, envelopes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

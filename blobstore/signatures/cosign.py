@@ -8,6 +8,7 @@ the signature is an annotation of that layer. In a store, payload and signature 
 from __future__ import annotations
 
 import base64
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.core import limits, strict_json
@@ -27,7 +28,9 @@ from blobstore.signatures.bundle import (
 from blobstore.signatures.signature import Envelope, Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from blobstore.signatures.keys import PublicKey
 
 SIMPLE_SIGNING: Final = "application/vnd.dev.cosign.simplesigning.v1+json"
 """The media type of a payload."""
@@ -157,3 +160,18 @@ def _digest(text: str, place: str) -> Digest:
         return Digest.parse(text)
     except InvalidDigest as error:
         raise InvalidSignature(f"{place}: {error}") from None
+
+
+def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
+    """Yield the signatures that are well-formed, one at a time; what they sign is not parsed."""
+    for data in signatures:
+        with suppress(InvalidSignature):
+            yield read_envelope(data)
+
+
+def signed_by(signatures: Iterable[bytes], keys: Sequence[PublicKey]) -> Iterator[Signature]:
+    """Yield the signatures that keys have made, one at a time. The others are not parsed."""
+    for one in envelopes(signatures):
+        if any(map(one.is_by, keys)):
+            with suppress(InvalidSignature):
+                yield parse_envelope(one)

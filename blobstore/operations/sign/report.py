@@ -10,8 +10,8 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import escape, quote
 from blobstore.errors import InvalidSignature
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.require_trust import envelopes, read_policy
-from blobstore.signatures.cosign import parse_envelope, read_envelope
+from blobstore.operations.sign.require_trust import read_policy
+from blobstore.signatures.cosign import envelopes, parse_envelope, read_envelope
 from blobstore.signatures.keys import PublicKey, read_key
 from blobstore.signatures.policy import Verdict, decide
 from blobstore.store.local import LocalStore, StoreLike

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.signatures.keys import PublicKey
     from blobstore.signatures.policy import Policy, Verdict
-    from blobstore.signatures.signature import Envelope, Signature
+    from blobstore.signatures.signature import Signature
     from blobstore.store.local import LocalStore
     from blobstore.store.signatures import KeptSignature
 
@@ -72,25 +72,6 @@ def read_policy(store: LocalStore) -> Policy | None:
         raise InvalidPolicy(f"policy {quote(path)}: {error}") from None
 
 
-def envelopes(signatures: Iterable[bytes]) -> Iterator[Envelope]:
-    """Yield the signatures that are well-formed, one at a time; what they sign is not parsed."""
-    from blobstore.signatures.cosign import read_envelope
-
-    for data in signatures:
-        with suppress(InvalidSignature):
-            yield read_envelope(data)
-
-
-def signed_by(signatures: Iterable[bytes], keys: Sequence[PublicKey]) -> Iterator[Signature]:
-    """Yield the signatures that keys have made, one at a time. The others are not parsed."""
-    from blobstore.signatures.cosign import parse_envelope
-
-    for one in envelopes(signatures):
-        if any(map(one.is_by, keys)):
-            with suppress(InvalidSignature):
-                yield parse_envelope(one)
-
-
 def check_trust(
     store: LocalStore,
     reference: Reference,
@@ -116,6 +97,7 @@ def check_trust(
     policy = policy or read_policy(store)
     if policy is None:
         return None
+    from blobstore.signatures.cosign import envelopes
     from blobstore.signatures.policy import decide
 
     manifest = Digest.of(data)
@@ -157,6 +139,8 @@ def unusable_signatures(store: LocalStore, manifests: Iterable[Digest]) -> Itera
     Verified ones stay, whatever the policy of this user is: another user of the store may need them, and some
     cannot be made again. A policy without keys, or one that cannot be read, does not say which can be used.
     """
+    from blobstore.signatures.cosign import signed_by
+
     keys: Sequence[PublicKey] = ()
     with suppress(InvalidPolicy, MissingLibrary):
         policy = read_policy(store)

@@ -30,7 +30,7 @@ from blobstore.folders.digests import (
     has_folder,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.operations.sign.require_trust import read_policy, signed_by
+from blobstore.operations.sign.require_trust import read_policy
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import (
     is_ignored,
@@ -38,6 +38,7 @@ from blobstore.signatures.bundle import (
     statement,
     write_bundle,
 )
+from blobstore.signatures.cosign import signed_by
 from blobstore.signatures.keys import PrivateKey, read_key
 from blobstore.signatures.policy import decide
 from blobstore.store.local import LocalStore, StoreLike

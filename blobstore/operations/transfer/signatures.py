@@ -22,7 +22,6 @@ from blobstore.errors import (
     RemoteError,
 )
 from blobstore.manifests.media_types import LOCAL_MANIFEST
-from blobstore.operations.sign.require_trust import envelopes, signed_by
 from blobstore.operations.transfer.referrers import (
     image_manifest,
     noting_errors,
@@ -34,7 +33,13 @@ from blobstore.operations.transfer.referrers import (
 from blobstore.registry.manifest import ImageManifest
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import BUNDLE, PREDICATE, decoded
-from blobstore.signatures.cosign import ANNOTATION, MAX_PAYLOAD, SIMPLE_SIGNING
+from blobstore.signatures.cosign import (
+    ANNOTATION,
+    MAX_PAYLOAD,
+    SIMPLE_SIGNING,
+    envelopes,
+    signed_by,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

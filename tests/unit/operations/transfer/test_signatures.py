@@ -10,14 +10,13 @@ from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, UsageError
-from blobstore.operations.sign.require_trust import signed_by
 from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.plan import RemoteLayout
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
-from blobstore.signatures.cosign import parse_signature, write_signature
+from blobstore.signatures.cosign import parse_signature, signed_by, write_signature
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.models import dense_tensors, write_folder
