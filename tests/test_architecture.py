@@ -84,7 +84,7 @@ WRITES_ELSEWHERE = {
     "blobstore/operations/archive/unpack.py": "manifests of the store",
     "blobstore/operations/follow/push_version.py": "a new temporary folder",
     "blobstore/operations/transfer/import_files.py": "a new temporary folder",
-    "blobstore/operations/transfer/transfer_cache.py": "a folder of the store for notes",
+    "blobstore/remotes/transfer_cache.py": "a folder of the store for notes",
     "blobstore/registry/credentials.py": "the configuration of Docker or Podman",
     "blobstore/safetensors/numpy.py": "serialization writes the file",
     "blobstore/safetensors/torch.py": "serialization writes the file",

@@ -287,7 +287,7 @@ def _find_remote(
     store: LocalStore, address: str, cache: Cache, cache_limit: int | None
 ) -> Iterator[RemoteStore]:
     """Find a remote model, and check that it is trusted; its connections end with the block."""
-    from blobstore.operations.transfer.attached import attached
+    from blobstore.remotes.fetch_attached import attached
     from blobstore.remotes.remote_store import RemoteStore
 
     if cache not in get_args(Cache):

@@ -15,15 +15,15 @@ from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import InvalidSignature, RemoteRefused
-from blobstore.operations.transfer.model_metadata import model_metadata
-from blobstore.operations.transfer.referrers import image_manifest
-from blobstore.operations.transfer.registry_plan import plan_for_registry
 from blobstore.operations.transfer.send_cold import cold_lists
 from blobstore.registry.layouts.image import IMAGE_CONFIG
 from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
 from blobstore.remotes.cold_layers import COLD
+from blobstore.remotes.model_metadata import model_metadata
+from blobstore.remotes.referrers import image_manifest
+from blobstore.remotes.registry_plan import plan_for_registry
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
 from blobstore.signatures import cosign

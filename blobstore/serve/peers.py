@@ -30,15 +30,15 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import DEFAULT_NAMESPACE, DEFAULT_TAG
 from blobstore.models.source_layers import read_source_record
-from blobstore.operations.transfer.attached import attached
-from blobstore.operations.transfer.cold_manifests import usable_layers
-from blobstore.operations.transfer.download import Download
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin, LoginFiles
 from blobstore.registry.protocol import Login
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
+from blobstore.remotes.cold_manifests import usable_layers
+from blobstore.remotes.download import Download
+from blobstore.remotes.fetch_attached import attached
 from blobstore.remotes.model_reader import RemoteReader
 from blobstore.serve.messages import PEER, BlobPart
 from blobstore.serve.model_files import commit_of, model_files

@@ -15,10 +15,10 @@ from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import RemoteError
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.cold_manifests import fetch_cold_layers
 from tests.support import frozen
 from tests.support.cold import cold
 from tests.support.cold_registry import ANNOTATION, COLD, REPOSITORY, ColdCase, manifest_of

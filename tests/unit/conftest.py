@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from blobstore.core import interrupts
+from tests.support.registry import Server, running_registry
 from tests.support.stub_registry import StubRegistry
 
 if TYPE_CHECKING:
@@ -43,3 +45,17 @@ def key(tmp_path: Path) -> KeyFiles:
 def registry() -> Iterator[StubRegistry]:
     with StubRegistry() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a real registry for all tests."""
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture
+def remote(server: Server, request: pytest.FixtureRequest) -> str:
+    """Return the address of a repository that no other test uses."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
+    return f"{server.host}/tests/{name}"

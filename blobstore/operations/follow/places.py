@@ -18,9 +18,9 @@ from blobstore.operations.create.create import create
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.copy_to_store import copy_to_store
 from blobstore.operations.transfer.pull import pull_model
-from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import is_address, is_in_objects
+from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.sources import hub
 from blobstore.store.local import LocalStore
 

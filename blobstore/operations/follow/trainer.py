@@ -25,7 +25,7 @@ from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.follow.patched_model import PatchedModel, TrainedModel
 from blobstore.operations.follow.places import ClosedPlace, Installed, Look
-from blobstore.operations.transfer.transfer_cache import read_note, write_note
+from blobstore.remotes.transfer_cache import read_note, write_note
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.small_files import MAX_SMALL_FILE
 from blobstore.sources.weight_deltas import new_checksum

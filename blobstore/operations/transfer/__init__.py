@@ -1,5 +1,1 @@
-"""Models sent to registries and fetched from them.
-
-This package combines the store with :mod:`blobstore.registry`. It never prints, trusts nothing that a
-registry sends, and follows no address but the one that it was given.
-"""
+"""Models sent to remotes and fetched from them: push, pull, sync, verification, lock files."""

@@ -21,12 +21,12 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.objects.address import StoreAddress, has_tag
-from blobstore.operations.transfer.attached import attached
 from blobstore.operations.transfer.pull import WITHOUT_BASES, Pulled, pull_model
 from blobstore.operations.transfer.push import Pushed, push_model
 from blobstore.registry.reference import SCHEME, RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry, read_remote_catalog
+from blobstore.remotes.fetch_attached import attached
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import is_pattern
 

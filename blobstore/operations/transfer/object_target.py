@@ -14,7 +14,8 @@ from blobstore.objects.address import ModelAddress, StoreAddress, has_tag, model
 from blobstore.objects.leases import leased
 from blobstore.objects.request_rules import LOOK_FOR_BLOB, READ_COLD_INDEX, READ_FORMER
 from blobstore.objects.store import COLD_BASES, COLD_INDEXES, ObjectStore
-from blobstore.operations.transfer.push_target import PushedBlob, PushedModel, Sent
+from blobstore.operations.transfer.push_target import PushedModel, Sent
+from blobstore.remotes.checked_pieces import PushedBlob
 from blobstore.remotes.cold_layers import ColdLayer, format_cold_layers, parse_cold_layers
 from blobstore.remotes.model_reader import pack_headers
 from blobstore.safetensors.header import PREFIX_SIZE, header_size

@@ -26,13 +26,13 @@ from blobstore.errors import (
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
-from blobstore.operations.transfer.attached import Attached, attached
-from blobstore.operations.transfer.cold_manifests import usable_layers
-from blobstore.operations.transfer.download import Download, Fetched
-from blobstore.operations.transfer.signatures import SelectedSignatures
-from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects, places_of
+from blobstore.remotes.cold_manifests import usable_layers
+from blobstore.remotes.download import Download, Fetched
+from blobstore.remotes.fetch_attached import Attached, attached
+from blobstore.remotes.signatures import SelectedSignatures
+from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes

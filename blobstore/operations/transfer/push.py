@@ -27,7 +27,6 @@ from blobstore.errors import BlobDamaged, BlobMissing, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.transfer.object_target import find_target, open_objects
-from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.operations.transfer.registry_target import (
     RegistryOptions,
     open_registry,
@@ -36,6 +35,7 @@ from blobstore.operations.transfer.registry_target import (
 from blobstore.operations.transfer.send_cold import ColdBlobs
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.remotes.addresses import is_in_objects, places_of
+from blobstore.remotes.checked_pieces import PushedBlob
 from blobstore.remotes.cold_layers import ColdLayer, bases_of
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.used_remotes import remember_remotes

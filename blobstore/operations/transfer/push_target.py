@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
-
-from blobstore.core.digest import BlobId
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Generator, Mapping, Sequence
 
-    from blobstore.core.digest import Digest
+    from blobstore.core.digest import BlobId, Digest
     from blobstore.core.workers import WorkerPool
-    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import ModelAddress
     from blobstore.registry.layouts.plan import RemoteLayout
     from blobstore.registry.reference import RemoteReference
+    from blobstore.remotes.checked_pieces import PushedBlob
     from blobstore.remotes.cold_layers import ColdLayer
-    from blobstore.store.local import LocalStore
 
 Sent = Literal["sent", "resumed", "mounted", "present"]
 """How a target got bytes: now, by an interrupted push, from another repository; or it had them before."""
-
-
-class PushedBlob(NamedTuple):
-    """A blob that the target must have."""
-
-    digest: Digest
-    size: int
-    label: str
-    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
-    """Returns its bytes from the first one on, unchecked."""
-
-    @classmethod
-    def of(cls, blob: Descriptor, store: LocalStore) -> PushedBlob:
-        """Return a blob of a store."""
-        return cls(*blob.id, blob.name or blob.media_type, partial(store.read_pieces, *blob.id))
-
-    @property
-    def id(self) -> BlobId:
-        """The blob by digest and size."""
-        return BlobId(self.digest, self.size)
 
 
 class PushedModel(NamedTuple):

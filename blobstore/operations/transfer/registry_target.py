@@ -17,19 +17,19 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteRefused, UsageError
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import DEFAULT_HOST
-from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.cold_manifests import fetch_base_layers, fetch_cold_layers
 from blobstore.operations.transfer.push_target import PushedModel
-from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.registry_plan import plan_for_registry, pushed_blobs
 from blobstore.operations.transfer.send_cold import send_cold_manifests
-from blobstore.operations.transfer.signatures import push_signatures
-from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry import request_rules
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.reference import RemoteReference
+from blobstore.remotes.checked_pieces import CheckedPieces
 from blobstore.remotes.cold_layers import COLD_BASES
+from blobstore.remotes.cold_manifests import fetch_base_layers, fetch_cold_layers
+from blobstore.remotes.referrers import fetch_referrers
+from blobstore.remotes.registry_plan import plan_for_registry, pushed_blobs
+from blobstore.remotes.signatures import push_signatures
+from blobstore.remotes.transfer_cache import PushCache
 from blobstore.signatures.keys import PrivateKey, read_key
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from blobstore.core.rate_limit import RateLimiter
     from blobstore.manifests.reference import Reference
     from blobstore.objects.address import StoreAddress
-    from blobstore.operations.transfer.push_target import PushedBlob, Sent
-    from blobstore.operations.transfer.registry_plan import Hashing
+    from blobstore.operations.transfer.push_target import Sent
     from blobstore.registry.layouts.plan import RemoteLayout, RemotePlan
     from blobstore.registry.manifest import RemoteManifest
+    from blobstore.remotes.checked_pieces import PushedBlob
     from blobstore.remotes.cold_layers import ColdLayer
+    from blobstore.remotes.registry_plan import Hashing
     from blobstore.signatures.keys import Passphrase
     from blobstore.store.local import LocalStore
 

@@ -15,8 +15,8 @@ from blobstore.compression.level import check_compression_level
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
-from blobstore.operations.transfer.referrers import send_referrers
 from blobstore.remotes.cold_layers import COLD, ColdLayer, base_of
+from blobstore.remotes.referrers import send_referrers
 from blobstore.store.cold import ColdBlob
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.transfer.lock_file import LockedModel
 from blobstore.operations.transfer.many import place_of, pull_order
 from blobstore.operations.transfer.pull import STREAMS, pull_model
-from blobstore.operations.transfer.transfer_cache import PullRecord
 from blobstore.registry.reference import RemoteReference
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry
+from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:

@@ -27,15 +27,15 @@ from blobstore.errors import (
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.objects.address import ModelAddress
 from blobstore.objects.source import ObjectSource
-from blobstore.operations.transfer.cold_manifests import fetch_cold_layers
 from blobstore.operations.transfer.pull import STREAMS
-from blobstore.operations.transfer.referrers import fetch_referrers
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.store import RemoteSource
 from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import find_store, has_many_models, read_remote_catalog
 from blobstore.remotes.cold_layers import COLD, parse_cold_layers
+from blobstore.remotes.cold_manifests import fetch_cold_layers
+from blobstore.remotes.referrers import fetch_referrers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

@@ -17,9 +17,9 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import Space, measure_usage
 from blobstore.operations.maintenance import gc as collect
 from blobstore.operations.maintenance.gc import collect_garbage
-from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import UploadSession
+from blobstore.remotes.transfer_cache import PushCache
 from blobstore.store import reachability as marks
 from blobstore.store.local import LocalStore
 from blobstore.store.names import Names

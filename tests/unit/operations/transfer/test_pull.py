@@ -30,12 +30,12 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.reference import Reference
-from blobstore.operations.transfer.download import Download
 from blobstore.operations.transfer.pull import Pulled
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.plan import ModelMetadata
+from blobstore.remotes.download import Download
 from blobstore.store import partial
 from blobstore.store.local import LocalStore
 from tests.support import frozen

@@ -22,9 +22,7 @@ from blobstore.errors import (
     UsageError,
 )
 from blobstore.manifests import media_types
-from blobstore.operations.transfer.checked_pieces import CheckedPieces
 from blobstore.operations.transfer.push import Pushed
-from blobstore.operations.transfer.transfer_cache import PushCache
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.oci import MAX_LAYERS
 from blobstore.registry.layouts.plan import FILE_PATH
@@ -32,6 +30,8 @@ from blobstore.registry.layouts.read import RemoteModel, read_model
 from blobstore.registry.manifest import RemoteManifest
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.upload import PART, UploadSession
+from blobstore.remotes.checked_pieces import CheckedPieces
+from blobstore.remotes.transfer_cache import PushCache
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, quantizable_tensors, write_folder
 from tests.support.ollama_store import add_gguf_model
@@ -486,8 +486,8 @@ def test_a_store_that_cannot_be_written_is_pushed(
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("blobstore.operations.transfer.transfer_cache.make_folders", refuse)
-    monkeypatch.setattr("blobstore.operations.transfer.transfer_cache.write_file", refuse)
+    monkeypatch.setattr("blobstore.remotes.transfer_cache.make_folders", refuse)
+    monkeypatch.setattr("blobstore.remotes.transfer_cache.write_file", refuse)
     push(origin, remote)
     assert read_back(remote)[0].manifest == origin.read_manifest("org/Dense")
 

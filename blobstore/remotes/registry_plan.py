@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digest, Digester
 from blobstore.core.escape import quote
 from blobstore.errors import UsageError
-from blobstore.operations.transfer.checked_pieces import CheckedPieces
-from blobstore.operations.transfer.model_metadata import model_metadata
-from blobstore.operations.transfer.push_target import PushedBlob
 from blobstore.registry.layouts.image import image_layers, plan_image
 from blobstore.registry.layouts.oci import plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
+from blobstore.remotes.checked_pieces import CheckedPieces, PushedBlob
+from blobstore.remotes.model_metadata import model_metadata
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence

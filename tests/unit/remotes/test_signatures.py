@@ -10,12 +10,12 @@ from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Limit
 from blobstore.errors import InvalidSignature, NotTrusted, UsageError
-from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.plan import RemoteLayout
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageManifest
+from blobstore.remotes.referrers import fetch_referrers
+from blobstore.remotes.signatures import fetch_signatures
 from blobstore.signatures.cosign import parse_signature, signed_by, write_signature
 from blobstore.store.local import LocalStore
 from tests.support import frozen

@@ -1,17 +1,40 @@
-"""The bytes of a blob on their way to a registry, hashed while they are sent."""
+"""Blobs on their way to a remote: what is sent, and their bytes, hashed while they are sent."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.digest import Digester
+from blobstore.core.digest import BlobId, Digester
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from blobstore.operations.transfer.push_target import PushedBlob
+    from blobstore.core.digest import Digest
+    from blobstore.manifests.descriptor import Descriptor
+    from blobstore.store.local import LocalStore
+
+
+class PushedBlob(NamedTuple):
+    """A blob that the target must have."""
+
+    digest: Digest
+    size: int
+    label: str
+    pieces: Callable[[], Generator[bytes | memoryview, None, None]]
+    """Returns its bytes from the first one on, unchecked."""
+
+    @classmethod
+    def of(cls, blob: Descriptor, store: LocalStore) -> PushedBlob:
+        """Return a blob of a store."""
+        return cls(*blob.id, blob.name or blob.media_type, partial(store.read_pieces, *blob.id))
+
+    @property
+    def id(self) -> BlobId:
+        """The blob by digest and size."""
+        return BlobId(self.digest, self.size)
 
 
 class CheckedPieces:

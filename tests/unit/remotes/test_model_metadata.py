@@ -6,7 +6,7 @@ import pytest
 
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.transfer.model_metadata import model_metadata
+from blobstore.remotes.model_metadata import model_metadata
 from blobstore.store.local import LocalStore
 from tests.support.gguf_files import gguf_file, text
 from tests.support.models import dense_tensors, write_folder

@@ -22,7 +22,8 @@ from blobstore.errors import (
     RemoteError,
 )
 from blobstore.manifests.media_types import LOCAL_MANIFEST
-from blobstore.operations.transfer.referrers import (
+from blobstore.registry.manifest import ImageManifest
+from blobstore.remotes.referrers import (
     image_manifest,
     noting_errors,
     put_with,
@@ -30,7 +31,6 @@ from blobstore.operations.transfer.referrers import (
     send_referrers,
     tag_to_extend,
 )
-from blobstore.registry.manifest import ImageManifest
 from blobstore.signatures import cosign
 from blobstore.signatures.bundle import BUNDLE, PREDICATE, decoded
 from blobstore.signatures.cosign import (

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.objects.source import ObjectSource
 from blobstore.objects.store import COLD_BASES
-from blobstore.operations.transfer.cold_manifests import fetch_base_layers, fetch_cold_layers
-from blobstore.operations.transfer.referrers import fetch_referrers
-from blobstore.operations.transfer.signatures import fetch_signatures
 from blobstore.remotes.cold_layers import parse_cold_layers
+from blobstore.remotes.cold_manifests import fetch_base_layers, fetch_cold_layers
+from blobstore.remotes.referrers import fetch_referrers
+from blobstore.remotes.signatures import fetch_signatures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
