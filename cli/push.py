@@ -46,7 +46,6 @@ _LAYOUTS = click.Choice(["oci", "ollama", "image"])
     show_default=True,
     help="A ModelPack artifact, Ollama's manifest, or a container image that runtimes mount.",
 )
-@click.option("--shape", type=_LAYOUTS, hidden=True)  # the former name of --layout
 @click.option(
     "--max-layers",
     type=click.IntRange(min=1),
@@ -93,7 +92,6 @@ def command(
     is_all: bool,
     store: LocalStore,
     layout: RemoteLayout,
-    shape: RemoteLayout | None,
     max_layers: int,
     mount_from: tuple[str, ...],
     no_mount: bool,
@@ -138,7 +136,6 @@ def command(
     chosen = arguments.models(store, names, needs_name=remote is None)
     choices: dict[str, Any] = {
         "layout": layout,
-        "shape": shape,
         "max_layers": max_layers,
         "mount_from": mount_from,
         "mount": not no_mount,

@@ -61,18 +61,13 @@ class Span(NamedTuple):
     """Whether few elements differ from the base, as far as a sample shows; it is not stored."""
 
 
-def spans_of(start: Buffer, size: int) -> list[Span]:
-    """Return the spans of a blob: a header and tensors, or one span if there is no header.
+def header_of(start: Buffer, size: int) -> Header | None:
+    """Return the header of a blob, or None if it has none.
 
     Args:
         start: the first bytes of the blob, including its complete header if it has one.
         size: size of the blob.
     """
-    return spans_in(header_of(start, size), size)
-
-
-def header_of(start: Buffer, size: int) -> Header | None:
-    """Return the header of a blob, or None if it has none; the arguments are those of :func:`spans_of`."""
     view = memoryview(start).cast("B")
     try:
         end = PREFIX_SIZE + header_size(view[:PREFIX_SIZE], size)
@@ -82,7 +77,7 @@ def header_of(start: Buffer, size: int) -> Header | None:
 
 
 def spans_in(header: Header | None, size: int) -> list[Span]:
-    """Return the spans of a blob of this size, as :func:`spans_of` does, given its header."""
+    """Return the spans of a blob of this size: its header and tensors, or one span if there is no header."""
     if header is None:
         return [Span(size)] if size else []
     return [

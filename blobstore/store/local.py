@@ -111,26 +111,19 @@ class LocalStore(ManifestReader):
 
     # Locks and leases; see blobstore.store.locks
 
-    def shared_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Keep blobs and names from being removed while the block runs.
+    def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
+        """Keep other processes from writing and from leasing blobs while the block runs.
 
         Raises:
-            StoreBusy: another process held the exclusive lock for ``lock_timeout`` seconds.
+            StoreBusy: other processes held locks for ``lock_timeout`` seconds.
             StoreError: the file system has no locks.
-        """
-        return self._locks.shared()
-
-    def exclusive_lock(self) -> contextlib.AbstractContextManager[None]:
-        """Keep other processes from writing and from leasing blobs.
-
-        Raises as :meth:`shared_lock`.
         """
         return self._locks.exclusive()
 
     def lease(self) -> Lease:
         """Return a new lease, a context manager that keeps blobs from being collected.
 
-        Raises as :meth:`shared_lock`.
+        Raises as :meth:`exclusive_lock`.
         """
         return self._locks.lease()
 
@@ -164,7 +157,7 @@ class LocalStore(ManifestReader):
 
         Raises:
             StoreError: the store cannot be written: it is not a folder, read-only or full.
-            StoreBusy: as :meth:`shared_lock`.
+            StoreBusy: as :meth:`exclusive_lock`.
         """
         with self.writing():
             for name in ("blobs", "manifests", "temporary"):

@@ -17,7 +17,7 @@ from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.entropy import Method
 from blobstore.compression.quant_rule import QuantRule
-from blobstore.compression.spans import Span, mark_duplicates, spans_of
+from blobstore.compression.spans import Span, mark_duplicates
 from blobstore.compression.table import (
     PREFIX,
     PREFIXES,
@@ -34,7 +34,7 @@ from blobstore.core.tensor import DType
 from blobstore.core.trailer import FOOTER_SIZE
 from blobstore.errors import ColdDamaged
 from blobstore.gguf.quantize import quantize
-from tests.support.cold import cold, decoded, noise, safetensors, weights
+from tests.support.cold import cold, decoded, noise, safetensors, spans_of, weights
 
 _TENSOR = weights(DType.BF16, 128)
 BLOB = safetensors(

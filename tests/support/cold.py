@@ -11,7 +11,7 @@ import numpy as np
 
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
-from blobstore.compression.spans import spans_of
+from blobstore.compression.spans import Span, header_of, spans_in
 from blobstore.compression.table import Table
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.safetensors.header import encode_header
@@ -61,6 +61,11 @@ def safetensors(tensors: Mapping[str, tuple[DType, bytes]]) -> bytes:
         for name, (dtype, data) in tensors.items()
     ]
     return encode_header(specs) + b"".join(data for _, data in tensors.values())
+
+
+def spans_of(blob: bytes, size: int) -> list[Span]:
+    """Return the spans of a blob, of which ``blob`` may be the first bytes alone."""
+    return spans_in(header_of(blob, size), size)
 
 
 def cold(blob: bytes, **options: Any) -> bytes:

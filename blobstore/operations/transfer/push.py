@@ -122,7 +122,6 @@ def push_model(
     streams: int = 8,
     limit_rate: float | None = None,
     progress: Progress | None = None,
-    shape: RemoteLayout | None = None,
 ) -> Pushed:
     """Push a model to a registry or to object storage. The name is published last.
 
@@ -156,7 +155,6 @@ def push_model(
         limit_rate: maximum number of bytes per second.
         progress: called with the current blob, bytes done and total bytes. What ``cold`` compresses is
             counted apart, with a total of its own.
-        shape: the former name of ``layout``.
 
     Returns:
         the address, the digest, and the bytes that were sent and present.
@@ -177,7 +175,7 @@ def push_model(
     if base is not None and not cold:
         raise UsageError("base is the base of compressed forms, which only cold=True sends")
     options = RegistryOptions(
-        layout=shape or layout,
+        layout=layout,
         max_layers=max_layers,
         mount_from=tuple(mount_from),
         mount=mount,

@@ -42,7 +42,7 @@ def test_replaces_another_model_by_force_only(stored: LocalStore, moe: Path) -> 
 
 @pytest.mark.parametrize("arguments", [("cp", "dense", "x"), ("mv", "dense", "x"), ("rm", "dense")])
 def test_waits_as_long_as_the_option_says(stored: LocalStore, arguments: tuple[str, ...]) -> None:
-    with stored.shared_lock():
+    with stored._locks.shared():
         found = run_json(*arguments, "--wait", "0", exit_code=1)
     assert found["error"]["kind"] == "StoreBusy"
     assert list(map(str, stored.references())) == ["dense:latest"]

@@ -100,7 +100,7 @@ def test_a_torn_manifest_is_named_and_nothing_is_removed(emptied: LocalStore) ->
 
 @pytest.mark.parametrize("options", [("--wait", "0.1"), ("--wait=0",)])
 def test_waits_no_longer_than_the_option_says(stored: LocalStore, options: tuple[str, ...]) -> None:
-    with stored.shared_lock():
+    with stored._locks.shared():
         for arguments in (("gc", *options), ("gc", *options, "--store", stored.root)):
             command = command_line(*arguments)
             done = subprocess.run(

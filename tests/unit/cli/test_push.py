@@ -71,12 +71,6 @@ def test_reports_deltas_that_could_not_be_verified(
     assert run_json(*command)["fallbacks"] == 1
 
 
-def test_the_layout_may_be_given_by_its_former_option(stored: LocalStore, server: Server) -> None:
-    former = run_json("push", "dense", f"{server.host}/cli/a", "--shape", "ollama", "--dry-run")
-    assert former["remote_shape"] == "ollama"
-    assert "--shape" not in run("push", "--help").stdout
-
-
 def test_pushes_a_name_with_a_host_to_that_host(stored: LocalStore, server: Server) -> None:
     name = f"{server.host}/Team/Dense:v1"
     run("cp", "dense", name)

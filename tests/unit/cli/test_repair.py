@@ -177,7 +177,7 @@ def test_the_store_itself_is_no_source(stored: LocalStore) -> None:
 
 def test_waits_for_processes_that_hold_the_lock(stored: LocalStore, dense: Path) -> None:
     flip(blob_path(stored, PLAIN, "dense"))
-    with stored.shared_lock():
+    with stored._locks.shared():
         result = run("repair", "--from", dense, "--wait", "0.01", exit_code=1)
     assert "waiting for the lock of the store" in result.stderr
 

@@ -5,7 +5,7 @@ import pytest
 
 from blobstore.compression.block_fields import FIELDS
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.spans import Span, spans_of
+from blobstore.compression.spans import Span
 from blobstore.compression.table import decode_table
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged
@@ -13,7 +13,7 @@ from blobstore.gguf.dequantize import dequantize
 from blobstore.gguf.types import TYPES
 from tests.readers.block_fields import field_sizes, read_fields
 from tests.readers.cold_blobs import read_cold
-from tests.support.cold import cold, cold_with_table, decoded, noise
+from tests.support.cold import cold, cold_with_table, decoded, noise, spans_of
 from tests.support.models import blob
 
 NUMBERS = sorted(FIELDS)

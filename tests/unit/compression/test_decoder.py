@@ -15,12 +15,12 @@ from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta.low_rank import pack
 from blobstore.compression.delta.low_rank_fit import fit
 from blobstore.compression.file_view import FileView, Window
-from blobstore.compression.spans import Span, mark_duplicates, spans_of
+from blobstore.compression.spans import Span, mark_duplicates
 from blobstore.compression.table import encode_table
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.tensor import DType
 from blobstore.errors import ColdDamaged, UsageError
-from tests.support.cold import cold, cold_with_table, decoded, noise, safetensors, weights
+from tests.support.cold import cold, cold_with_table, decoded, noise, safetensors, spans_of, weights
 
 COUNT = 300_001
 TENSORS = {

@@ -15,7 +15,7 @@ from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.encoder import encode
 from blobstore.compression.level import Level
 from blobstore.compression.quant_rule import QuantRule
-from blobstore.compression.spans import Span, spans_of
+from blobstore.compression.spans import Span
 from blobstore.compression.table import MAX_CHUNK
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
@@ -28,6 +28,7 @@ from tests.support.cold import (
     decoded,
     noise,
     safetensors,
+    spans_of,
     text,
     weights,
 )

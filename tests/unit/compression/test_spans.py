@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from blobstore.compression.spans import Span, mark_duplicates, merge_small, spans_of, split_rows
+from blobstore.compression.spans import Span, mark_duplicates, merge_small, split_rows
 from blobstore.core.tensor import DType
-from tests.support.cold import noise, safetensors, weights
+from tests.support.cold import noise, safetensors, spans_of, weights
 
 A, B = weights(DType.BF16, 100), weights(DType.F32, 50)
 FILE = safetensors({"a": (DType.BF16, A), "empty": (DType.F16, b""), "b": (DType.F32, B)})

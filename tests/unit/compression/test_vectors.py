@@ -17,13 +17,12 @@ import pytest
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.block_fields import FIELDS
 from blobstore.compression.decoder import ColdBlobDecoder
-from blobstore.compression.spans import spans_of
 from blobstore.compression.table import Part
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType
 from blobstore.gguf.quantize import QUANTIZED
 from tests.readers.cold_blobs import read_cold
-from tests.support.cold import cold, decoded, safetensors, weights
+from tests.support.cold import cold, decoded, safetensors, spans_of, weights
 
 VECTORS = json.loads((Path(__file__).parents[2] / "vectors" / "cold.json").read_text())
 

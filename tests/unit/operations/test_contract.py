@@ -234,7 +234,7 @@ def test_a_lock_that_another_holds_is_waited_for(
     store = LocalStore(folder / "store", lock_timeout=0.01)
     names = list(store.references())
     files = everything(store.folder("blobs")).items()
-    with LocalStore(folder / "store").shared_lock():
+    with LocalStore(folder / "store")._locks.shared():
         if call not in NEED_EXCLUSIVE_LOCK:
             run(call, folder, store=store)
             return

@@ -573,7 +573,7 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
 def test_no_manifest_is_published_while_another_process_reads_them(store: LocalStore) -> None:
     manifest = publish(store, "other")
     store.lock_timeout = 0.05
-    with store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), pytest.raises(StoreBusy):
         store.names.publish("model", manifest)
     assert not store.has_model("model")
 

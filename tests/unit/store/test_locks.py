@@ -111,13 +111,13 @@ def test_waits_for_the_lock(store: LocalStore) -> None:
 
 
 def _note(store: LocalStore, order: list[str]) -> None:
-    with store.shared_lock():
+    with store._locks.shared():
         order.append("second")
 
 
 @pytest.mark.slow
 def test_threads_of_one_process_exclude_each_other_too(store: LocalStore) -> None:
-    with store.shared_lock(), store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), store._locks.shared(), pytest.raises(StoreBusy):
         store.exclusive_lock().__enter__()
 
 
@@ -309,7 +309,7 @@ def test_a_forked_process_does_not_end_what_its_parent_holds(store: LocalStore) 
         assert sandbox.call(leave) == "None"
         assert store.read_leases().digests == {A}
         with pytest.raises(StoreBusy):
-            store.shared_lock().__enter__()
+            store._locks.shared().__enter__()
 
 
 @pytest.mark.slow
@@ -362,7 +362,7 @@ def test_a_file_system_without_locks_is_an_error(
 def test_a_pickled_store_has_the_same_locks(store: LocalStore) -> None:
     again: LocalStore = pickle.loads(pickle.dumps(store))
     with again.exclusive_lock(), pytest.raises(StoreBusy):
-        store.shared_lock().__enter__()
+        store._locks.shared().__enter__()
 
 
 @pytest.mark.slow

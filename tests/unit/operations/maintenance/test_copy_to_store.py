@@ -165,6 +165,6 @@ def test_needs_the_exclusive_lock_of_the_other_store(
 ) -> None:
     monkeypatch.setattr(locks, "_IMPORT_TIMEOUT", 0)
     other.lock_timeout = 0.05
-    with other.shared_lock(), pytest.raises(StoreBusy):
+    with other._locks.shared(), pytest.raises(StoreBusy):
         copy_to_store("model", other, store=store)
     assert list(other.references()) == []

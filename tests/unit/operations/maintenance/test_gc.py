@@ -500,7 +500,7 @@ def test_two_collections_at_once_remove_each_blob_once(
 
 def test_reports_a_busy_store(store: LocalStore) -> None:
     put(store, b"x")
-    with store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), pytest.raises(StoreBusy):
         collect_garbage(store, older_than=0, force=True)
     assert Path(store.blob_path(Digest.of(b"x"))).exists()
 

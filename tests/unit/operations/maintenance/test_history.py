@@ -63,7 +63,7 @@ def test_restores_the_former_model_and_undoes_that(store: LocalStore) -> None:
 
 def test_restoring_needs_the_exclusive_lock(store: LocalStore) -> None:
     store.lock_timeout = 0.05
-    with store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), pytest.raises(StoreBusy):
         restore_model("model", store=store)
     assert store.read_manifest("model") == store.read_manifest("third")
 
@@ -175,7 +175,7 @@ def test_gc_reads_each_former_manifest_once_and_none_while_it_keeps_others_waiti
     store.lock_timeout = 0
 
     def noted(path: Path, limit: int) -> bytes:
-        with store.shared_lock():  # or the file is not read
+        with store._locks.shared():  # or the file is not read
             reads.append(path)
             return read_regular(path, limit)
 

@@ -631,7 +631,7 @@ def test_reports_a_busy_store(store: LocalStore, folder: Path) -> None:
     flip(blob_path(store, PLAIN))
     wrong = blob_path(store, PLAIN).read_bytes()
     hurried = LocalStore(store.root, lock_timeout=0)
-    with store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), pytest.raises(StoreBusy):
         repair_models(source=folder, store=hurried)
     assert blob_path(store, PLAIN).read_bytes() == wrong
     assert left_over(store) == []

@@ -222,7 +222,7 @@ def test_a_dry_run_changes_nothing(store: LocalStore, other: LocalStore) -> None
 
 def test_needs_the_lock(store: LocalStore, other: LocalStore) -> None:
     wrong = change(store, b"image.tensor", b"image.tenror")
-    with store.shared_lock(), pytest.raises(StoreBusy):
+    with store._locks.shared(), pytest.raises(StoreBusy):
         restored(store, other)
     assert store.read_manifest(NAME) == wrong
 

@@ -274,7 +274,7 @@ def test_gc_reads_intact_signatures_only_while_others_may_write(
     store.lock_timeout = 0
 
     def noted(path: Path, limit: int) -> bytes:
-        with store.shared_lock():  # or the file is not read
+        with store._locks.shared():  # or the file is not read
             reads.append(path)
             return read_regular(path, limit)
 

@@ -386,10 +386,6 @@ def test_wrong_options_are_refused(
         push(origin, remote, **options)
 
 
-def test_the_layout_may_be_given_by_its_former_name(origin: LocalStore, remote: str) -> None:
-    assert push(origin, remote, shape="ollama", dry_run=True).layout == "ollama"
-
-
 def test_a_digest_is_nothing_to_push_to(origin: LocalStore, remote: str) -> None:
     with pytest.raises(UsageError, match="cannot push to the digest"):
         push(origin, f"{remote}@sha256:{'0' * 64}")
