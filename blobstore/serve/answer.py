@@ -11,6 +11,7 @@ from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, error_response, refusal_response
 from blobstore.serve.registry import registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
+from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,10 +61,12 @@ def answer(
     if (refused := _write_refusal(request, target)) is not None:
         return refused
     try:
-        if pull_through is not None:
-            library = pull_through.library_for(request, target, access.upstream_token(request))
-        found = registry_response(request, target, library) or hub_response(
-            request, target, library
+        if pull_through is None:
+            visible = Visible.of(library)
+        else:
+            visible = pull_through.visible(request, target, access.upstream_token(request))
+        found = registry_response(request, target, visible) or hub_response(
+            request, target, visible
         )
     except Refusal as refusal:
         reads_tokens = pull_through is not None and pull_through.reads_tokens(request)

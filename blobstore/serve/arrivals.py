@@ -64,10 +64,6 @@ class ArrivalHost(Protocol):
         """Other servers that may have blobs."""
         ...
 
-    def is_public(self, arrival: Arrival) -> bool:
-        """Return whether the upstream gives the files to everyone."""
-        ...
-
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> object:
         """Note durably what is being fetched, and check that there is space for ``size`` bytes.
 
@@ -122,6 +118,7 @@ class Arrival:
         self.ended = threading.Event()
         self._store, self._client, self._host = store, found.client(), host
         self._peer = found.peer
+        self._giver = found.peer.name if found.peer and found.is_peer else ""
         name = Digest.of(f"{repository}@{self.commit}".encode()).hex
         self._folder = store.folder("arrivals") / name
         self._listing: Listing = {}
@@ -195,7 +192,7 @@ class Arrival:
         listed = [self._listing[name] for name in names]
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
-        origin = Origin(self.repository, self.commit, plain, self._host.is_public(self))
+        origin = Origin(self.repository, self.commit, plain, self._giver)
         self._host.files_selected(self, origin, sum(file.size for file in files))
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
         self.model = ServedModel(

@@ -27,9 +27,10 @@ from blobstore.serve.targets import InvalidTarget, parse_form
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.library import ServedModel
     from blobstore.serve.messages import Request, Response
     from blobstore.serve.targets import Target
+    from blobstore.serve.visible import Visible
 
 PAGE: Final = 1000
 """Entries of a listing in one response."""
@@ -39,7 +40,7 @@ _BRANCH: Final = "refs/heads/"
 _TAG: Final = "refs/tags/"
 
 
-def hub_response(request: Request, target: Target, library: Library) -> Response | None:
+def hub_response(request: Request, target: Target, library: Visible) -> Response | None:
     """Return the response to a request of a client of the Hub; None for other targets.
 
     Raises:
@@ -91,7 +92,7 @@ def _split(segments: Sequence[str]) -> tuple[Reference, str, Sequence[str]] | No
 
 
 def _api(
-    request: Request, target: Target, segments: Sequence[str], library: Library
+    request: Request, target: Target, segments: Sequence[str], library: Visible
 ) -> Response | None:
     if segments in ((), ("",)):
         return _models(request, target, library)
@@ -114,7 +115,7 @@ def _api(
 
 
 def _model(
-    repository: Reference, revision: str, library: Library, *, with_digests: bool = False
+    repository: Reference, revision: str, library: Visible, *, with_digests: bool = False
 ) -> ServedModel:
     """Return the version of a repository that a revision names. Raises Refusal."""
     found = None
@@ -135,7 +136,7 @@ def _model(
 
 
 def _info(
-    request: Request, target: Target, repository: Reference, revision: str, library: Library
+    request: Request, target: Target, repository: Reference, revision: str, library: Visible
 ) -> Response:
     model = _model(repository, revision, library)
     with_sizes = target.first("blobs").lower() in ("true", "1")
@@ -171,15 +172,15 @@ def _info(
     return json_response(request, value, headers={"X-Repo-Commit": model.commit})
 
 
-def _modified(repository: Reference, library: Library) -> str | None:
-    version = library.store.manifest_version(repository)
-    if version is None:
+def _modified(repository: Reference, library: Visible) -> str | None:
+    modified = library.modified(repository)
+    if modified is None:
         return None
-    moment = datetime.fromtimestamp(version.modified // 10**9, UTC)
+    moment = datetime.fromtimestamp(modified // 10**9, UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
-def _models(request: Request, target: Target, library: Library) -> Response:
+def _models(request: Request, target: Target, library: Visible) -> Response:
     """Return the models of the store, of one author or with a text in their names."""
     author, search = target.first("author"), target.first("search").casefold()
     names: dict[str, Reference] = {}
@@ -196,7 +197,7 @@ def _models(request: Request, target: Target, library: Library) -> Response:
     return json_response(request, list(islice(value, _limit(target))))
 
 
-def _refs(request: Request, repository: Reference, library: Library) -> Response:
+def _refs(request: Request, repository: Reference, library: Visible) -> Response:
     branches, tags = [], []
     for reference in library.tags(repository):
         model = library.model(reference)
@@ -252,7 +253,7 @@ def _folders(paths: Mapping[str, Any]) -> list[str]:
 
 
 def _tree(
-    request: Request, target: Target, repository: Reference, rest: Sequence[str], library: Library
+    request: Request, target: Target, repository: Reference, rest: Sequence[str], library: Visible
 ) -> Response:
     model = _model(repository, rest[0], library, with_digests=True)
     folder = "/".join(rest[1:]).strip("/")
@@ -304,7 +305,7 @@ def _next_page(request: Request, target: Target, last: str) -> str:
 
 
 def _paths_info(
-    request: Request, repository: Reference, revision: str, library: Library
+    request: Request, repository: Reference, revision: str, library: Visible
 ) -> Response | None:
     if request.method != "POST":
         return json_response(request, {"error": "use POST"}, 405, {"Allow": "POST"})
@@ -327,7 +328,7 @@ def _paths_info(
 
 
 def _resolve(
-    request: Request, repository: Reference, _: str, rest: Sequence[str], library: Library
+    request: Request, repository: Reference, _: str, rest: Sequence[str], library: Visible
 ) -> Response:
     model = _model(repository, rest[0] if rest else "", library, with_digests=True)
     content = model.files.get("/".join(rest[1:]))

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidReference
@@ -34,7 +34,7 @@ from blobstore.serve.pulled import PulledModels, source_of
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
@@ -100,13 +100,21 @@ class ServedModel:
         return self.origin.plain if self.origin else {}
 
 
+class Version(NamedTuple):
+    """A version of a repository, before it is prepared."""
+
+    reference: Reference
+    """A name that has it, or had it."""
+    key: Digest
+    """The digest of its manifest."""
+    origin: Origin | None
+
+
 class Library:
-    """The models of a store that may be served to everyone. Threads may share it.
+    """The models of a store that are served to somebody. Threads may share it.
 
-    A model that an upstream has not given to everyone is not among them. :attr:`for_readers` has it, too.
+    It knows no client: :class:`~blobstore.serve.visible.Visible` says what one may see of it.
     """
-
-    _is_for_readers = False
 
     def __init__(self, store: LocalStore, allow: Sequence[str] = ()) -> None:
         """Serve the models that match at least one of the patterns; without patterns, all.
@@ -123,11 +131,10 @@ class Library:
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
         """The commits that names were imported from, with the versions of their manifests, and until when that holds."""
-        self._commits: dict[tuple[Reference, str], Digest] = {}
+        self._commits: dict[tuple[Reference, str], list[Version]] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
-        self.for_readers: Library = _ReadersLibrary(self)
 
     def is_allowed(self, reference: Reference) -> bool:
         """Return whether a model may be served."""
@@ -143,77 +150,74 @@ class Library:
         )
 
     def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
-        """Return what a name is now, or None if there is no such model.
+        """Return what a name in the store is now, or None if there is no such model.
 
         Raises:
             NotPrepared: it was not asked for since it changed.
         """
-        arriving = self.arriving.get(reference)
-        if arriving is not None and self._shows(reference, arriving.origin):
-            return arriving
         version = self.store.manifest_version(reference)
-        if version is None or not self._visible([reference]):
+        if version is None:
             return None
         known = self._names.get(reference)
         found = self._models.get(known[1]) if known and known[0] == version else None
         if found is None:
             raise NotPrepared(self._read, reference, version)
-        # What it was fetched from may not have been readable when its name was looked at.
-        if not self._shows(reference, found.origin):
-            return None
         return self._used(found, with_digests=with_digests)
 
-    def at_commit(
-        self, repository: Reference, commit: str, *, with_digests: bool = False
-    ) -> ServedModel | None:
-        """Return a version of a repository, also one that no tag names any more, until gc removes it.
+    def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
+        """Return the models of a repository that are being fetched."""
+        several = list(self.arriving.items())
+        return {one: model for one, model in several if one.parts[:3] == repository.parts[:3]}
+
+    def at_commit(self, repository: Reference, commit: str) -> Sequence[Version]:
+        """Return the versions of a repository that are served as a commit, also those that had their name before.
 
         Raises as :meth:`model`.
         """
-        repository = any_tag(repository)
-        for reference, arriving in list(self.arriving.items()):
-            is_it = arriving.commit == commit and any_tag(reference) == repository
-            if is_it and self._shows(reference, arriving.origin):
-                return arriving
-        key = self._commits.get((repository, commit))
-        if key is None:
+        found = self._commits.get((repository, commit))
+        if found is None:
             raise NotPrepared(self._find_commit, repository, commit)
-        if key == _NO_MODEL:
+        if not found:
             del self._commits[repository, commit]  # look again next time
-            return None
-        found = self._models.get(key)
-        if found is None or not self._shows(repository, found.origin):
-            del self._commits[repository, commit]
-            raise NotPrepared(self._find_commit, repository, commit)
+        return found
+
+    def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
+        """Return what :meth:`at_commit` has found. Raises as :meth:`model`."""
+        found = self._models.get(version.key)
+        if found is None:
+            raise NotPrepared(self._read_version, version.reference, version.key)
         return self._used(found, with_digests=with_digests)
 
-    def artifact(self, reference: Reference) -> Artifact | None:
-        """Return what a registry has of a name, or None if there is no such model.
+    def named_by(self, tag: Reference) -> Reference:
+        """Return the name of the model that a registry has under a tag, which may be that of an image.
 
-        Raises as :meth:`model`.
+        Raises:
+            InvalidReference: no model has such a name.
         """
+        if tag.tag.endswith(IMAGE) and self.store.manifest_version(tag) is None:
+            return Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
+        return tag
+
+    def artifact(self, tag: Reference) -> Artifact | None:
+        """Return what a registry has under a tag, or None if there is no such model.
+
+        Raises as :meth:`model` and :meth:`named_by`.
+        """
+        reference = self.named_by(tag)
         version = self.store.manifest_version(reference)
-        if version is None and reference.tag.endswith(IMAGE):
-            return self._image(reference)
-        if version is None or not self._visible([reference]):
+        if version is None:
             return None
-        known = self._names.get(reference)
-        found = None
+        if reference != tag:
+            found = self._artifacts.get((tag, version))
+            if found is None:
+                raise NotPrepared(self._make_image, tag, reference, version)
+            return found
+        known, found = self._names.get(reference), None
         if known and known[0] == version:
             found = self._artifacts.get((reference, version, self._signed_at(known[1])))
         if found is None:
             raise NotPrepared(self._make_artifact, reference, version)
-        return found if self._shows(reference, found.origin) else None
-
-    def _image(self, tag: Reference) -> Artifact | None:
-        reference = Reference(*tag.parts[:3], tag.tag.removesuffix(IMAGE))
-        version = self.store.manifest_version(reference)
-        if version is None or not self._visible([reference]):
-            return None
-        found = self._artifacts.get((tag, version))
-        if found is None:
-            raise NotPrepared(self._make_image, tag, reference, version)
-        return found if self._shows(reference, found.origin) else None
+        return found
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
         """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
@@ -222,22 +226,13 @@ class Library:
             return None
         return lambda: self.store.manifest_version(reference) != known[0]
 
-    def artifacts(self, repository: Reference) -> Iterator[Artifact]:
-        """Yield what a registry has of a repository, also of versions that no tag names any more.
-
-        Raises as :meth:`model`, when the first that is not prepared is asked for.
-        """
-        seen = []
-        for artifact in self._artifacts.values():
-            reference = artifact.reference
-            is_of_it = reference.parts[:3] == repository.parts[:3] and self.is_allowed(reference)
-            if is_of_it and self._shows(reference, artifact.origin):
-                seen.append(artifact)
-                yield artifact
-        for reference in self.tags(repository):
-            current = self.artifact(reference)
-            if current is not None and current not in seen:
-                yield current
+    def prepared_artifacts(self, repository: Reference) -> list[Artifact]:
+        """Return what registries were given of a repository lately."""
+        return [
+            one
+            for one in self._artifacts.values()
+            if one.reference.parts[:3] == repository.parts[:3] and self.is_allowed(one.reference)
+        ]
 
     def list_cold_files(self, artifact: Artifact) -> None:
         """Check that an artifact lists the compressed forms that its blobs have now.
@@ -256,7 +251,7 @@ class Library:
 
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only: registries have small letters."""
-        if self.tags(repository):
+        if self.stored_tags(repository) or self.arriving_in(repository):
             return repository
         folder = self.store.manifest_path(repository).parents[2]
         parts = list(repository.parts)
@@ -271,17 +266,8 @@ class Library:
         except InvalidReference:
             return repository
 
-    def tags(self, repository: Reference) -> list[Reference]:
-        """Return the tags of a repository that may be served, sorted. Raises NotPrepared."""
-        found = {
-            one
-            for one, arriving in list(self.arriving.items())
-            if one.parts[:3] == repository.parts[:3] and self._shows(one, arriving.origin)
-        }
-        return sorted(found.union(self._visible(self.stored_tags(repository))))
-
     def stored_tags(self, repository: Reference) -> list[Reference]:
-        """Return the tags of a repository in the store, also those that are not for everyone."""
+        """Return the tags of a repository in the store that are served to somebody."""
         folder = self.store.manifest_path(repository).parent
         found = []
         with contextlib.suppress(BlobstoreError):
@@ -290,32 +276,12 @@ class Library:
                     found.append(Reference(*repository.parts[:3], name))
         return list(filter(self.is_allowed, found))
 
-    def models(self) -> list[Reference]:
-        """Return the names of all models that may be served. Raises StoreError or NotPrepared."""
-        return self._visible(self.store.references())
-
     def origin(self, reference: Reference) -> Origin | None:
         """Return the commit that a name was fetched from; None if it is one of the store's own, or absent.
 
         Raises as :meth:`model`.
         """
         return self.origins([reference]).get(reference)
-
-    def _visible(self, references: Iterable[Reference]) -> list[Reference]:
-        """Return those of names in the store that may be served. Raises NotPrepared."""
-        allowed = list(filter(self.is_allowed, references))
-        if not (restricted := self.pulled.restricted()):
-            return allowed
-        origins = self.origins(allowed)
-        return [one for one in allowed if self._shows(one, origins.get(one), restricted)]
-
-    def _shows(
-        self, reference: Reference, origin: Origin | None, restricted: Container[str] | None = None
-    ) -> bool:
-        """Return whether those for whom this library is may read what was fetched."""
-        if origin is None or (self._is_for_readers and origin.repository == name_of(reference)):
-            return True
-        return origin.repository not in (restricted or self.pulled.restricted())
 
     def origins(self, references: Iterable[Reference]) -> Mapping[Reference, Origin | None]:
         """Return what names in the store were fetched from; nothing if no name was. Raises as :meth:`model`."""
@@ -353,6 +319,7 @@ class Library:
     def forget(self, key: Digest) -> None:
         """Forget a model by the digest of its manifest: what is known about it has changed."""
         self._models.forget(key)
+        self._commits.clear()
 
     def is_idle(self, reference: Reference, key: Digest, seconds: float) -> bool:
         """Forget a model, and return True, unless somebody has asked for it, or got bytes of it, that lately."""
@@ -397,8 +364,7 @@ class Library:
         except BlobstoreError:
             # It is damaged, or cannot be read now. If it may have been fetched, it is for those
             # alone who may read that.
-            fetched = self.pulled.of_repository(name_of(reference))
-            found = min(fetched, key=lambda one: one.is_public, default=None)
+            found = next(iter(self.pulled.of_repository(name_of(reference))), None)
             commit = (found.repository, found.commit) if found else None
             return commit, time.monotonic() + _DAMAGED_SECONDS
 
@@ -463,18 +429,22 @@ class Library:
             model.digests = file_digests(self.store, model.manifest, model.key)
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
+        found = []
         for reference in self.stored_tags(repository):
             for data in self._versions(reference):
-                origin = self.pulled.get(self._source(reference, data)[0])
-                if not self._shows(reference, origin):
-                    continue
-                if commit == (origin.commit if origin else commit_of(Digest.of(data))):
-                    key = self._add(data, Manifest.from_bytes(data))
-                    self._commits[repository, commit] = key
-                    return
+                key, origin = Digest.of(data), self.pulled.get(self._source(reference, data)[0])
+                if commit == (origin.commit if origin else commit_of(key)):
+                    found.append(Version(reference, key, origin))
         if len(self._commits) >= _MAX_COMMITS:
             self._commits.clear()
-        self._commits[repository, commit] = _NO_MODEL
+        self._commits[repository, commit] = found
+
+    def _read_version(self, reference: Reference, key: Digest) -> None:
+        for data in self._versions(reference):
+            if Digest.of(data) == key:
+                self._add(data, Manifest.from_bytes(data))
+                return
+        self._commits.clear()  # it was removed since it was found
 
     def _versions(self, reference: Reference) -> Iterator[bytes]:
         """Yield the manifest of a name, and those that it had before."""
@@ -484,16 +454,6 @@ class Library:
             for former in self.store.names.former(reference):
                 if self.store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield former.data
-
-
-class _ReadersLibrary(Library):
-    """The same models, and those of a repository that only some may read. It is for clients that may."""
-
-    _is_for_readers = True
-
-    def __init__(self, everyone: Library) -> None:
-        vars(self).update(vars(everyone))
-        self._commits = {}
 
 
 class _Kept(Generic[_Key, _Value]):
@@ -557,7 +517,6 @@ class _Kept(Generic[_Key, _Value]):
         return self._leases.pop(key)
 
 
-_NO_MODEL = Digest("0" * 64)
 _MAX_COMMITS = 10_000
 _PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
 

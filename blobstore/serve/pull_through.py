@@ -1,10 +1,11 @@
-"""Fetches models that the store lacks from an upstream, once for all clients, and decides who may read them.
+"""Fetches models that the store lacks from an upstream, once for all clients, and asks who may read them.
 
-:meth:`PullThrough.library_for` looks at each request before it is answered. It does not judge the store's own models.
+:meth:`PullThrough.visible` looks at each request before it is answered. It does not judge the store's own models.
 Of any other model, three things have to be known, and each is known for a while:
 
 - what the upstream calls this revision now;
-- whether the upstream lets this client read it, judged by a request for a file with the client's own token;
+- whether the upstream lets this client read it, judged by a request for a file with the client's own token; the
+  answers are in :mod:`blobstore.serve.rights`;
 - whether the store has it, or it is arriving.
 
 What is not known is work for a thread, as in :mod:`blobstore.serve.library`. The token of a client goes to the
@@ -15,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import threading
 import time
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import make_folders
@@ -35,8 +35,10 @@ from blobstore.serve.messages import PEER
 from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
+from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
+from blobstore.serve.visible import Visible
 from blobstore.sources.hub_listing import COMMIT
 from blobstore.store.locks import try_lock
 
@@ -52,16 +54,12 @@ if TYPE_CHECKING:
     from blobstore.serve.upstreams import FoundAt
     from blobstore.store.local import LocalStore
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
 _REFUSED_SECONDS: Final = 5.0
 """How long a refusal, or a failure, is repeated to others who ask for the same."""
 _WAIT_SECONDS: Final = 8.0
 """How long a thread waits for an arrival. Clients that still wait then have to ask again."""
-_MAX_KNOWN: Final = 100_000
-"""Answers of the upstream that are kept."""
 _MAX_REFUSALS: Final = 4096
 """Those that anybody can cause, by any name. Each takes about a KiB."""
 _MAX_ARRIVALS: Final = 32
@@ -90,7 +88,7 @@ class _Asked(NamedTuple):
 
 
 class PullThrough:
-    """A library that an upstream adds to. Threads may share it; close it."""
+    """Adds models of an upstream to a library. Threads may share it; close it."""
 
     def __init__(
         self,
@@ -125,8 +123,7 @@ class PullThrough:
         self._upstreams = Upstreams(upstream, token, self.peers)
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
-        self._access: dict[tuple[str, str], float] = {}
-        """Until when a client may read a repository, by the digest of its token."""
+        self._rights = Rights(library.pulled)
         self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
         self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
         """Those of arrivals."""
@@ -176,8 +173,8 @@ class PullThrough:
         """Return whether the token of a request decides which models there are for it."""
         return self._upstreams.has_upstream and PEER not in request.headers
 
-    def library_for(self, request: Request, target: Target, token: str) -> Library:
-        """Return the library that has what the client may read of what it asks for.
+    def visible(self, request: Request, target: Target, token: str) -> Visible:
+        """Return what the client may read of what it asks for.
 
         Nothing here depends on whether the store has a model before it is known that the client may read it.
 
@@ -186,51 +183,60 @@ class PullThrough:
             NotPrepared: the upstream has to be asked first, or the model has to arrive.
             BlobstoreError: the model in the store is damaged.
         """
+        everyone = Visible.of(self._library)
         if PEER in request.headers:
-            return self._library
+            return everyone
         is_registry = target.is_of_registry
-        found = (
-            asked_of_registry(target, self._library.for_readers)
-            if is_registry
-            else asked_for(target.segments)
-        )
+        found = asked_of_registry(target, everyone) if is_registry else asked_for(target.segments)
         if found is None or found[0].host != DEFAULT_HOST:
-            return self._library
+            return everyone
         repository, revision = found
         if not self._library.may_have(repository):
             raise no_model()
         asked = None if revision is None else _asked(repository, revision)
-        if asked is not None and self._library.is_allowed(asked.reference):
-            return self._version(asked, token, needs_all=is_registry)
-        return self._repository(repository, token)
+        if asked is None or not self._library.is_allowed(asked.reference):
+            return self._repository(repository, token, everyone)
+        if self._is_settled(asked, everyone):
+            return everyone
+        return self._version(asked, token, needs_all=is_registry)
 
-    def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Library:
-        """Return the library that has a version, which is there and may be read. Raises as :meth:`library_for`."""
-        if self._is_settled(asked):
-            return self._library
-        now, client = time.monotonic(), _digest(token)
+    def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Visible:
+        """Return what a client may read of a version, which is there. Raises as :meth:`visible`."""
+        client = client_of(token)
         self._check_refusal(asked.reference, client)
-        known = _Known(asked.revision, now + 1) if asked.is_commit else None
-        known = known or self._tags.get(asked.reference)
-        if known is None or now >= known.until or not self._may_read(asked.repository, client):
+        commit, right = self._known(asked), self._right(asked, client)
+        if commit is None or right is None:
             raise NotFetched(self._look_up, asked, token)
-        held = self._held(asked, self._library.for_readers)
-        arrival = self._arrivals.get((asked.repository, known.commit))
+        visible = Visible.of(self._library, right.opens)
+        held = _held(asked, visible)
+        arrival = self._arrivals.get((asked.repository, commit))
         if arrival is not None:
             if needs_all:
                 raise NotFetched(_wait, arrival.ended)
             if not arrival.listed.is_set():
                 raise NotFetched(_wait, arrival.listed)
-            if held is None or held.commit != known.commit:  # it lacks this name, or has just ended
-                raise NotFetched(self._begin, asked, known.commit)
-        elif held is not None and held.origin and held.origin.commit == known.commit:
+            if held is None or held.commit != commit:  # it lacks this name, or has just ended
+                raise NotFetched(self._begin, asked, commit)
+        elif held is not None and held.origin and held.origin.commit == commit:
             self._library.pulled.touch(held.origin)
         else:
-            failure, until = self._failures.get((asked.repository, known.commit), (None, 0.0))
+            now = time.monotonic()
+            failure, until = self._failures.get((asked.repository, commit), (None, 0.0))
             if failure is not None and now < until:
                 raise failure.again()
             raise NotFetched(self._look_up, asked, token)
-        return self._library.for_readers
+        return visible
+
+    def _known(self, asked: _Asked) -> str | None:
+        """Return the commit that a revision is; None if the upstream has to be asked."""
+        if asked.is_commit:
+            return asked.revision
+        known = self._tags.get(asked.reference)
+        return known.commit if known is not None and time.monotonic() < known.until else None
+
+    def _right(self, asked: _Asked, client: str) -> Right | None:
+        """Return the right by which a client may read a revision now."""
+        return self._rights.of(client, asked.repository, self._known(asked) or "")
 
     def _check_refusal(self, reference: Reference, client: str) -> None:
         """Repeat what a client was answered lately. Raises Refusal."""
@@ -238,53 +244,43 @@ class PullThrough:
         if refusal is not None and time.monotonic() < until:
             raise refusal.again()
 
-    def _is_settled(self, asked: _Asked) -> bool:
-        """Return whether nobody else says what a name is, because the store has a model of it."""
+    def _is_settled(self, asked: _Asked, everyone: Visible) -> bool:
+        """Return whether the store alone decides what a name is."""
         if self._upstreams.has_upstream and not asked.is_commit:
             # Of the store's own. It is not read here: one that is damaged shows that it is there.
             is_there = self._store.manifest_version(asked.reference) is not None
             return is_there and self._library.origin(asked.reference) is None
-        held = self._held(asked, self._library)
+        held = _held(asked, everyone)
         if held is None or held.origin is None:
             return held is not None
         # Peers do not: each would give its version to the others.
         return held.manifest is not None and not self._upstreams.has_upstream
 
-    def _repository(self, repository: Reference, token: str) -> Library:
-        """Return the library for a question about a repository, and no version of it. Raises as :meth:`library_for`.
+    def _repository(self, repository: Reference, token: str, everyone: Visible) -> Visible:
+        """Return what a client may read of a repository, of which it names no version. Raises as :meth:`visible`.
 
         The upstream is asked about a repository that is absent, too, so that its answer is that to one that is not.
         """
-        name, client, library = name_of(repository), _digest(token), self._library
-        if not self._upstreams.has_upstream or self._is_own(repository):
-            return library
-        if self._may_read(name, client):
-            return library.for_readers
-        revision = next((one.commit for one in library.pulled.of_repository(name)), MAIN)
+        name, client = name_of(repository), client_of(token)
+        recorded = list(self._library.pulled.of_repository(name))
+        if not self._upstreams.has_upstream or self._is_own(repository, recorded):
+            return everyone
+        revision = next((one.commit for one in recorded if not one.peer), MAIN)
         asked = _Asked(Reference(*repository.parts[:3], revision), name, revision)
+        if (right := self._right(asked, client)) is not None:
+            return Visible.of(self._library, right.opens)
         try:
             self._check_refusal(asked.reference, client)
         except Refusal:
-            if library.tags(repository):  # others than those that were fetched
-                return library
+            if everyone.tags(repository):  # others than those that were fetched
+                return everyone
             raise
         raise NotFetched(self._ask, asked, token)
 
-    def _is_own(self, repository: Reference) -> bool:
+    def _is_own(self, repository: Reference, recorded: Sequence[Origin]) -> bool:
         """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
-        tags = self._library.for_readers.tags(repository)
-        is_recorded = self._library.pulled.of_repository(name_of(repository))
-        return bool(tags) and not is_recorded and not any(self._library.origins(tags).values())
-
-    def _held(self, asked: _Asked, library: Library) -> ServedModel | None:
-        """Return the model that a name or a commit is now. Raises NotPrepared."""
-        if asked.is_commit:
-            return library.at_commit(any_tag(asked.reference), asked.revision)
-        return library.model(asked.reference)
-
-    def _may_read(self, repository: str, client: str) -> bool:
-        now = time.monotonic()
-        return any(now < self._access.get((repository, one), 0.0) for one in (_digest(""), client))
+        tags = self._library.stored_tags(repository)
+        return bool(tags) and not recorded and not any(self._library.origins(tags).values())
 
     # What takes its time
 
@@ -296,63 +292,79 @@ class PullThrough:
 
     def _ask(self, asked: _Asked, token: str) -> FoundAt | None:
         """Ask the upstream what a revision is and whether this client may read it; None if it cannot be fetched."""
-        origin, client = self._stored(asked), _digest(token)
-        may_read = self._may_read(asked.repository, client)
-        # Who may not read what the store has must not see that it has it.
-        has_answer = origin is not None and (origin.is_public or may_read)
+        origin, client, now = self._stored(asked), client_of(token), time.monotonic()
+        is_public = self._library.pulled.is_public(asked.repository)
+        # A client that may not read what the store has must not learn that it is there.
+        has_answer = origin is not None and (
+            is_public or self._rights.of(client, asked.repository) is not None
+        )
         is_patient = not has_answer and self._patient.acquire(blocking=False)
         try:
             patience = PATIENT if is_patient else IMPATIENT
             # A peer does not know who may read what the upstream has.
-            with_peers = self._library.pulled.is_public(asked.repository)
             found = self._upstreams.find(
-                asked.repository, asked.revision, token, patience, with_peers=with_peers
+                asked.repository, asked.revision, token, patience, with_peers=is_public
             )
         except Refusal as refusal:
-            if not token and refusal.is_of_repository:
-                self._library.pulled.note_public(asked.repository, is_public=False)
             self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)
             self._refuse(asked, client, refusal)
+            if refusal.is_of_repository and self._upstreams.has_upstream:
+                self._rights.take_back(asked.repository, client)
+                if client == EVERYONE:
+                    self._rights.note_public(asked.repository)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
-                seconds = min(self._fresh, _RETRY_SECONDS)
-                self._remember(asked, origin.commit, client if origin.is_public else None, seconds)
+                until = now + max(min(self._fresh, _RETRY_SECONDS), 1)
+                bounded(self._tags)[asked.reference] = _Known(origin.commit, until)
+                if is_public:
+                    self._give(origin.peer, EVERYONE, asked.repository, origin.commit, now, until)
             else:
                 message = "the upstream cannot be reached, or does not answer as a Hub"
                 self._refuse(asked, client, Refusal(HTTPStatus.BAD_GATEWAY, message=message))
         else:
-            self._note_readers(asked, found, client)
+            self._found(asked, found, client, now)
             return found
         finally:
             if is_patient:
                 self._patient.release()
         return None
 
-    def _note_readers(self, asked: _Asked, found: FoundAt, client: str) -> None:
-        """Remember who may read what was found: this client, or everyone."""
-        everyone, name = _digest(""), asked.repository
-        if found.is_peer:
-            client = everyone
-        elif client == everyone:
-            self._library.pulled.note_public(name, is_public=True)
-        elif self._library.pulled.of_repository(name) and not self._may_read(name, everyone):
-            is_public = self._upstreams.is_public(found, name)
-            self._library.pulled.note_public(name, is_public=is_public)
-            client = everyone if is_public else client
-        self._remember(asked, found.commit, client, self._fresh)
+    def _found(self, asked: _Asked, found: FoundAt, client: str, now: float) -> None:
+        """Remember what a revision is, and who may read it: this client, or everyone."""
+        # At least as long as it takes to ask for what was just found out.
+        until = time.monotonic() + max(self._fresh, 1)
+        giver = found.peer.name if found.is_peer and found.peer else UPSTREAM
+        client = EVERYONE if found.is_peer else client
+        self._give(giver, client, asked.repository, found.commit, now, until)
+        bounded(self._tags)[asked.reference] = _Known(found.commit, until)
+        if giver == UPSTREAM and self._library.pulled.of_repository(asked.repository):
+            self._judge(asked.repository, found)
+            self._rights.note_public(asked.repository)
+
+    def _give(
+        self, giver: str, client: str, repository: str, commit: str, asked: float, until: float
+    ) -> None:
+        only = "" if giver == UPSTREAM else commit
+        self._rights.give(Right(giver, client, repository, only, asked, until))
+
+    def _judge(self, repository: str, found: FoundAt) -> None:
+        """Ask whether everyone may read a repository that one client may read, unless that is known."""
+        if self._rights.of(EVERYONE, repository) is None:
+            now = time.monotonic()
+            try:
+                self._upstreams.check_public(found, repository)
+            except Refusal:
+                self._rights.take_back(repository, EVERYONE)
+            except RemoteError:
+                pass  # nobody has said that they may
+            else:
+                until = time.monotonic() + max(self._fresh, 1)
+                self._give(UPSTREAM, EVERYONE, repository, "", now, until)
 
     def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
-
-    def _remember(self, asked: _Asked, commit: str, client: str | None, seconds: float) -> None:
-        """Remember what a revision is, and that a client may read it; None if that holds as long as it did."""
-        # At least as long as it takes to ask for what was just found out.
-        until = time.monotonic() + max(seconds, 1)
-        if client is not None:
-            _bound(self._access)[asked.repository, client] = until
-        _bound(self._tags)[asked.reference] = _Known(commit, until)
+        bounded(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
 
     def _stored(self, asked: _Asked) -> Origin | None:
         """Return what the store has of a revision, which was fetched earlier."""
@@ -403,17 +415,14 @@ class PullThrough:
 
     # What arrivals report
 
-    def is_public(self, arrival: Arrival) -> bool:
-        """See :class:`ArrivalHost`."""
-        found = self._begun[arrival.repository, arrival.commit][1]
-        return not found.token or self._upstreams.is_public(found, arrival.repository)
-
     def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
         """See :class:`ArrivalHost`."""
         self.importing(arrival)
         self._store.names.check_name(arrival.reference)
         self._limit.reserve(arrival, size)
-        self._library.pulled.keep(origin)
+        if not origin.peer:
+            self._judge(arrival.repository, self._begun[arrival.repository, arrival.commit][1])
+        self._rights.note_public(arrival.repository, origin)
 
     def bytes_arrived(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -464,7 +473,7 @@ class PullThrough:
 
     def _fail(self, key: tuple[str, str], refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
-        _bound(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
+        bounded(self._failures, _MAX_REFUSALS)[key] = refusal.again(), until
 
     def _removed(self, origin: Origin, freed: int) -> None:
         self._note(removed=origin.repository, commit=origin.commit, freed=freed)
@@ -505,19 +514,15 @@ def _asked(repository: Reference, revision: str) -> _Asked | None:
     return _Asked(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+def _held(asked: _Asked, visible: Visible) -> ServedModel | None:
+    """Return the model that a name or a commit is now. Raises NotPrepared."""
+    if asked.is_commit:
+        return visible.at_commit(any_tag(asked.reference), asked.revision)
+    return visible.model(asked.reference)
 
 
 def _wait(event: threading.Event) -> None:
     event.wait(_WAIT_SECONDS)
-
-
-def _bound(known: dict[_Key, _Value], most: int = _MAX_KNOWN) -> dict[_Key, _Value]:
-    """Return a dictionary that has space for one more."""
-    if len(known) >= most:
-        known.clear()
-    return known
 
 
 def _as_refusal(error: BlobstoreError | Refusal) -> Refusal:

@@ -1,7 +1,8 @@
-"""The record of what was fetched from an upstream: a small file for each commit of a repository.
+"""The record of what was fetched from an upstream: a small file for each commit, and one for each repository.
 
-It is written before the model gets its name, so no crash leaves a fetched model that looks like one of the
-store's own. Its time is that of the last use.
+That of a commit is written before the model gets its name, so no crash leaves a fetched model that looks like one
+of the store's own. Its time is that of the last use. That of a repository is written before those of its commits,
+and says whether the upstream gives it to everyone.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
@@ -46,25 +47,8 @@ class Origin:
     commit: str
     plain: Mapping[str, str] = field(default_factory=dict, repr=False)
     """The files that the upstream does not list as large ones, and their names in git: 40 hexadecimal digits."""
-    is_public: bool = False
-    """Whether the upstream gives the files to everyone."""
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Return what :meth:`to_bytes` has written. Raises ValueError if it is malformed."""
-        value = strict_json.loads(data)
-        try:
-            made = cls(
-                value["repository"], value["commit"], dict(value["plain"]), value["public"] is True
-            )
-        except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError("malformed record") from error
-        names = (made.commit, *made.plain.values())
-        if not isinstance(made.repository, str) or not all(
-            isinstance(name, str) and COMMIT.fullmatch(name) for name in names
-        ):
-            raise ValueError("malformed record")
-        return made
+    peer: str = ""
+    """The peer that said what the commit is; empty if the upstream did."""
 
     def to_bytes(self) -> bytes:
         """Return the record as JSON."""
@@ -72,9 +56,42 @@ class Origin:
             "repository": self.repository,
             "commit": self.commit,
             "plain": dict(self.plain),
-            "public": self.is_public,
+            "peer": self.peer,
         }
         return strict_json.dumps(value).encode()
+
+
+class _Record(NamedTuple):
+    """What a file says."""
+
+    repository: str
+    origin: Origin | None
+    """None in the record of a repository."""
+    is_public: bool | None
+    """None in the record of a commit. Those of former versions of blobstore say it there."""
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> _Record:
+        """Return a record. Raises ValueError if it is malformed."""
+        value = strict_json.loads(data)
+        try:
+            repository, public = value["repository"], value.get("public")
+            origin = _origin_of(value) if "commit" in value else None
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError("malformed record") from error
+        if not isinstance(repository, str) or (origin is None and not isinstance(public, bool)):
+            raise ValueError("malformed record")
+        return cls(repository, origin, None if public is None else public is True)
+
+
+def _origin_of(value: dict[str, Any]) -> Origin:
+    made = Origin(value["repository"], value["commit"], dict(value["plain"]), value.get("peer", ""))
+    names = (made.commit, *made.plain.values())
+    if not isinstance(made.peer, str) or not all(
+        isinstance(name, str) and COMMIT.fullmatch(name) for name in names
+    ):
+        raise ValueError("malformed record")
+    return made
 
 
 class PulledModels:
@@ -92,9 +109,11 @@ class PulledModels:
         self._is_own = False
         self._version: FileVersion | None = None
         """Of the folder, when the records were read, if a later change is another version."""
-        self._files: dict[str, tuple[FileVersion | None, Origin]] = {}
+        self._files: dict[str, tuple[FileVersion | None, _Record]] = {}
         self._records: dict[Commit, Origin] = {}
         """They are replaced, and never changed, so that no reader needs the lock."""
+        self._public: dict[str, bool] = {}
+        """Whether the upstream gives a repository to everyone. A peer does not know."""
         self._restricted: frozenset[str] = frozenset()
         self._used: dict[Commit, float] = {}
         """When models were last used by this process, and when that was noted."""
@@ -127,37 +146,70 @@ class PulledModels:
                         known = found, _read_record(path)
                     files[name] = known
             self._files = files
-            origins = [origin for _, origin in files.values()]
-            self._set({(one.repository, one.commit): one for one in origins})
+            records = [record for _, record in files.values()]
+            origins = [one.origin for one in records if one.origin is not None]
+            self._set(
+                {(one.repository, one.commit): one for one in origins}, _public_facts(records)
+            )
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
 
-    def _set(self, records: dict[Commit, Origin]) -> None:
-        self._records = records
+    def _set(self, records: dict[Commit, Origin], public: dict[str, bool]) -> None:
+        self._records, self._public = records, public
+        # Of a repository that no upstream was asked about, there is only what peers have given.
         self._restricted = frozenset(
-            one.repository for one in records.values() if not one.is_public
+            {one for one, is_public in public.items() if not is_public}
+            | {one.repository for one in records.values() if not one.peer} - public.keys()
         )
 
-    def keep(self, origin: Origin) -> None:
-        """Note durably that a commit is being fetched, or what is known about it now.
+    def keep(self, origin: Origin, *, is_public: bool | None) -> None:
+        """Note durably that a commit is being fetched, and whether everyone may read its repository.
+
+        ``is_public`` is None if a peer gives it, which does not know.
 
         Raises:
             StoreError: the store cannot be written.
         """
-        path = self._path(origin)
+        if is_public is not None:
+            self._write_public(origin.repository, is_public=is_public)
+        self._write(self._path(origin.repository, origin.commit), origin.to_bytes())
+        with self._lock:
+            records = self._records | {(origin.repository, origin.commit): origin}
+            self._set(records, self._public)
+
+    def note_public(self, repository: str, *, is_public: bool) -> None:
+        """Note whether everyone may read a repository now, if anything of it was fetched. Raises as :meth:`keep`."""
+        if self.of_repository(repository):
+            self._write_public(repository, is_public=is_public)
+
+    def _write_public(self, repository: str, *, is_public: bool) -> None:
+        path = self._path(repository)
+        if self._public.get(repository) != is_public or not path.exists():
+            value = {"repository": repository, "public": is_public}
+            self._write(path, strict_json.dumps(value).encode())
+            with self._lock:
+                self._set(self._records, self._public | {repository: is_public})
+
+    def _write(self, path: Path, data: bytes) -> None:
         with self._store.writing():
             make_folders(self._folder, self._store.root)
-            write_file(path, [origin.to_bytes()])
-        with self._lock:
-            self._set(self._records | {(origin.repository, origin.commit): origin})
+            write_file(path, [data])
 
     def forget(self, origin: Origin) -> None:
         """Remove the record of a commit that the store has no model of any more. Raises OSError."""
-        self._path(origin).unlink(missing_ok=True)
+        self._path(origin.repository, origin.commit).unlink(missing_ok=True)
         with self._lock:
             key = (origin.repository, origin.commit)
-            self._set({one: found for one, found in self._records.items() if one != key})
+            records = {one: found for one, found in self._records.items() if one != key}
+            self._set(records, self._public)
+        if not any(one.repository == origin.repository for one in records.values()):
+            self._path(origin.repository).unlink(missing_ok=True)
+            with self._lock:
+                others = self._public.items()
+                self._set(
+                    self._records, {one: it for one, it in others if one != origin.repository}
+                )
 
     def records(self) -> Mapping[Commit, Origin]:
         """Return what was fetched, or is being fetched, as of now."""
@@ -181,12 +233,6 @@ class PulledModels:
         self._look()
         return self._restricted
 
-    def note_public(self, repository: str, *, is_public: bool) -> None:
-        """Note whether everyone may read a repository now. Raises as :meth:`keep`."""
-        for origin in self.of_repository(repository):
-            if origin.is_public != is_public:
-                self.keep(replace(origin, is_public=is_public))
-
     def origin(self, manifest: Manifest) -> Origin | None:
         """Return the commit that a model was fetched from; None if it is one of the store's own.
 
@@ -206,17 +252,30 @@ class PulledModels:
         if now - self._noted.get(key, 0.0) >= _TOUCH_SECONDS:
             self._noted[key] = now
             with contextlib.suppress(OSError):
-                os.utime(self._path(origin))
+                os.utime(self._path(*key))
 
     def last_use(self, origin: Origin) -> float:
         """Return when a model was last used, in seconds since the epoch; 0 if nobody knows."""
-        noted = 0.0
+        key, noted = (origin.repository, origin.commit), 0.0
         with contextlib.suppress(OSError):
-            noted = self._path(origin).stat().st_mtime
-        return max(noted, self._used.get((origin.repository, origin.commit), 0.0))
+            noted = self._path(*key).stat().st_mtime
+        return max(noted, self._used.get(key, 0.0))
 
-    def _path(self, origin: Origin) -> Path:
-        return self._folder / Digest.of(f"{origin.repository}@{origin.commit}".encode()).hex
+    def _path(self, repository: str, commit: str = "") -> Path:
+        """Return the path of the record of a commit, or of a repository."""
+        return self._folder / Digest.of(f"{repository}@{commit}".encode()).hex
+
+
+def _public_facts(records: Iterable[_Record]) -> dict[str, bool]:
+    """Return whether each repository is for everyone: not if any of the former records says so."""
+    former: dict[str, bool] = {}
+    stated: dict[str, bool] = {}
+    for one in records:
+        if one.is_public is not None and one.origin is None:
+            stated[one.repository] = one.is_public
+        elif one.is_public is not None:
+            former[one.repository] = former.get(one.repository, True) and one.is_public
+    return former | stated
 
 
 def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
@@ -225,10 +284,10 @@ def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
     return (record.repository, record.commit) if record and record.commit else None
 
 
-def _read_record(path: Path) -> Origin:
+def _read_record(path: Path) -> _Record:
     """Return a record. Raises StoreError if it is damaged, and FileNotFoundError if it is gone."""
     try:
-        return Origin.from_bytes(read_regular(path, _MAX_RECORD))
+        return _Record.from_bytes(read_regular(path, _MAX_RECORD))
     except FileNotFoundError:
         raise
     except (OSError, ValueError, BlobstoreError) as error:

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from blobstore.registry.manifest import RemoteManifest
-    from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.targets import Target
+    from blobstore.serve.visible import Visible
 
 _ACTIONS = ("manifests", "blobs", "tags", "referrers")
 _PAGE: Final = 1000
@@ -45,7 +45,7 @@ _MAX_WAIT: Final = 60
 _WAIT: Final = re.compile(r"(?:.*[,;\s])?wait=(\d{1,9})(?:[,;\s].*)?", re.ASCII | re.IGNORECASE)
 
 
-def registry_response(request: Request, target: Target, library: Library) -> Response | None:
+def registry_response(request: Request, target: Target, library: Visible) -> Response | None:
     """Return the response to a request of a registry's client; None for other targets.
 
     Raises:
@@ -76,7 +76,7 @@ def _part(
     target: Target,
     repository: Reference,
     place: tuple[str, str],
-    library: Library,
+    library: Visible,
 ) -> Response:
     """Return the response to a request for a manifest or a blob, or for what refers to one."""
     action, what = place
@@ -91,7 +91,7 @@ def _part(
     return _referrers(request, target, repository, digest, library)
 
 
-def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str | None] | None:
+def asked_of_registry(target: Target, library: Visible) -> tuple[Reference, str | None] | None:
     """Return the repository and the revision that a target is about; None for targets of another kind.
 
     The revision is None if the target is about a manifest or a blob by its digest.
@@ -108,7 +108,7 @@ def asked_of_registry(target: Target, library: Library) -> tuple[Reference, str 
     return repository, MAIN if tag == DEFAULT_TAG else tag
 
 
-def _repository(name: Sequence[str], host: str, library: Library) -> Reference | None:
+def _repository(name: Sequence[str], host: str, library: Visible) -> Reference | None:
     """Return the repository of a name; None if the name is malformed.
 
     containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
@@ -119,7 +119,7 @@ def _repository(name: Sequence[str], host: str, library: Library) -> Reference |
     return None if found is None else library.spelled(found)
 
 
-def _manifest(request: Request, repository: Reference, what: str, library: Library) -> Response:
+def _manifest(request: Request, repository: Reference, what: str, library: Visible) -> Response:
     candidates = list(_named(repository, what, library))
     accepted = [
         part.partition(";")[0].strip() for part in request.headers.get("accept", "").split(",", 100)
@@ -146,7 +146,7 @@ def _manifest(request: Request, repository: Reference, what: str, library: Libra
 
 
 def _unchanged(
-    request: Request, repository: Reference, what: str, library: Library, headers: dict[str, str]
+    request: Request, repository: Reference, what: str, library: Visible, headers: dict[str, str]
 ) -> Response:
     """Return the response to a client that has the manifest, and may want to wait for another one (RFC 7240)."""
     wanted = _WAIT.fullmatch(request.headers.get("prefer", ""))
@@ -161,7 +161,7 @@ def _unchanged(
     return Response(304, headers, wait=Wait(seconds, is_changed))
 
 
-def _named(repository: Reference, what: str, library: Library) -> Sequence[RemoteManifest]:
+def _named(repository: Reference, what: str, library: Visible) -> Sequence[RemoteManifest]:
     """Return the manifests that a tag or a digest names."""
     if ":" in what:
         with contextlib.suppress(InvalidDigest):
@@ -181,7 +181,7 @@ def _named(repository: Reference, what: str, library: Library) -> Sequence[Remot
     return []
 
 
-def _blob(request: Request, repository: Reference, digest: Digest, library: Library) -> Response:
+def _blob(request: Request, repository: Reference, digest: Digest, library: Visible) -> Response:
     for artifact in library.artifacts(repository):
         content = artifact.blobs.get(digest)
         if content is not None and library.has_files(content):
@@ -192,7 +192,7 @@ def _blob(request: Request, repository: Reference, digest: Digest, library: Libr
 
 
 def _tags(
-    request: Request, target: Target, repository: Reference, what: str, library: Library
+    request: Request, target: Target, repository: Reference, what: str, library: Visible
 ) -> Response:
     if what != "list":
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
@@ -201,7 +201,7 @@ def _tags(
     return json_response(request, {"name": name, "tags": page}, headers=headers)
 
 
-def _repositories(request: Request, target: Target, library: Library) -> Response:
+def _repositories(request: Request, target: Target, library: Visible) -> Response:
     """Return the repositories, which clients read in small letters alone."""
     names = {_name_of(one).lower() for one in library.models()}
     page, headers = _page(target, sorted(name for name in names if is_repository(name)))
@@ -229,7 +229,7 @@ def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str
 
 
 def _referrers(
-    request: Request, target: Target, repository: Reference, digest: Digest, library: Library
+    request: Request, target: Target, repository: Reference, digest: Digest, library: Visible
 ) -> Response:
     listed: list[Any] = []
     for artifact in library.artifacts(repository):

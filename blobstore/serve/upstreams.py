@@ -112,17 +112,13 @@ class Upstreams:
                 self.peers.failed(peer, error)
         raise failure or Refusal(404, "RepoNotFound")
 
-    def is_public(self, found: FoundAt, repository: str) -> bool:
-        """Return whether a server gives a model to everyone: to those who have no token of their own."""
-        if found.is_peer:
-            return True  # others are not given to peers
-        one = found._replace(token=self._token)
-        try:
-            with self._client(one, IMPATIENT) as client:
-                client.check_access(repository, client.revision(repository, found.commit))
-        except (Refusal, RemoteError):
-            return False
-        return True
+    def check_public(self, found: FoundAt, repository: str) -> None:
+        """Check that the upstream gives a commit to everyone: to those who have no token of their own.
+
+        Raises as :meth:`find`.
+        """
+        with self._client(found._replace(token=self._token), IMPATIENT) as client:
+            client.check_access(repository, client.revision(repository, found.commit))
 
     def _ask(
         self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience

@@ -25,6 +25,8 @@ pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra
 NAME = "org/model"
 FILE = f"/{NAME}/resolve/main/model.safetensors"
 RIGHT = "Bearer hf_right"
+IMPATIENT = {"pull_through._MAX_PATIENT": 0, "pull_through._REFUSED_SECONDS": 0.1}
+"""Limits of a server that does not wait for an upstream that is gone."""
 
 
 @pytest.fixture
@@ -133,6 +135,40 @@ def test_a_peer_with_a_model_of_the_same_name_opens_no_restricted_one(
     ):
         server.request(FILE)
         assert server.request(FILE.replace("main", commit))[0] in {403, 404, 502, 503}
+
+
+def test_a_peer_that_was_asked_first_opens_nothing_of_the_upstreams(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(made(tmp_path / "made", 2), NAME, store=other)
+    (tmp_path / "log").mkdir()
+    hub.branch(NAME, "v1", made(tmp_path / "branch", 3))
+    hub.repos[NAME].status = 502  # away
+    options = ("--upstream", hub.url, "--peers")
+    with (
+        serving(other, tmp_path / "log") as peer,
+        serving(store, tmp_path, *options, peer.url, limits=IMPATIENT) as server,
+    ):
+        until(lambda: server.request(FILE)[0] == 200)
+        server.wait_for_log("written")
+        hub.repos[NAME].status = 0
+        restrict(hub)
+        second = FILE.replace("main", "v1")
+        until(lambda: server.request(second, Authorization=RIGHT)[0] == 200)
+        server.wait_for_log("model", f"{NAME}:v1")
+        (blob,) = store.resolve(f"{NAME}:v1").layers[:1]
+        for target in (
+            second,
+            FILE,  # of the peer: the upstream has refused the repository since
+            FILE.replace("main", hub.repos[NAME].branches["v1"].commit),
+            f"/v2/{NAME}/manifests/v1",
+            f"/v2/{NAME}/blobs/{blob.digest}",
+            f"/v2/{NAME}/tags/list",
+            f"/api/models/{NAME}",
+        ):
+            assert server.request(target)[0] == 401, target
+        assert server.request(second, X_Blobstore_Peer="1")[0] == 404
 
 
 # Other versions than those that were asked for

@@ -126,7 +126,7 @@ def answered(library: Library, entry: dict[str, Any]) -> dict[str, Any]:
 def _placeholders(library: Library) -> dict[str, str]:
     """Return what stands in logs for digests of what this project writes, which may change."""
     found: dict[str, str] = {}
-    for reference in sorted(library.models()):
+    for reference in sorted(library.store.references()):
         model = _prepared(lambda one=reference: library.model(one))  # type: ignore[misc]
         blobs = {blob.digest for blob in model.manifest.blobs}
         found[model.commit] = f"{{commit {reference}}}"

@@ -42,7 +42,7 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         weights = np.full(COUNT, number, np.float32)
         source: Any = open_source(write_folder(tmp_path / name, {"weight": weights}))
         source.repository, source.commit = f"org/{name}", str(number) * 40
-        library.pulled.keep(Origin(source.repository, source.commit, is_public=True))
+        library.pulled.keep(Origin(source.repository, source.commit), is_public=True)
         with contextlib.closing(source):
             reference = Reference.parse(source.repository)
             import_source(source, reference, store, ImportOptions(), started=0.0)

@@ -13,6 +13,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve.library import MAX_MODELS, Library, NotPrepared
 from blobstore.serve.pulled import Origin, PulledModels
+from blobstore.serve.visible import Visible
 from tests.support.models import moe_tensors, write_folder
 from tests.support.serve import ask, body_of
 
@@ -84,7 +85,7 @@ def test_a_list_of_many_names_reads_the_records_as_often_as_one_of_a_few(
         looks.append(1)
         really(self)
 
-    library.pulled.keep(Origin("org/gated", "0" * 40))
+    library.pulled.keep(Origin("org/gated", "0" * 40), is_public=False)
     ask(library, "/v2/_catalog")
     monkeypatch.setattr(PulledModels, "_look", counted)
     counts = []
@@ -92,9 +93,9 @@ def test_a_list_of_many_names_reads_the_records_as_often_as_one_of_a_few(
         copy_model("org/model", f"org/model:v{number}", store=library.store)
         if number in {2, 29}:
             with pytest.raises(NotPrepared) as caught:
-                library.models()
+                Visible.of(library).models()
             caught.value.prepare()
             looks.clear()
-            assert len(library.models()) == number
+            assert len(Visible.of(library).models()) == number
             counts.append(len(looks))
     assert counts[0] == counts[1]

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from blobstore.core.digest import Digest
 from blobstore.errors import StoreError
 from blobstore.operations.create.create import create
 from blobstore.serve.pulled import Origin, PulledModels
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
-ORIGIN = Origin("org/model", "a" * 40, {"config.json": "b" * 40}, is_public=True)
+ORIGIN = Origin("org/model", "a" * 40, {"config.json": "b" * 40})
+FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
+
+
+def record_of(store: LocalStore, what: str = f"@{ORIGIN.commit}") -> Path:
+    return store.folder("pulled") / Digest.of(f"{ORIGIN.repository}{what}".encode()).hex
 
 
 def test_a_record_survives_the_process(store: LocalStore) -> None:
-    PulledModels(store).keep(ORIGIN)
+    PulledModels(store).keep(ORIGIN, is_public=True)
     again = PulledModels(store)
     assert again.all() == [ORIGIN]
     assert again.of_repository("org/model") == [ORIGIN]
@@ -30,8 +37,8 @@ def test_a_record_survives_the_process(store: LocalStore) -> None:
 def test_the_last_use_survives_the_process(store: LocalStore) -> None:
     pulled = PulledModels(store)
     assert pulled.last_use(ORIGIN) == 0
-    pulled.keep(ORIGIN)
-    (path,) = store.folder("pulled").iterdir()
+    pulled.keep(ORIGIN, is_public=True)
+    path = record_of(store)
     os.utime(path, (1000, 1000))
     assert pulled.last_use(ORIGIN) == 1000
     pulled.touch(ORIGIN)
@@ -39,16 +46,25 @@ def test_the_last_use_survives_the_process(store: LocalStore) -> None:
 
 
 def test_a_damaged_record_is_an_error_and_not_a_model_for_everyone(store: LocalStore) -> None:
-    PulledModels(store).keep(ORIGIN)
-    (path,) = store.folder("pulled").iterdir()
-    for data in (b"", b"{}", b"[]", ORIGIN.to_bytes().replace(b"a" * 40, b"main")):
+    PulledModels(store).keep(ORIGIN, is_public=True)
+    path = record_of(store)
+    for data in (
+        b"",
+        b"{}",
+        b"[]",
+        b'{"repository": "org/model"}',
+        b'{"repository": "org/model", "public": 1}',
+        b'{"repository": 1, "public": true}',
+        ORIGIN.to_bytes().replace(b"a" * 40, b"main"),
+        ORIGIN.to_bytes().replace(b'"peer":""', b'"peer":1'),
+    ):
         path.write_bytes(data)
         with pytest.raises(StoreError, match="the record of a fetched model, cannot be read"):
             PulledModels(store)
 
 
 def test_what_a_killed_process_was_writing_is_no_record(store: LocalStore) -> None:
-    PulledModels(store).keep(ORIGIN)
+    PulledModels(store).keep(ORIGIN, is_public=True)
     (store.folder("pulled") / ".1-abc.tmp").write_bytes(b"{")
     assert PulledModels(store).all() == [ORIGIN]
 
@@ -57,7 +73,7 @@ def test_models_of_the_stores_own_have_no_origin(store: LocalStore, tmp_path: Pa
     create(write_folder(tmp_path / "source", dense_tensors()), "org/model", store=store)
     pulled = PulledModels(store)
     assert pulled.origin(store.resolve("org/model")) is None
-    pulled.keep(ORIGIN)
+    pulled.keep(ORIGIN, is_public=True)
     assert pulled.origin(store.resolve("org/model")) is None
 
 
@@ -65,7 +81,7 @@ def test_records_of_another_process_are_noticed(store: LocalStore) -> None:
     writer, reader = PulledModels(store), PulledModels(store)
     for number in range(20):  # more than one within a tick of the file system's clock
         origin = replace(ORIGIN, commit=f"{number:040x}")
-        writer.keep(origin)
+        writer.keep(origin, is_public=True)
         assert reader.get((origin.repository, origin.commit)) == origin
     writer.note_public(ORIGIN.repository, is_public=False)
     assert reader.restricted() == {ORIGIN.repository}
@@ -76,8 +92,8 @@ def test_records_of_another_process_are_noticed(store: LocalStore) -> None:
 
 def test_a_record_that_is_damaged_later_is_an_error_too(store: LocalStore) -> None:
     reader = PulledModels(store)
-    PulledModels(store).keep(ORIGIN)
-    (path,) = store.folder("pulled").iterdir()
+    PulledModels(store).keep(ORIGIN, is_public=True)
+    path = record_of(store)
     path.write_bytes(b"{}")
     with pytest.raises(StoreError, match="cannot be read"):
         reader.all()
@@ -85,9 +101,70 @@ def test_a_record_that_is_damaged_later_is_an_error_too(store: LocalStore) -> No
 
 def test_the_process_that_writes_the_records_does_not_read_them_again(store: LocalStore) -> None:
     writer = PulledModels(store)
-    PulledModels(store).keep(ORIGIN)
+    PulledModels(store).keep(ORIGIN, is_public=True)
     writer.own()
     assert writer.all() == [ORIGIN]
-    (path,) = store.folder("pulled").iterdir()
+    path = record_of(store)
     path.write_bytes(b"{}")
     assert writer.all() == [ORIGIN]
+
+
+# Who may read a repository
+
+
+def test_whether_a_repository_is_public_is_said_once_for_all_of_its_commits(
+    store: LocalStore,
+) -> None:
+    pulled = PulledModels(store)
+    pulled.keep(ORIGIN, is_public=True)
+    pulled.keep(replace(ORIGIN, commit="d" * 40), is_public=False)
+    assert pulled.restricted() == PulledModels(store).restricted() == {ORIGIN.repository}
+    pulled.note_public(ORIGIN.repository, is_public=True)
+    assert pulled.restricted() == PulledModels(store).restricted() == set()
+
+
+def test_nothing_is_noted_of_a_repository_of_which_nothing_was_fetched(store: LocalStore) -> None:
+    pulled = PulledModels(store)
+    pulled.note_public(ORIGIN.repository, is_public=False)
+    assert not store.folder("pulled").exists()
+    pulled.keep(ORIGIN, is_public=False)
+    pulled.forget(ORIGIN)
+    assert list(store.folder("pulled").iterdir()) == []
+    assert pulled.is_public(ORIGIN.repository)
+
+
+def test_a_commit_is_for_nobody_if_no_record_is_about_its_repository(store: LocalStore) -> None:
+    PulledModels(store).keep(ORIGIN, is_public=True)
+    record_of(store, "@").unlink()
+    assert not PulledModels(store).is_public(ORIGIN.repository)
+
+
+def test_a_peer_does_not_say_whether_a_repository_is_public(store: LocalStore) -> None:
+    pulled = PulledModels(store)
+    pulled.keep(FROM_PEER, is_public=None)
+    assert pulled.is_public(ORIGIN.repository)
+    pulled.keep(ORIGIN, is_public=False)
+    pulled.keep(FROM_PEER, is_public=None)
+    assert not pulled.is_public(ORIGIN.repository)
+    assert not PulledModels(store).is_public(ORIGIN.repository)
+    assert PulledModels(store).get((FROM_PEER.repository, FROM_PEER.commit)) == FROM_PEER
+
+
+@pytest.mark.parametrize(("others", "expected"), [((True, True), True), ((True, False), False)])
+def test_former_records_open_a_repository_only_if_all_of_them_do(
+    store: LocalStore, others: tuple[bool, bool], *, expected: bool
+) -> None:
+    """A version of blobstore that was not released said it in the record of each commit."""
+    store.folder("pulled").mkdir(parents=True)
+    for number, is_public in enumerate(others):
+        value = {"repository": "org/model", "commit": str(number) * 40, "plain": {}}
+        text = json.dumps({**value, "public": is_public})
+        (
+            store.folder("pulled") / Digest.of(f"org/model@{value['commit']}".encode()).hex
+        ).write_text(text)
+    pulled = PulledModels(store)
+    assert pulled.is_public("org/model") is expected
+    for is_public in (not expected, expected):  # from then on, one file says it
+        pulled.note_public("org/model", is_public=is_public)
+        assert pulled.is_public("org/model") is is_public
+        assert PulledModels(store).is_public("org/model") is is_public

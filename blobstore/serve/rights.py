@@ -1,0 +1,122 @@
+"""The ledger of rights: who may read what an upstream or a peer has, who said so, and until when.
+
+Only the upstream gives rights to a repository, and only the upstream takes them back. A peer does not know who may
+read what: its answer opens the commit that comes from it, unless the upstream has restricted the repository. A
+refusal takes back every right that it contradicts: that of the client, and if that is everyone, those that peers
+have given, too. It says nothing about other clients, nor does one of a token about everyone: it may be the token
+that is wrong. An answer to a question that was asked before a refusal gives nothing.
+
+Whether a repository is public outlives the process. It is noted from this ledger alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from blobstore.serve.pulled import Origin, PulledModels
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+EVERYONE: Final = ""
+"""The client of all who have no token for the upstream."""
+UPSTREAM: Final = ""
+"""Who gives rights to whole repositories; others are peers."""
+MAX_KNOWN: Final = 100_000
+"""Answers of the upstream that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """A client may read a repository, or a commit of it."""
+
+    giver: str
+    """The upstream, or the URL of a peer."""
+    client: str
+    """See :func:`client_of`."""
+    repository: str
+    commit: str
+    """The only one that it is for; empty for all."""
+    asked: float
+    """When its giver was asked."""
+    until: float
+
+    @property
+    def opens(self) -> str:
+        """The repository that it opens all of; empty if it is for a commit."""
+        return self.repository if self.giver == UPSTREAM else ""
+
+
+class Rights:
+    """The rights of all clients. Threads may share it."""
+
+    def __init__(self, pulled: PulledModels) -> None:
+        """Know no right. Whether a repository is public is noted in ``pulled``."""
+        self._pulled = pulled
+        self._lock = threading.Lock()
+        self._noting = threading.Lock()
+        self._rights: dict[tuple[str, str, str], Right] = {}
+        """By repository, client and commit."""
+        self._refused: dict[tuple[str, str], float] = {}
+        """When the upstream last refused a repository to a client."""
+
+    def give(self, right: Right) -> None:
+        """Note a right. One of a peer that has no commit would open a repository, and is none."""
+        if right.giver == UPSTREAM or right.commit:
+            with self._lock:
+                key = (right.repository, right.client, right.commit)
+                bounded(self._rights)[key] = right
+
+    def take_back(self, repository: str, client: str) -> None:
+        """Note that the upstream refuses a repository to a client."""
+        with self._lock:
+            if (
+                len(self._refused) >= MAX_KNOWN
+            ):  # without these, rights that were taken back would be there again
+                self._rights.clear()
+                self._refused.clear()
+            self._refused[repository, client] = time.monotonic()
+
+    def of(self, client: str, repository: str, commit: str = "") -> Right | None:
+        """Return the right by which a client may read a repository now, or at least a commit of it."""
+        keys = [(repository, EVERYONE, ""), (repository, client, "")]
+        if commit and self._pulled.is_public(repository):
+            keys.append((repository, EVERYONE, commit))
+        now = time.monotonic()
+        for key in keys:
+            right = self._rights.get(key)
+            if (
+                right is not None
+                and now < right.until
+                and right.asked > self._refused.get(key[:2], 0.0)
+            ):
+                return right
+        return None
+
+    def note_public(self, repository: str, origin: Origin | None = None) -> None:
+        """Note durably whether everyone may read a repository now, and that ``origin`` is being fetched from it.
+
+        Call it after the upstream was asked as everyone. Raises StoreError.
+        """
+        with self._noting:  # so that the last answer is noted last
+            is_public = self.of(EVERYONE, repository) is not None
+            if origin is None:
+                self._pulled.note_public(repository, is_public=is_public)
+            else:
+                self._pulled.keep(origin, is_public=None if origin.peer else is_public)
+
+
+def client_of(token: str) -> str:
+    """Return what stands for the clients with a token, which is not kept."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else EVERYONE
+
+
+def bounded(known: dict[_Key, _Value], most: int = MAX_KNOWN) -> dict[_Key, _Value]:
+    """Return a dictionary that has space for one more."""
+    if len(known) >= most:
+        known.clear()
+    return known

@@ -1,0 +1,150 @@
+"""What one client may see of a store, decided once for each request.
+
+The protocols get this value instead of the library. All that they can ask it for is judged by :meth:`Visible.shows`,
+and nothing about a model that is hidden is prepared, read or counted before that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from blobstore.serve.library import any_tag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from blobstore.manifests.reference import Reference
+    from blobstore.serve.artifacts import Artifact
+    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.messages import Content
+    from blobstore.serve.pulled import Origin
+
+_Served = TypeVar("_Served", "ServedModel", "Artifact")
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """The models of a library that a client may read, as of now."""
+
+    _library: Library
+    _restricted: Collection[str]
+    """The repositories of the upstream that are not for everyone."""
+    _opened: str = ""
+    """That of them which the client may read."""
+
+    @classmethod
+    def of(cls, library: Library, opened: str = "") -> Visible:
+        """Return what everyone may read, and the repository ``opened``. Raises StoreError."""
+        return cls(library, library.pulled.restricted(), opened)
+
+    def shows(self, origin: Origin | None) -> bool:
+        """Return whether the client may read what was fetched from there; None is what the store has of its own."""
+        if origin is None or origin.repository == self._opened:
+            return True
+        return origin.repository not in self._restricted
+
+    def _only(self, found: _Served | None) -> _Served | None:
+        return found if found is not None and self.shows(found.origin) else None
+
+    def _seen(self, references: Iterable[Reference]) -> list[Reference]:
+        """Return those of names in the store that are served and seen. Raises NotPrepared."""
+        allowed = list(filter(self._library.is_allowed, references))
+        origins = self._library.origins(allowed) if self._restricted else {}
+        return [one for one in allowed if self.shows(origins.get(one))]
+
+    # Names
+
+    def models(self) -> list[Reference]:
+        """Return the names of all models. Raises StoreError or NotPrepared."""
+        return self._seen(self._library.store.references())
+
+    def tags(self, repository: Reference) -> list[Reference]:
+        """Return the tags of a repository, sorted. Raises NotPrepared."""
+        arriving = self._library.arriving_in(repository)
+        found = {one for one, model in arriving.items() if self.shows(model.origin)}
+        return sorted(found.union(self._seen(self._library.stored_tags(repository))))
+
+    def spelled(self, repository: Reference) -> Reference:
+        """See :meth:`Library.spelled`."""
+        return self._library.spelled(repository)
+
+    def modified(self, reference: Reference) -> int | None:
+        """Return when a name got its model, in nanoseconds since the epoch; None if there is none."""
+        version = (
+            self._library.store.manifest_version(reference) if self._seen([reference]) else None
+        )
+        return version.modified if version else None
+
+    def watch(self, reference: Reference) -> Callable[[], bool] | None:
+        """See :meth:`Library.watch`."""
+        return self._library.watch(reference) if self._seen([reference]) else None
+
+    # Models as the Hub has them
+
+    def model(self, reference: Reference, *, with_digests: bool = False) -> ServedModel | None:
+        """Return what a name is now, or None if there is no such model.
+
+        Raises:
+            NotPrepared: it was not asked for since it changed.
+        """
+        arriving = self._only(self._library.arriving.get(reference))
+        if arriving is not None or not self._seen([reference]):
+            return arriving
+        # What it was fetched from may not have been readable when its name was looked at.
+        return self._only(self._library.model(reference, with_digests=with_digests))
+
+    def at_commit(
+        self, repository: Reference, commit: str, *, with_digests: bool = False
+    ) -> ServedModel | None:
+        """Return a version of a repository, also one that no tag names any more, until gc removes it.
+
+        Raises as :meth:`model`.
+        """
+        for model in self._library.arriving_in(repository).values():
+            if model.commit == commit and self.shows(model.origin):
+                return model
+        for version in self._library.at_commit(any_tag(repository), commit):
+            if self.shows(version.origin):
+                return self._only(self._library.version(version, with_digests=with_digests))
+        return None
+
+    # Artifacts of registries
+
+    def artifact(self, tag: Reference) -> Artifact | None:
+        """Return what a registry has of a name, or None if there is no such model. Raises as :meth:`model`."""
+        named = self._library.named_by(tag)
+        return self._only(self._library.artifact(tag)) if self._seen([named]) else None
+
+    def artifacts(self, repository: Reference) -> Iterator[Artifact]:
+        """Yield what a registry has of a repository, also of versions that no tag names any more.
+
+        Raises as :meth:`model`, when the first that is not prepared is asked for.
+        """
+        seen = []
+        for artifact in self._library.prepared_artifacts(repository):
+            if self.shows(artifact.origin):
+                seen.append(artifact)
+                yield artifact
+        for reference in self.tags(repository):
+            current = self.artifact(reference)
+            if current is not None and current not in seen:
+                yield current
+
+    # What was got from the above
+
+    def keep(self, served: ServedModel | Artifact) -> None:
+        """See :meth:`Library.keep`."""
+        self._library.keep(served)
+
+    def is_distrusted(self, etag: str) -> bool:
+        """See :meth:`Library.is_distrusted`."""
+        return self._library.is_distrusted(etag)
+
+    def list_cold_files(self, artifact: Artifact) -> None:
+        """See :meth:`Library.list_cold_files`."""
+        self._library.list_cold_files(artifact)
+
+    def has_files(self, content: Content) -> bool:
+        """See :meth:`Library.has_files`."""
+        return self._library.has_files(content)
