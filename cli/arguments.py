@@ -185,7 +185,7 @@ class _Content(_ParamType):
     ) -> list[CompletionItem]:
         """Return the tensors or files of the model that begin so."""
         del param
-        from blobstore.models.files import ModelFiles
+        from blobstore.models.small_files import ModelFiles
         from blobstore.models.tensors import read_tensors
 
         names: list[str] = []
@@ -347,7 +347,7 @@ def model_or_address(store: LocalStore, text: str) -> Reference | str:
 
 def model_or_gguf(store: LocalStore, text: str) -> Reference | str:
     """Return the path of a GGUF file unchanged, and otherwise do as :func:`model`."""
-    from blobstore.store.gguf_file import is_gguf_path
+    from blobstore.store.outside_gguf import is_gguf_path
 
     if is_gguf_path(text, store.has_model):
         return text

@@ -80,7 +80,7 @@ def command(
 
 
 def _serve(store: LocalStore, names: Sequence[str], port: int) -> None:
-    from blobstore.pages.serve import serve_page
+    from blobstore.pages.live_page import serve_page
 
     serve_page(
         store,

@@ -123,7 +123,7 @@ def command(
 
 def _check_generates(store: LocalStore, model: Reference) -> None:
     """Fail if the class of a model says that it generates no text, as that of an encoder."""
-    from blobstore.models.files import ModelFiles
+    from blobstore.models.small_files import ModelFiles
 
     name = ModelFiles.of(model, store).architecture
     if _ENCODER.search(name):

@@ -78,7 +78,7 @@ LARGE_BYTES = 200_000
 # What creates files, and why the paths of these cannot be inside a store: all others check that.
 CREATORS = {"replacing", "write_file", "write_bytes", "write_text", "O_CREAT"}
 WRITES_ELSEWHERE = {
-    "blobstore/integrations/model_files.py": "a new temporary folder",
+    "blobstore/integrations/small_files.py": "a new temporary folder",
     "blobstore/objects/client.py": "the lock of a store in a folder",
     "blobstore/operations/maintenance/repair_manifests.py": "manifests of the store",
     "blobstore/operations/archive/unpack.py": "manifests of the store",

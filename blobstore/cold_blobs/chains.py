@@ -10,6 +10,8 @@ import heapq
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.compression.delta import MAX_WRITTEN_CHAIN
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Final
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     Fits = Mapping[Reference, Mapping[Reference, "Fit"]]
     """How well others serve as the bases of models."""
 
-MAX_LENGTH: Final = 8
-"""Deltas of a chain. To read the last one, all of them are decoded."""
 _PER_LINK: Final = 1 / 8
 """A delta counts as so much larger for each delta that its base needs."""
 
@@ -70,7 +70,7 @@ def _grow(
     lengths[first], last = 0, first
     nearest: list[tuple[float, Reference, Reference]] = []
     while True:
-        for one in users.get(last, ()) if lengths[last] < MAX_LENGTH else ():
+        for one in users.get(last, ()) if lengths[last] < MAX_WRITTEN_CHAIN else ():
             left = fits[one][last].left * (1 + lengths[last] * _PER_LINK)
             heapq.heappush(nearest, (left, one, last))
         while nearest and nearest[0][1] in lengths:
@@ -96,7 +96,7 @@ class Chains:
         while chain[-1] in self._bases:
             chain.append(self._bases[chain[-1]])
         height = self._heights.get(blob, 0)
-        if blob in chain or height + len(chain) > MAX_LENGTH:
+        if blob in chain or height + len(chain) > MAX_WRITTEN_CHAIN:
             return False
         self._bases[blob] = base
         for length, one in enumerate(chain, start=height + 1):

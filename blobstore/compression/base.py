@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.compression.delta.codec import as_elements
 from blobstore.compression.delta.low_rank import LowRankPredictor
 from blobstore.compression.scratch import scratch
@@ -21,7 +22,6 @@ from blobstore.errors import ColdDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Final
 
     from typing_extensions import Buffer
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-MAX_CHAIN: Final = 16
-"""Deltas of a chain, at most."""
 _ALIGNMENT = 8
 """Bytes of the widest elements that are encoded."""
 

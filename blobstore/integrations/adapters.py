@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, MissingLibrary, ModelNotFound
-from blobstore.integrations.model_files import (
+from blobstore.integrations.small_files import (
     ADAPTER_CONFIG,
     check_names,
     library_errors,
     temporary_folder,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.models.files import first_text
+from blobstore.models.small_files import first_text
 from blobstore.operations.describe.list import list_models
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
     import transformers
 
-    from blobstore.models.files import ModelFiles
+    from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model
 
 _MODULES = ("megatron_config", "megatron_core")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from blobstore.core.tensor import TensorSpec
-    from blobstore.models.files import ModelFiles
+    from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model
 
 

@@ -20,7 +20,7 @@ from blobstore.core.escape import quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.integrations.adapters import find_base, is_adapter, with_adapter
-from blobstore.integrations.model_files import (
+from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     from blobstore.core.tensor import TensorSpec
     from blobstore.manifests.reference import Reference
-    from blobstore.models.files import ModelFiles
     from blobstore.models.memory import Prefetch, Read
+    from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model, Verify
     from blobstore.store.local import StoreLike
 

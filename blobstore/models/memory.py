@@ -32,14 +32,14 @@ from blobstore.errors import (
 )
 from blobstore.manifests import media_types
 from blobstore.models.decompress import ColdSlot, ParallelDecoder
-from blobstore.models.files import faults_located
+from blobstore.models.small_files import faults_located
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
-    from blobstore.models.files import ModelFiles
+    from blobstore.models.small_files import ModelFiles
 
 Read = Literal["mmap", "pread"]
 Prefetch = Literal["willneed", "read"]

@@ -22,13 +22,13 @@ from blobstore.core.tensor import DTYPES, TensorSpec, TensorView
 from blobstore.errors import BlobstoreError, Damaged, StoreError, TensorNotFound, TooManyMaps
 from blobstore.models.checks import check_blobs, check_level
 from blobstore.models.device import upload_tensors
-from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import ArrayTarget, Framework, checked_dtype
 from blobstore.models.header_index import load_cached_index, read_index, write_index
 from blobstore.models.memory import ModelMemory, reserve
 from blobstore.models.prefetch import groups
 from blobstore.models.quantized import QuantizedWeights
 from blobstore.models.slices import Array, SliceReader
+from blobstore.models.small_files import ModelFiles
 from blobstore.safetensors.prefetch_loader import IN_FLIGHT, THREADS, PrefetchLoader
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
-from blobstore.models.files import first_text
+from blobstore.models.small_files import first_text
 from blobstore.models.source_layers import gguf_config, read_source_record
 
 if TYPE_CHECKING:

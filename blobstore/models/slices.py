@@ -11,8 +11,8 @@ from blobstore.errors import (
     TensorNotFound,
     UsageError,
 )
-from blobstore.models.files import faults_located
 from blobstore.models.slice_bytes import read_slice, slice_ranges, view_slice
+from blobstore.models.small_files import faults_located
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

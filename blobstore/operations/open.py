@@ -14,14 +14,14 @@ from blobstore.gguf.file import is_gguf
 from blobstore.gguf.header import InvalidGguf
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify, check_level, reads_headers
-from blobstore.models.files import ModelFiles
 from blobstore.models.frameworks import Framework
 from blobstore.models.model import Model
+from blobstore.models.small_files import ModelFiles
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.sign.require_trust import require_trust
 from blobstore.remotes.addresses import Cache, ReadPlan, find_model, is_address
-from blobstore.store.gguf_file import GgufFile, is_gguf_path
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.outside_gguf import GgufFile, is_gguf_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

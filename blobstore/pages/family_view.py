@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.disk_usage import StoreDisk
-    from blobstore.pages.parents import DeltaBase, Parent
+    from blobstore.pages.ancestry import DeltaBase, Parent
 
 
 def family_view(

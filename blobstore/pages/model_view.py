@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from blobstore.manifests.reference import Reference
     from blobstore.operations.describe.disk_usage import StoreDisk
     from blobstore.operations.describe.show import TensorDescription
+    from blobstore.pages.ancestry import Parent
     from blobstore.pages.measure import Measurement
-    from blobstore.pages.parents import Parent
 
 MAX_TENSORS = 5_000
 """Tensors of all models of a page, unless the models are named."""

@@ -17,11 +17,11 @@ from blobstore.core.targets import check_target
 from blobstore.errors import BlobstoreError, Damaged, NotFound, UnsupportedDType
 from blobstore.manifests.reference import Reference
 from blobstore.operations.describe.disk_usage import read_disk, usage_of
+from blobstore.pages.ancestry import find_delta_bases, find_parents
 from blobstore.pages.family_view import family_view
 from blobstore.pages.health_view import health_view
 from blobstore.pages.measure import measure_model
 from blobstore.pages.model_view import chosen_models, model_views
-from blobstore.pages.parents import find_delta_bases, find_parents
 from blobstore.pages.sharing_view import sharing_view
 from blobstore.pages.shell import render_page
 from blobstore.pages.store_view import store_view

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core import strict_json
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.errors import BlobDamaged, ColdDamaged, InvalidDigest, InvalidManifest
@@ -33,8 +34,8 @@ BLOB_DIGEST: Final = "blobstore.cold.digest"
 BLOB_SIZE: Final = "blobstore.cold.size"
 BASE_DIGEST: Final = "blobstore.cold.base.digest"
 BASE_SIZE: Final = "blobstore.cold.base.size"
-MAX_LINKS: Final = 15
-"""Forms of bases that a form may need. With itself, these are as many deltas as a chain may have."""
+MAX_LINKS: Final = MAX_CHAIN - 1
+"""Forms of bases that a form may need; with itself, they are a chain."""
 _MAX_GROWTH: Final = 2
 """A base that is so many times as large as the blob is not decoded for it."""
 _MAX_SIZE_DIGITS: Final = 18

@@ -15,8 +15,8 @@ from blobstore.errors import BlobstoreError, Damaged
 from blobstore.folders.link_plan import plan_links
 from blobstore.manifests import media_types
 from blobstore.models.contents import ModelContents
-from blobstore.models.files import ModelFiles, first_text
 from blobstore.models.model_card import config_of_source, small_texts, stated_license
+from blobstore.models.small_files import ModelFiles, first_text
 from blobstore.registry.layouts.plan import ModelMetadata
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from itertools import count, groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.compression.base import MAX_CHAIN, BaseBlob
+from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import Cancelled, WorkerPool

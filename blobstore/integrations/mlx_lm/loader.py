@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import escape, quote
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.model_files import (
+from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Unpack
 
-    from blobstore.integrations.model_files import OpenOptions
+    from blobstore.integrations.small_files import OpenOptions
     from blobstore.manifests.reference import Reference
     from blobstore.operations.open import Model
     from blobstore.store.local import StoreLike

@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, StageMissingLayer
 
 from blobstore.core.escape import escape, quote
 from blobstore.errors import BlobstoreError
-from blobstore.integrations.model_files import check_names
+from blobstore.integrations.small_files import check_names
 from blobstore.integrations.source_names import (
     PublishedTensors,
     component_prefixes,

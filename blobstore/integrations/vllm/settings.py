@@ -12,7 +12,7 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.tensor import DType
 from blobstore.errors import BlobstoreError, UnsupportedDType, UsageError
-from blobstore.integrations.model_files import read_json, temporary_folder
+from blobstore.integrations.small_files import read_json, temporary_folder
 from blobstore.integrations.source_names import is_dequantized, modelopt_settings, quant_settings
 from blobstore.manifests.reference import Reference
 from blobstore.models.checks import Verify

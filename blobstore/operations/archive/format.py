@@ -13,7 +13,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.compression.base import MAX_CHAIN
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.trailer import TrailerFormat

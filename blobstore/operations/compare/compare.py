@@ -25,7 +25,7 @@ from blobstore.operations.compare.metrics import ErrorStats, WorstGroup, relativ
 from blobstore.operations.compare.pairs import pair_tensors
 from blobstore.safetensors.numpy import as_array
 from blobstore.store.local import LocalStore, StoreLike
-from blobstore.store.with_files import StoreWithFiles, name_or_file
+from blobstore.store.with_outside_files import StoreWithFiles, name_or_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

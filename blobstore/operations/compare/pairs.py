@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blobstore.manifests.model import Manifest
     from blobstore.models.tensors import ModelTensors
     from blobstore.store.protocols import ModelInspector
-    from blobstore.store.with_files import ModelOrFile
+    from blobstore.store.with_outside_files import ModelOrFile
 
 _PLAIN_GROUP = 64
 """Group size of a pair in which neither tensor is quantized."""

@@ -23,7 +23,6 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.models.header_index import load_index, rewrite_indexes, write_index
-from blobstore.operations.create.convert import Converter, UnreadableGroups
 from blobstore.operations.create.files import FileLayer, config_json, file_layers, stacks_layer
 from blobstore.operations.create.import_options import ImportOptions, source_record
 from blobstore.operations.create.jobs import (
@@ -35,6 +34,7 @@ from blobstore.operations.create.jobs import (
 )
 from blobstore.operations.create.ollama import opened_source
 from blobstore.operations.create.plan import QuantizeOptions
+from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.sources.base import SourceOptions
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from blobstore.operations.create.convert import Converter, UnreadableGroups
+from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.quantization.recipes import Copied, Prequantized
 from blobstore.store.local import LocalStore
 

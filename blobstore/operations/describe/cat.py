@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.digest import Digester
 from blobstore.core.escape import join_some, quote
 from blobstore.errors import BlobDamaged, FileNotFound
-from blobstore.models.files import ModelFiles, file_faults_located
+from blobstore.models.small_files import ModelFiles, file_faults_located
 from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore, StoreLike
 

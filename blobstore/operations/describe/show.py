@@ -14,9 +14,9 @@ from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.errors import BlobMissing, BlobstoreError, Damaged
 from blobstore.manifests import media_types
-from blobstore.models.files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.model_card import config_of_source
 from blobstore.models.published import published_scheme
+from blobstore.models.small_files import ARCHITECTURE_KEYS, CONFIG_FILES, first_text
 from blobstore.models.tensors import read_tensors
 from blobstore.remotes.addresses import is_address, reading_models
 from blobstore.store.local import LocalStore, StoreLike

@@ -19,11 +19,11 @@ from blobstore.core.digest import BlobId, Digest
 from blobstore.core.escape import quote
 from blobstore.core.schemes import scheme_of
 from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
-from blobstore.operations.create.convert import Converter
 from blobstore.operations.create.files import config_json, file_layers, stacks_layer
 from blobstore.operations.create.grouping import EXPERT_FORMS
 from blobstore.operations.create.import_options import ImportOptions, source_record
 from blobstore.operations.create.plan import QuantizeOptions, plan_source
+from blobstore.operations.create.tensor_bytes import Converter
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.policy import POLICIES
 from blobstore.sources.base import DEFAULT_OPTIONS

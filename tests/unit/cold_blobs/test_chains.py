@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from blobstore.cold_blobs.chains import MAX_LENGTH, Chains, Fit, choose_chains
+from blobstore.cold_blobs.chains import Chains, Fit, choose_chains
+from blobstore.compression.delta import MAX_WRITTEN_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.manifests.reference import Reference
 
@@ -45,11 +46,11 @@ def test_each_step_has_a_neighbour_as_its_base() -> None:
 
 def test_chains_of_long_runs_are_cut_but_each_step_is_a_delta() -> None:
     bases = choose_chains(fits(30, near=4))
-    assert max(lengths(bases)) <= MAX_LENGTH
+    assert max(lengths(bases)) <= MAX_WRITTEN_CHAIN
     assert len(bases) == 27
     near = choose_chains(fits(30))
     assert len(near) == 29
-    assert max(lengths(near)) <= MAX_LENGTH
+    assert max(lengths(near)) <= MAX_WRITTEN_CHAIN
 
 
 def test_fine_tunes_of_one_model_need_no_chain() -> None:
@@ -81,8 +82,8 @@ def test_blobs_make_no_cycles() -> None:
 
 @pytest.mark.parametrize("is_upwards", [False, True])
 def test_chains_of_blobs_have_a_length(is_upwards: bool) -> None:
-    links = list(pairwise(REST))[: MAX_LENGTH + 1]
+    links = list(pairwise(REST))[: MAX_WRITTEN_CHAIN + 1]
     chains = Chains({})
     added = [chains.add(*link) for link in (links if is_upwards else reversed(links))]
-    assert added == [True] * MAX_LENGTH + [False]
+    assert added == [True] * MAX_WRITTEN_CHAIN + [False]
     assert chains.add(FIRST, SECOND)

@@ -5,8 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from blobstore.compression.base import MAX_CHAIN, BaseBlob
+from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.compression.delta.low_rank import Factors, pack
 from blobstore.compression.quant_rule import QuantRule
 from blobstore.compression.spans import Span

@@ -11,8 +11,8 @@ from blobstore.core.digest import Digest
 from blobstore.core.system import MapCounts, map_counts
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, TooManyMaps, UsageError
 from blobstore.models import memory as memory_module
-from blobstore.models.files import ModelFiles
 from blobstore.models.memory import _REQUEST, ModelMemory
+from blobstore.models.small_files import ModelFiles
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.store.local import LocalStore

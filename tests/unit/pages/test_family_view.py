@@ -8,8 +8,8 @@ import numpy as np
 from blobstore.operations.create.create import create
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.pages.ancestry import find_delta_bases, find_parents
 from blobstore.pages.family_view import family_view
-from blobstore.pages.parents import find_delta_bases, find_parents
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs, write_folder

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from blobstore.compression.base import MAX_CHAIN
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core.digest import Digest
 from blobstore.errors import ArchiveDamaged
 from blobstore.operations.archive.format import (

@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster
 import blobstore
 from blobstore.errors import BlobstoreError, DamagedSource, UsageError
 from blobstore.manifests.reference import Reference
-from blobstore.operations.create import convert
+from blobstore.operations.create import tensor_bytes
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path, flip
@@ -167,14 +167,14 @@ def test_an_error_or_interrupt_of_the_caller_leaves_nothing(
 def test_a_killed_worker_is_an_error_and_leaves_nothing(
     folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, plain = os.getpid(), convert.Converter.convert
+    parent, plain = os.getpid(), tensor_bytes.Converter.convert
 
     def killed(self: Any, recipe: Any) -> Iterator[Any]:
         yield from plain(self, recipe)
         if os.getpid() != parent and "experts" in recipe.spec.name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(convert.Converter, "convert", killed)
+    monkeypatch.setattr(tensor_bytes.Converter, "convert", killed)
     with (
         ProcessPoolExecutor(2, get_context("fork")) as executor,
         pytest.raises(BlobstoreError, match="the executor lost a worker"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import blobstore
-from blobstore.compression.base import MAX_CHAIN
+from blobstore.compression.delta import MAX_CHAIN
 from blobstore.core import limits
 from blobstore.core.digest import BlobId, Digest
 from blobstore.manifests.descriptor import Descriptor

@@ -9,8 +9,8 @@ import pytest
 
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.errors import DamagedSource
-from blobstore.operations.create import convert
-from blobstore.operations.create.convert import Converter
+from blobstore.operations.create import tensor_bytes
+from blobstore.operations.create.tensor_bytes import Converter
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.quantization.fp8 import decode
@@ -66,7 +66,7 @@ def test_quantizes_pieces_of_any_size(name: str, group_size: int, step: int) -> 
 
 
 def test_quantizes_several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_PIECE_SIZE", 1000)
+    monkeypatch.setattr(tensor_bytes, "_PIECE_SIZE", 1000)
     recipe = quantized(NUMBERS, "mxfp8", 32)
     assert converted(recipe, {"w": NUMBERS}) == packed_bytes(NUMBERS, "mxfp8", 32)
 
@@ -147,7 +147,7 @@ def float8(rows: int, columns: int, block: tuple[int, int]) -> tuple[Decoded, Ar
 def test_decodes_blocks_from_pieces_of_any_size(
     rows: int, columns: int, block: tuple[int, int], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "_PIECE_SIZE", piece)
+    monkeypatch.setattr(tensor_bytes, "_PIECE_SIZE", piece)
     recipe, arrays, expected = float8(rows, columns, block)
     assert converted(recipe, arrays, step=999) == expected.tobytes()
     np.testing.assert_array_equal(decode(arrays["w"], arrays["s"], block), expected)

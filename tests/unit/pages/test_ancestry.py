@@ -10,7 +10,7 @@ from blobstore.operations.create.create import create
 from blobstore.operations.describe.disk_usage import read_disk
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.names import copy_model
-from blobstore.pages.parents import Parent, find_delta_bases, find_parents
+from blobstore.pages.ancestry import Parent, find_delta_bases, find_parents
 from blobstore.store.local import LocalStore
 from tests.support.frozen import layer, put, tuned, weights
 from tests.support.models import add_blobs, quantizable_tensors, write_folder

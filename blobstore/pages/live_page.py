@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, NotFound
 from blobstore.operations.describe.disk_usage import read_disk
+from blobstore.pages.ancestry import find_parents
 from blobstore.pages.measure import measure_model
 from blobstore.pages.model_view import model_views
-from blobstore.pages.parents import find_parents
 from blobstore.pages.shell import render_page
 from blobstore.pages.text import shown
 from blobstore.pages.write import page_data

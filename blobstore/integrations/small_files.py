@@ -13,15 +13,15 @@ from blobstore.core.escape import escape, quote
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import BlobstoreError
 from blobstore.models.contents import small_files
-from blobstore.models.files import first_text
+from blobstore.models.small_files import first_text
 from blobstore.sources.small_files import MAX_SMALL_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from blobstore.core.progress import Progress
-    from blobstore.models.files import ModelFiles
     from blobstore.models.memory import Prefetch, Read
+    from blobstore.models.small_files import ModelFiles
     from blobstore.operations.open import Model, Verify
 
 _LAYERS = re.compile(r"(?:num|n)_(?:[a-z]+_)*layers?|(?:encoder|decoder)_layers|depth")

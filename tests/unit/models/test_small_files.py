@@ -13,7 +13,7 @@ from blobstore.errors import (
     ModelNotFound,
 )
 from blobstore.manifests.reference import Reference
-from blobstore.models.files import ModelFiles
+from blobstore.models.small_files import ModelFiles
 from blobstore.operations.describe.cat import read_file
 from blobstore.store.local import LocalStore
 from tests.support.damage import blob_path

@@ -10,9 +10,9 @@ from blobstore.gguf.file import is_gguf
 from blobstore.gguf.header import InvalidGguf
 from blobstore.manifests.reference import Reference
 from blobstore.store.blobs import BlobReader
-from blobstore.store.gguf_file import GgufFile, is_gguf_path
 from blobstore.store.layout import Layout
 from blobstore.store.local import LocalStore
+from blobstore.store.outside_gguf import GgufFile, is_gguf_path
 
 if TYPE_CHECKING:
     from blobstore.core.digest import Digest

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from blobstore.operations.create.create import create
-from blobstore.pages.serve import live_state
+from blobstore.pages.live_page import live_state
 from blobstore.store.local import LocalStore
 from tests.support.browser import Browser
 from tests.support.frozen import put

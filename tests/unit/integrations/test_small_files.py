@@ -11,8 +11,8 @@ import pytest
 
 import blobstore
 from blobstore.errors import BlobDamaged, BlobstoreError, InvalidManifest, ModelNotFound
-from blobstore.integrations import model_files
-from blobstore.integrations.model_files import (
+from blobstore.integrations import small_files
+from blobstore.integrations.small_files import (
     check_layers,
     check_names,
     library_errors,
@@ -70,7 +70,7 @@ def test_the_folder_is_in_memory_if_there_is_enough(
 ) -> None:
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(model_files, "_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr(small_files, "_MEMORY", str(tmp_path / "memory"))
     with temporary_folder(model) as folder:
         assert folder.parent == tmp_path
     (tmp_path / "memory").mkdir()
@@ -78,7 +78,7 @@ def test_the_folder_is_in_memory_if_there_is_enough(
         assert folder.parent == tmp_path / "memory"
         assert folder.stat().st_mode & 0o777 == 0o700
     with monkeypatch.context() as patch:
-        patch.setattr(model_files, "_SPARE", 1 << 60)
+        patch.setattr(small_files, "_SPARE", 1 << 60)
         with temporary_folder(model) as folder:
             assert folder.parent == tmp_path
     monkeypatch.setenv("TMPDIR", str(tmp_path))
