@@ -6,21 +6,19 @@ A registry that does not list such manifests has an index of them under a tag.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from blobstore.core import strict_json
-from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, RemoteRefused
-from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, ImageIndex, RemoteManifest
+from blobstore.registry.manifest import OCI_INDEX, ImageIndex, RemoteManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
+    from blobstore.core.digest import Digest
     from blobstore.registry.client import RegistryClient
+    from blobstore.registry.layouts.attached import Attached
     from blobstore.registry.manifest import RemoteDescriptor
-
-_EMPTY = b"{}"
-_EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 
 
 def fetch_referrers(
@@ -48,34 +46,42 @@ def noting_errors(on_error: Callable[[RemoteError], object]) -> Iterator[None]:
 
 
 def send_referrers(
-    client: RegistryClient,
-    repository: str,
-    root: RemoteManifest,
-    contents: Iterable[dict[str, Any]],
+    client: RegistryClient, repository: str, root: RemoteManifest, referrers: Iterable[Attached]
 ) -> None:
-    """Send manifests that refer to another one, with their type, layers and annotations.
+    """Send manifests that refer to another one, and list them if the registry does not do so.
 
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    sent, empty = [], {Digest.of(_EMPTY): _EMPTY}
-    for content in contents:
-        common = {
-            "artifactType": content["artifactType"],
-            "config": send_blob(client, repository, _EMPTY_TYPE, _EMPTY),
-            "layers": content["layers"],
-            "subject": _descriptor(root.media_type, root.data),
-        }
-        manifest = image_manifest(common | content)
-        put_with(client, repository, str(manifest.digest), manifest, empty)
-        described = _descriptor(manifest.media_type, manifest.data)
-        sent.append(described | {"artifactType": content["artifactType"]})
+    sent = []
+    for one in referrers:
+        send_attached(client, repository, one)
+        sent.append(one.listed)
     if sent:
         _list_referrers(client, repository, root, sent)
 
 
+def send_attached(client: RegistryClient, repository: str, one: Attached) -> None:
+    """Send a manifest and its small blobs.
+
+    Raises:
+        RemoteError: the registry cannot be reached, or refuses them.
+    """
+    for digest, data in one.blobs.items():
+        if client.blob_size(repository, digest, for_upload=True) is None:
+            _upload(client, repository, digest, data)
+
+    def send_missing(named: frozenset[str]) -> None:
+        for digest, data in one.blobs.items():
+            # Some registries do not say which blobs they lack.
+            if not named or str(digest) in named:
+                _upload(client, repository, digest, data)
+
+    client.put_manifest(repository, one.tag or str(one.manifest.digest), one.manifest, send_missing)
+
+
 def _list_referrers(
-    client: RegistryClient, repository: str, root: RemoteManifest, sent: Iterable[dict[str, Any]]
+    client: RegistryClient, repository: str, root: RemoteManifest, sent: Iterable[RemoteDescriptor]
 ) -> None:
     """List manifests under the tag of the signed one, if the registry does not list them itself."""
     known: set[str] = set()
@@ -83,15 +89,15 @@ def _list_referrers(
         RemoteRefused
     ):  # then the tag is read below, where a refusal is judged
         known = {str(item.digest) for item in client.referrers(repository, root.digest)}
-    missing = [item for item in sent if item["digest"] not in known]
+    missing = [item for item in sent if str(item.digest) not in known]
     if missing:
         # Registries have no conditional requests: if two processes do this at once, the entries of
         # one are lost.
         before = tag_to_extend(client, repository, root.digest.file_name, root)
         content = before.parse() if before is not None else None
         index = content.manifests if isinstance(content, ImageIndex) else ()
-        listed = [item.to_json() for item in index]
-        value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [*listed, *missing]}
+        listed = [item.to_json() for item in (*index, *missing)]
+        value = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": listed}
         longer = RemoteManifest.of(OCI_INDEX, strict_json.dumps(value).encode())
         client.put_manifest(repository, root.digest.file_name, longer)
 
@@ -117,47 +123,5 @@ def tag_to_extend(
         return None
 
 
-def put_with(
-    client: RegistryClient,
-    repository: str,
-    reference: str,
-    manifest: RemoteManifest,
-    blobs: Mapping[Digest, bytes],
-) -> None:
-    """Publish a manifest whose small blobs were sent, or the registry said to have.
-
-    Raises:
-        RemoteError: the registry cannot be reached, or refuses it.
-    """
-
-    def send_missing(named: frozenset[str]) -> None:
-        for digest, data in blobs.items():
-            # Some registries do not say which blobs they lack.
-            if not named or str(digest) in named:
-                _upload(client, repository, digest, data)
-
-    client.put_manifest(repository, reference, manifest, send_missing)
-
-
 def _upload(client: RegistryClient, repository: str, digest: Digest, data: bytes) -> None:
     client.upload_blob(repository, digest, len(data), lambda offset: (data[offset:],))
-
-
-def send_blob(
-    client: RegistryClient, repository: str, media_type: str, data: bytes
-) -> dict[str, Any]:
-    """Give a registry a small blob; return its descriptor."""
-    digest = Digest.of(data)
-    if client.blob_size(repository, digest, for_upload=True) is None:
-        _upload(client, repository, digest, data)
-    return _descriptor(media_type, data)
-
-
-def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": str(Digest.of(data)), "size": len(data)}
-
-
-def image_manifest(value: dict[str, Any]) -> RemoteManifest:
-    """Return an OCI image manifest with these fields."""
-    whole = {"schemaVersion": 2, "mediaType": OCI_MANIFEST} | value
-    return RemoteManifest.of(OCI_MANIFEST, strict_json.dumps(whole).encode())

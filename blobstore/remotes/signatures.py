@@ -7,32 +7,29 @@ fetched counts only if the policy's keys have signed it, and is not parsed befor
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core import limits, strict_json
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.limits import Budget, gather
 from blobstore.errors import (
     BlobDamaged,
-    InvalidSignature,
     RemoteError,
 )
 from blobstore.manifests.media_types import LOCAL_MANIFEST
+from blobstore.registry.layouts.attached import bundle_manifest, cosign_manifest, is_cosign_for
 from blobstore.registry.manifest import ImageManifest
 from blobstore.remotes.referrers import (
-    image_manifest,
     noting_errors,
-    put_with,
-    send_blob,
+    send_attached,
     send_referrers,
     tag_to_extend,
 )
 from blobstore.signatures import cosign
-from blobstore.signatures.bundle import BUNDLE, PREDICATE, decoded
+from blobstore.signatures.bundle import BUNDLE, decoded
 from blobstore.signatures.cosign import (
     ANNOTATION,
     MAX_PAYLOAD,
@@ -51,8 +48,6 @@ if TYPE_CHECKING:
     from blobstore.signatures.policy import Policy
     from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
-
-_IMAGE_CONFIG: Final = "application/vnd.oci.image.config.v1+json"
 
 
 class SelectedSignatures(NamedTuple):
@@ -193,59 +188,26 @@ def send_signatures(
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    own, parts = [], []
+    own, bundles = [], []
     for one in envelopes(signatures):
         if one.kind == "oms":
-            parts.append(
-                {
-                    "artifactType": BUNDLE,
-                    "layers": [send_blob(client, repository, BUNDLE, one.data)],
-                    "annotations": {
-                        "dev.sigstore.bundle.content": "dsse-envelope",
-                        "dev.sigstore.bundle.predicateType": PREDICATE,
-                    },
-                }
-            )
-            continue
-        with contextlib.suppress(InvalidSignature):
-            if cosign.parse_envelope(one).stated == root.digest:
-                own.append(one)
+            bundles.append(bundle_manifest(root, one.data))
+        elif is_cosign_for(one, root):
+            own.append(one)
     if own:
         _send_cosign(client, repository, root, own)
-    send_referrers(client, repository, root, parts)
-    return len(own) + len(parts)
+    send_referrers(client, repository, root, bundles)
+    return len(own) + len(bundles)
 
 
 def _send_cosign(
     client: RegistryClient, repository: str, root: RemoteManifest, signatures: Iterable[Envelope]
 ) -> None:
-    """Add signatures to those that the tag of a manifest has."""
-    tag = cosign.tag_of(root.digest)
-    layers: list[dict[str, Any]] = []
-    blobs: dict[Digest, bytes] = {}
-    found = tag_to_extend(client, repository, tag, root)
+    """Add signatures to those that the tag of a manifest has; an earlier push may have sent them."""
+    found = tag_to_extend(client, repository, cosign.tag_of(root.digest), root)
     content = found.parse() if found is not None else None
-    if isinstance(content, ImageManifest):
-        layers = [layer.to_json() for layer in content.layers]
-    before = len(layers)
-    for one in signatures:
-        annotations = {ANNOTATION: base64.b64encode(one.signature).decode()}
-        layer = send_blob(client, repository, SIMPLE_SIGNING, one.signed)
-        blobs[Digest.of(one.signed)] = one.signed
-        layer["annotations"] = annotations
-        # An earlier push may have sent it.
-        if layer not in layers:
-            layers.append(layer)
-    if len(layers) == before:
-        return
-    config = {
-        "architecture": "",
-        "os": "",
-        "config": {},
-        "rootfs": {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]},
-    }
-    data = strict_json.dumps(config).encode()
-    described = send_blob(client, repository, _IMAGE_CONFIG, data)
-    blobs[Digest.of(data)] = data
-    manifest = image_manifest({"config": described, "layers": layers})
-    put_with(client, repository, tag, manifest, blobs)
+    before = content.layers if isinstance(content, ImageManifest) else ()
+    made = cosign_manifest(root, signatures, before)
+    # What is made without the new signatures differs only if one of them is new.
+    if made.manifest != cosign_manifest(root, (), before).manifest:
+        send_attached(client, repository, made)

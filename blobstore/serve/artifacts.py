@@ -6,47 +6,44 @@ one is a signature of the other.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
-from blobstore.errors import InvalidSignature, RemoteRefused
+from blobstore.errors import RemoteRefused
 from blobstore.operations.transfer.send_cold import cold_lists
-from blobstore.registry.layouts.image import IMAGE_CONFIG
+from blobstore.registry.layouts.attached import (
+    bundle_manifest,
+    cosign_manifest,
+    is_cosign_for,
+    referrer,
+)
 from blobstore.registry.layouts.oci import MAX_LAYERS, plan_oci
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.layouts.tar import TAR_END, padding, tar_header
 from blobstore.remotes.cold_layers import COLD
 from blobstore.remotes.model_metadata import model_metadata
-from blobstore.remotes.referrers import image_manifest
 from blobstore.remotes.registry_plan import plan_for_registry
 from blobstore.serve.messages import Content
 from blobstore.serve.model_files import whole_blob
-from blobstore.signatures import cosign
-from blobstore.signatures.bundle import BUNDLE, PREDICATE
-from blobstore.signatures.cosign import ANNOTATION, SIMPLE_SIGNING, envelopes
+from blobstore.signatures.cosign import envelopes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
+    from blobstore.registry.layouts.attached import Attached
     from blobstore.registry.layouts.tar import TarLayer
     from blobstore.registry.manifest import RemoteManifest
     from blobstore.serve.cold_files import ColdFiles
     from blobstore.serve.messages import Part
     from blobstore.serve.pulled import Origin
-    from blobstore.signatures.signature import Envelope
     from blobstore.store.local import LocalStore
-
-_EMPTY: Final = b"{}"
-_EMPTY_TYPE: Final = "application/vnd.oci.empty.v1+json"
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +58,7 @@ class Artifact:
     blobs: dict[Digest, Content] = field(repr=False)
     tags: dict[str, Digest] = field(default_factory=dict)
     """Tags that clients derive from the digest of a manifest."""
-    referrers: dict[Digest, list[Mapping[str, Any]]] = field(default_factory=dict)
+    referrers: dict[Digest, list[dict[str, Any]]] = field(default_factory=dict)
     """Descriptors of what refers to a manifest."""
     key: object = None
     """What the library keeps it under."""
@@ -79,7 +76,8 @@ class Artifact:
         """
         root = self.roots[0]
         listed = [one for one in self.referrers.get(root.digest, ()) if one["artifactType"] != COLD]
-        listed += [_add_referrer(self, root, COLD, part) for part in cold_lists(files.layers)]
+        made = (referrer(root, COLD, part) for part in cold_lists(files.layers))
+        listed += [_attach(self, one) for one in made]
         stored = (layer.stored.digest for layer in files.layers)
         self.blobs |= dict(zip(stored, files.contents, strict=True))
         self.referrers[root.digest] = listed
@@ -105,8 +103,11 @@ def make_artifact(
     artifact = Artifact(reference, tuple(roots), manifests, blobs, stored=manifest.blobs)
     signed = list(envelopes(store.signatures(Digest.of(data))))
     for root in roots:
-        _add_bundles(artifact, root, [one for one in signed if one.kind == "oms"])
-        _add_cosign(artifact, root, [one for one in signed if one.kind != "oms"])
+        bundles = [bundle_manifest(root, one.data) for one in signed if one.kind == "oms"]
+        artifact.referrers[root.digest] = [_attach(artifact, one) for one in bundles]
+        own = [one for one in signed if is_cosign_for(one, root)]
+        if own:
+            _attach(artifact, cosign_manifest(root, own))
     return artifact
 
 
@@ -135,64 +136,10 @@ def _tar_content(tar: TarLayer) -> Content:
     return Content([*parts, TAR_END])
 
 
-def _add_bundles(artifact: Artifact, root: RemoteManifest, signed: list[Envelope]) -> None:
-    """Add a manifest for each signature, which refers to ``root``."""
-    for one in signed:
-        layers = [_add_blob(artifact, BUNDLE, one.data)]
-        annotations = {
-            "dev.sigstore.bundle.content": "dsse-envelope",
-            "dev.sigstore.bundle.predicateType": PREDICATE,
-        }
-        listed = _add_referrer(artifact, root, BUNDLE, layers, annotations=annotations)
-        artifact.referrers.setdefault(root.digest, []).append(listed)
-
-
-def _add_referrer(
-    artifact: Artifact,
-    root: RemoteManifest,
-    kind: str,
-    layers: Sequence[Mapping[str, Any]],
-    **others: Any,
-) -> Mapping[str, Any]:
-    """Add a manifest of a kind that refers to ``root``, and return how it is listed."""
-    content = {
-        "artifactType": kind,
-        "config": _add_blob(artifact, _EMPTY_TYPE, _EMPTY),
-        "layers": layers,
-        "subject": _descriptor(root.media_type, root.data),
-        **others,
-    }
-    made = image_manifest(content)
-    artifact.manifests[made.digest] = made
-    return _descriptor(made.media_type, made.data) | {"artifactType": kind}
-
-
-def _add_cosign(artifact: Artifact, root: RemoteManifest, signed: list[Envelope]) -> None:
-    """Add the signatures of ``root`` as one manifest, where cosign looks for them."""
-    layers = []
-    for one in signed:
-        with contextlib.suppress(InvalidSignature):
-            if cosign.parse_envelope(one).stated == root.digest:
-                layer = _add_blob(artifact, SIMPLE_SIGNING, one.signed)
-                layer["annotations"] = {ANNOTATION: base64.b64encode(one.signature).decode()}
-                layers.append(layer)
-    if layers:
-        config = {
-            "architecture": "",
-            "os": "",
-            "config": {},
-            "rootfs": {"type": "layers", "diff_ids": [layer["digest"] for layer in layers]},
-        }
-        described = _add_blob(artifact, IMAGE_CONFIG, strict_json.dumps(config).encode())
-        made = image_manifest({"config": described, "layers": layers})
-        artifact.manifests[made.digest] = made
-        artifact.tags[cosign.tag_of(root.digest)] = made.digest
-
-
-def _add_blob(artifact: Artifact, media_type: str, data: bytes) -> dict[str, Any]:
-    artifact.blobs[Digest.of(data)] = Content((data,))
-    return _descriptor(media_type, data)
-
-
-def _descriptor(media_type: str, data: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": str(Digest.of(data)), "size": len(data)}
+def _attach(artifact: Artifact, made: Attached) -> dict[str, Any]:
+    """Add a manifest that belongs to another, with its blobs; return how referrers list it."""
+    artifact.manifests[made.manifest.digest] = made.manifest
+    artifact.blobs |= {digest: Content((data,)) for digest, data in made.blobs.items()}
+    if made.tag:
+        artifact.tags[made.tag] = made.manifest.digest
+    return made.listed.to_json()

@@ -15,6 +15,7 @@ from blobstore.compression.level import check_compression_level
 from blobstore.core.digest import BlobId, Digest
 from blobstore.core.files import open_regular
 from blobstore.errors import BlobDamaged, BlobMissing
+from blobstore.registry.layouts.attached import referrer
 from blobstore.remotes.cold_layers import COLD, ColdLayer, base_of
 from blobstore.remotes.referrers import send_referrers
 from blobstore.store.cold import ColdBlob
@@ -168,8 +169,8 @@ def send_cold_manifests(
     Raises:
         RemoteError: the registry cannot be reached, or refuses them.
     """
-    parts = [{"artifactType": kind, "layers": part} for part in cold_lists(layers)]
-    send_referrers(client, repository, root, parts)
+    referrers = (referrer(root, kind, part) for part in cold_lists(layers))
+    send_referrers(client, repository, root, referrers)
 
 
 def cold_lists(layers: Iterable[ColdLayer]) -> list[list[dict[str, Any]]]:
