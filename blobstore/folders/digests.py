@@ -18,11 +18,9 @@ from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, Damaged
 from blobstore.folders.export_plan import (
     check_no_gguf,
-    plan_export,
 )
+from blobstore.folders.files import files_of
 from blobstore.folders.link_plan import plan_links
-from blobstore.folders.original import plan_original
-from blobstore.folders.shards import SHARD_SIZE
 from blobstore.folders.writer import HashedBlob, read_file, read_tensor
 from blobstore.manifests import media_types
 from blobstore.manifests.file_names import check_paths
@@ -81,7 +79,7 @@ def folder_digests(
         return FolderDigests(known, 0, 0)
     files: dict[str, Digest] = {}
     if layout == "export":
-        plan = plan_original(model) or plan_export(model, SHARD_SIZE)
+        plan = files_of(model)
         weights, tensors = plan.weights, list(plan.tensors)
         contents, written = plan.files, plan.written
     else:

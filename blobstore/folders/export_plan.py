@@ -135,6 +135,8 @@ class ExportPlan:
     """Generated files: weight indexes and configs that have to change."""
     files: Mapping[str, Descriptor]
     """Files of the model that are written unchanged."""
+    is_original: bool = False
+    """Whether they are those of the source, byte for byte."""
 
 
 def plan_export(model: ModelContents, shard_size: int, *, dequantize: bool = False) -> ExportPlan:

@@ -95,7 +95,7 @@ def plan_original(model: ModelContents) -> ExportPlan | None:
     check_paths([*files, *(file.name for file in record.files)])
     order = {layer.digest: number for number, layer in enumerate(manifest.layers)}
     tensors.sort(key=lambda tensor: (order[tensor.layer.digest], tensor.begin))
-    return ExportPlan(tensors, weights, written, files)
+    return ExportPlan(tensors, weights, written, files, is_original=True)
 
 
 def _places(model: ModelContents) -> dict[str, _Place]:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.folders.digests import folder_digests
-from blobstore.folders.export_plan import plan_export
-from blobstore.folders.original import plan_original
-from blobstore.folders.shards import SHARD_SIZE
+from blobstore.folders.files import files_of
 from blobstore.folders.writer import read_file
 from blobstore.manifests import media_types
 from blobstore.models.contents import ModelContents
@@ -62,7 +60,7 @@ def model_files(store: LocalStore, manifest: Manifest) -> dict[str, Content]:
         files = {name: whole_blob(layer) for name, layer in _gguf_layers(manifest).items()}
         return dict(sorted(files.items()))
     model = ModelContents(store, manifest)
-    plan = plan_original(model) or plan_export(model, SHARD_SIZE)
+    plan = files_of(model)
     tensors = {tensor.spec.name: tensor for tensor in plan.tensors}
     files = {name: whole_blob(layer) for name, layer in plan.files.items()}
     files |= {name: Content((data,)) for name, data in plan.written.items()}

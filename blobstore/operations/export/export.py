@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, UsageError
 from blobstore.folders import writer
-from blobstore.folders.export_plan import is_adapter, plan_export
-from blobstore.folders.original import plan_original
-from blobstore.folders.shards import SHARD_SIZE
-from blobstore.manifests.descriptor import MAX_SIZE
+from blobstore.folders.files import files_of
 from blobstore.manifests.reference import Reference
 from blobstore.models.contents import ModelContents
 from blobstore.store.local import LocalStore, StoreLike
@@ -105,12 +102,8 @@ def export_model(
     manifest = store.resolve(reference)
     target = writer.resolve_target(folder, force=force)
     try:
-        original, model = None, ModelContents(store, manifest)
-        is_same = shard_size is None and not single and not dequantize
-        if is_same or (not dequantize and is_adapter(manifest)):  # adapters are single files
-            original = plan_original(model)
-        size = MAX_SIZE if single else shard_size or SHARD_SIZE
-        plan = original or plan_export(model, size, dequantize=dequantize)
+        model = ModelContents(store, manifest)
+        plan = files_of(model, shard_size=shard_size, single=single, dequantize=dequantize)
         blobs = (blob.digest for blob in manifest.blobs)
         with store.lease_if_writable(blobs), writer.atomic_folder(target, force=force) as new:
             writer.write_weights(store, plan.weights, plan.tensors, new, jobs, progress)
@@ -127,7 +120,7 @@ def export_model(
         files=len(written),
         tensors=sum(len(file.tensors) for file in plan.weights),
         shards=len(plan.weights),
-        is_original=original is not None,
+        is_original=plan.is_original,
         bytes_written=size,
         seconds=time.monotonic() - started,
     )
