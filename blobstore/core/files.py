@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.escape import quote
@@ -15,13 +16,16 @@ from blobstore.core.system import CANNOT_SYNC, copy_range, direct_flag, flush, w
 from blobstore.errors import BlobstoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Self
 
     from typing_extensions import Buffer
 
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    Opener = Callable[[Path], tuple[int, int]]
+    """Opens a regular file as :func:`open_regular`."""
+
+OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""With which files of strangers are opened: a pipe must not make a program wait."""
 _ROOT_USER = 0
 
 
@@ -88,8 +92,12 @@ def open_regular(path: Path | str, *, follow: bool = True) -> tuple[int, int]:
         OSError: it cannot be opened, or it is a symbolic link and ``follow`` is false.
         BlobstoreError: it is a folder, device, pipe or socket. Reading one might never end.
     """
-    flags = _OPEN_FLAGS if follow else _OPEN_FLAGS | os.O_NOFOLLOW
-    descriptor = os.open(path, flags)
+    flags = OPEN_FLAGS if follow else OPEN_FLAGS | os.O_NOFOLLOW
+    return check_regular(os.open(path, flags), path)
+
+
+def check_regular(descriptor: int, path: Path | str) -> tuple[int, int]:
+    """Return an open file and its size; close it if it is not a regular file. Raises BlobstoreError."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -115,14 +123,14 @@ def read_ahead(path: str) -> None:
             os.close(descriptor)
 
 
-def read_regular(path: Path | str, limit: int) -> bytes:
+def read_regular(path: Path | str, limit: int, opener: Opener | None = None) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes.
 
     Raises:
         OSError: it cannot be opened or read.
         BlobstoreError: it is not a regular file, or larger than ``limit``.
     """
-    descriptor, size = open_regular(path)
+    descriptor, size = open_regular(path) if opener is None else opener(Path(path))
     try:
         if size > limit:
             raise BlobstoreError(f"{quote(path)} has {size} bytes, over the limit of {limit}")

@@ -13,11 +13,13 @@ from blobstore.gguf.header import MAGIC, GgufHeader, InvalidGguf, read_header
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from blobstore.core.files import Opener
 
-def is_gguf(path: Path) -> bool:
+
+def is_gguf(path: Path, opener: Opener = open_regular) -> bool:
     """Return whether a regular file begins as GGUF files do, whatever its name is."""
     try:
-        descriptor, _ = open_regular(path)
+        descriptor, _ = opener(path)
     except (OSError, BlobstoreError):
         return False
     try:

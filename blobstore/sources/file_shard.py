@@ -14,27 +14,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.core.tensor import FileLayout, TensorSpec
     from blobstore.manifests.source_record import Format, Gap
 
 
-def open_part(path: Path, what: str) -> tuple[int, int]:
+def open_part(path: Path, what: str, opener: Opener = open_regular) -> tuple[int, int]:
     """Open one of the files of a source, and return its descriptor and its size in bytes.
 
     Args:
         path: the file.
         what: what it is, for errors.
+        opener: opens it.
 
     Raises:
         DamagedSource: it is missing.
         SourceError: it cannot be read, or is no regular file.
     """
     try:
-        return open_regular(path)
+        return opener(path)
     except FileNotFoundError:
         raise DamagedSource(f"{what} {quote(path)} is missing") from None
     except OSError as error:
         raise SourceError(f"cannot open {quote(path)}: {error.strerror}") from error
+    except DamagedSource:
+        raise
     except BlobstoreError as error:
         raise SourceError(str(error)) from None
 
@@ -55,7 +59,7 @@ class FileShard(ABC):
     gaps: tuple[Gap, ...] = ()
     """Bytes that are neither in the header nor in tensors; short zeros between tensors are left out."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Opener = open_regular) -> None:
         """Open a file and check its header and size.
 
         Raises:
@@ -64,7 +68,7 @@ class FileShard(ABC):
             UnsupportedSource: it has more than can be kept.
         """
         self.path = path
-        self._descriptor, size = open_part(path, "weight file")
+        self._descriptor, size = open_part(path, "weight file", opener)
         try:
             self._layout = self.parse(size)
         except BaseException as error:

@@ -6,11 +6,12 @@ What is read of a folder is decided from a tree, so that it can be decided befor
 from __future__ import annotations
 
 import os
-from functools import cached_property
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blobstore.core.escape import quote, shell_word
+from blobstore.core.escape import quote
+from blobstore.core.folder import Folder
 from blobstore.core.globs import any_glob_matches
 from blobstore.errors import DamagedSource, SourceError
 from blobstore.manifests.file_names import MAX_DEPTH
@@ -36,6 +37,7 @@ class FileTree:
         exclude: Sequence[str] = (),
         listed: Mapping[str, int] | None = None,
         label: str = "",
+        opened: Folder | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -44,9 +46,13 @@ class FileTree:
             exclude: patterns of names that are treated as if they did not exist.
             listed: the sizes of all files by name; None to look at the disk.
             label: what messages call the folder; its path by default.
+            opened: the folder, if it is open; by default its links are followed as far as they stay in it.
         """
         self.root = root
-        self.versions = SourceVersions()
+        if opened is None and listed is None:
+            opened = Folder(root, boundary=_link_boundary(root))
+        self._folder = opened
+        self.versions = SourceVersions(opened)
         """Those of all files whose path was asked for."""
         self._label = label or str(root)
         self._exclude = exclude
@@ -71,6 +77,7 @@ class FileTree:
 
         Raises:
             OSError: the folder cannot be read.
+            SourceError: it is a link that leads out.
         """
         return sorted(self._names_in(folder))
 
@@ -80,32 +87,47 @@ class FileTree:
         return last in self._names_in(folder)
 
     def _names_in(self, folder: str) -> set[str]:
-        if self._listed is None and folder not in self._entries:
-            path = self.root / folder
-            there = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+        if self._folder is not None and folder not in self._entries:
+            try:
+                there = self._folder.names(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                there = []
             self._entries[folder] = {
                 name for name in there if not self.is_excluded(joined(folder, name))
             }
         return self._entries.get(folder, set())
 
     def is_folder(self, name: str) -> bool:
-        """Return whether there is a folder of this name."""
-        if self._listed is not None:
+        """Return whether there is a folder of this name, or a link to one, even if it leads out."""
+        if self._folder is None:
             return name in self._entries
-        return (self.root / name).is_dir() and not self.is_excluded(name)
+        if self.is_excluded(name):
+            return False
+        try:
+            return stat.S_ISDIR(self._folder.status(name).st_mode)
+        except OSError:
+            return False
+        except SourceError:
+            return (self.root / name).is_dir()
 
     def size(self, name: str) -> int | None:
         """Return the size of a file; None for a folder, a pipe or a device.
 
         Raises:
             DamagedSource: it is a broken link.
+            SourceError: it is a link that leads out.
         """
-        if self._listed is not None:
-            return self._listed.get(name)
-        path = self.root / name
-        if path.is_symlink() and not path.exists():  # pruned caches have such links
-            raise DamagedSource(f"{self.label(name)} is a broken link; download the complete model")
-        return path.stat().st_size if path.is_file() else None
+        if self._folder is None:
+            return (self._listed or {}).get(name)
+        try:
+            status = self._folder.status(name)
+        except OSError:
+            if (self.root / name).is_symlink():  # pruned caches have such links
+                raise DamagedSource(
+                    f"{self.label(name)} is a broken link; download the complete model"
+                ) from None
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def path(self, name: str) -> Path:
         """Return the path of a file that is about to be read.
@@ -114,13 +136,6 @@ class FileTree:
             SourceError: a link leads to a file outside the folder.
         """
         path = self.root / name
-        if self._listed is None and not Path(os.path.realpath(path)).is_relative_to(
-            self._link_boundary
-        ):
-            raise SourceError(
-                f"{self.label(name)} leads out of the model's folder by a link; copy the file into the "
-                f"folder, or leave it out with --exclude {shell_word(name)}"
-            )
         self.versions.record(path)
         return path
 
@@ -131,7 +146,7 @@ class FileTree:
             name = joined(folder, entry)
             if not self.is_folder(name):
                 yield name
-            elif not entry.startswith("."):  # .git and .cache
+            elif not entry.startswith(".") and self._is_inside(name):  # .git and .cache
                 yield from self.files_below(name)
 
     def is_excluded(self, name: str) -> bool:
@@ -142,13 +157,25 @@ class FileTree:
             name = name.rpartition("/")[0]
         return False
 
-    @cached_property
-    def _link_boundary(self) -> Path:
-        """The folder that links must not leave: the root, or the repository in a Hub cache that has it."""
-        root = Path(os.path.realpath(self.root))
-        snapshots = (folder for folder in (root, *root.parents) if folder.name == "snapshots")
-        caches = (it.parent for it in snapshots if it.parent.name.startswith(CACHED_REPOSITORY))
-        return next(caches, root)
+    def _is_inside(self, name: str) -> bool:
+        """Return whether no link leads from a name out of the folder."""
+        try:
+            return self._folder is None or bool(self._folder.status(name))
+        except (OSError, SourceError):
+            return False
+
+    def close(self) -> None:
+        """Close the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
+
+def _link_boundary(folder: Path) -> Path:
+    """Return the folder that links must not leave: this one, or the repository in a Hub cache that has it."""
+    root = Path(os.path.realpath(folder))
+    snapshots = (folder for folder in (root, *root.parents) if folder.name == "snapshots")
+    caches = (it.parent for it in snapshots if it.parent.name.startswith(CACHED_REPOSITORY))
+    return next(caches, root)
 
 
 def joined(folder: str, name: str) -> str:

@@ -50,6 +50,7 @@ from blobstore.sources.small_files import is_kept
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from blobstore.core.files import Opener
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import ListedFile
@@ -304,6 +305,7 @@ class _Repository(FileTree):
         label = f"{SCHEME}{repo}"
         super().__init__(folder, exclude=options.exclude, listed=listed, label=label)
         self._tree = FileTree(folder, exclude=options.exclude, listed=listed, label=label)
+        self._tree.versions = self.versions  # what is read must be what was verified
         self._repo = repo
         self._listing = listing
         self._is_online = is_online
@@ -369,8 +371,12 @@ class _Repository(FileTree):
         """Compare a file with the listing: a job of ``pool``."""
         what = f"checking {escape(file.name)}"
         link = self.root / file.name
+        self.versions.record(link)
+        opener = self.versions.open
         try:
-            fault = _fault_of(link, file, self._boundary, lambda count: pool.report(count, what))
+            fault = _fault_of(
+                link, file, self._boundary, opener, lambda count: pool.report(count, what)
+            )
         except (OSError, ValueError) as error:
             fault = f"it cannot be read: {_line(error)}; check {quote(link)}"
         if fault is not None:
@@ -429,7 +435,7 @@ def _bar_class(count: _FileCount) -> Any:
 
 
 def _fault_of(
-    link: Path, file: ListedFile, cache: str, report: Callable[[int], None]
+    link: Path, file: ListedFile, cache: str, opener: Opener, report: Callable[[int], None]
 ) -> str | None:
     """Return the fault of a cached file and what to do about it; None if there is none."""
     path = Path(os.path.realpath(link))  # unlike resolve(), it survives a loop of links
@@ -448,7 +454,7 @@ def _fault_of(
     if file.algorithm == "sha1":
         digester.update(b"blob %d\0" % file.size)  # git hashes this header too
     buffer = memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as stream:
+    with open(opener(link)[0], "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
         while count := stream.readinto(buffer):
             digester.update(buffer[:count])
             report(count)

@@ -49,10 +49,14 @@ class HuggingFaceFolder(ShardSet):
         self.digests: Mapping[str, str] = {}
         """The SHA-256 of files by name, as the Hub lists them, in hexadecimal digits."""
         self._path = path
+        self._is_folder = tree is not None or path.is_dir()
+        self._tree: FileTree | None = None
         self._indexes: list[Path] = []
         try:
-            if path.is_dir():
-                self._open_folder(tree or FileTree(path, exclude=options.exclude), options)
+            if self._is_folder:
+                tree = tree or FileTree(path, exclude=options.exclude)
+                self.versions, self._tree = tree.versions, tree
+                self._open_folder(tree, options)
             elif any_glob_matches(path.name, options.keep):
                 self.versions.record(path)
                 self.files = [SourceFile(path.name, path)]
@@ -72,7 +76,7 @@ class HuggingFaceFolder(ShardSet):
 
     def record(self) -> SourceRecord:
         """See :class:`TensorSource`."""
-        is_folder = self._path.is_dir()
+        is_folder = self._is_folder
 
         def name_of(path: Path) -> str:
             return path.relative_to(self._path).as_posix() if is_folder else path.name
@@ -82,7 +86,7 @@ class HuggingFaceFolder(ShardSet):
             digest = self.digests.get(file.name)
             files.append(file._replace(sha256=Digest(digest) if digest else None))
         for path in self._indexes:
-            data = read_index(path)
+            data = read_index(path, self.versions.open)
             files.append(RecordedFile(name_of(path), "index", len(data), data))
         return SourceRecord(
             kind="hub" if self.repository else "folder" if is_folder else "file",
@@ -91,6 +95,12 @@ class HuggingFaceFolder(ShardSet):
             files=tuple(sorted(files)),
             is_converted=self.is_partial or any(file.format == "pytorch" for file in files),
         )
+
+    def close(self) -> None:
+        """See :class:`TensorSource`."""
+        super().close()
+        if self._tree is not None:
+            self._tree.close()
 
     def _check_not_empty(self) -> None:
         """Check that checkpoints have elements. Raises UnsupportedSource if all tensors are empty."""
@@ -102,7 +112,6 @@ class HuggingFaceFolder(ShardSet):
             )
 
     def _open_folder(self, tree: FileTree, options: SourceOptions) -> None:
-        tree.versions = self.versions
         self.config = read_json(tree, "config.json", dict)
         selection = select_files(tree, options)
         self.notices += selection.notices
@@ -114,7 +123,7 @@ class HuggingFaceFolder(ShardSet):
                     self.add(tree.path(name), prefix=prefix)
                 continue
             path = tree.path(part.index_name)
-            weight_map, ignore = read_weight_map(path), options.ignore_unindexed
+            weight_map, ignore = read_weight_map(path, self.versions.open), options.ignore_unindexed
             is_tied = not prefix and self.config.get("tie_word_embeddings") is True
             # Adding shards adds notices too.
             self.notices += [

@@ -16,8 +16,10 @@ from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.meta.source import MetaFolder, is_meta_folder
 
 if TYPE_CHECKING:
+    from blobstore.core.files import Opener
     from blobstore.core.progress import Progress
     from blobstore.sources.base import SourceOptions, TensorSource
+    from blobstore.sources.meta.reading import Shard
 
 
 def open_source(
@@ -81,9 +83,7 @@ def _open_local(path: Path, options: SourceOptions, progress: Progress | None) -
             raise UsageError(
                 f"{quote(path)} is a Meta Llama folder, which has no parts for --subtree"
             )
-        from blobstore.sources.pytorch.checkpoint import open_checkpoint
-
-        return MetaFolder(path, open_checkpoint, options)
+        return MetaFolder(path, _open_shard, options)
     if options.keep_names:
         raise UsageError(
             f"{quote(path)} is not a Meta Llama folder; --keep-names applies only to those"
@@ -93,6 +93,13 @@ def _open_local(path: Path, options: SourceOptions, progress: Progress | None) -
     if (snapshot := hub.open_cached(path, options, progress=progress)) is not None:
         return _open_snapshot(snapshot, options)
     return HuggingFaceFolder(path, options)
+
+
+def _open_shard(path: Path, opener: Opener) -> Shard:
+    # The readers of pickles take a while to import, and most models need none.
+    from blobstore.sources.pytorch.checkpoint import Checkpoint
+
+    return Checkpoint(path, opener=opener)
 
 
 def _open_snapshot(snapshot: hub.HubSnapshot, options: SourceOptions) -> HuggingFaceFolder:

@@ -170,7 +170,7 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
         return kind()
     path = tree.path(name)
     try:
-        value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE))
+        value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE, tree.versions.open))
     except OSError as error:
         raise SourceError(f"cannot read {tree.label(name)}: {error.strerror}") from error
     except (ValueError, BlobstoreError) as error:
@@ -252,7 +252,7 @@ def _select_weights(
     else:
         index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
-        weight_map = read_weight_map(tree.path(joined(folder, index)))
+        weight_map = read_weight_map(tree.path(joined(folder, index)), tree.versions.open)
         chosen = sorted(set(weight_map.values()))
         others = [name for name in names if name not in chosen]
         for name in chosen:
@@ -413,7 +413,7 @@ def _choose_by(
 
 def _mapped(tree: FileTree, folder: str, index: str) -> set[str]:
     """Return the names of the files that an index names."""
-    return set(read_weight_map(tree.path(joined(folder, index))).values())
+    return {*read_weight_map(tree.path(joined(folder, index)), tree.versions.open).values()}
 
 
 def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:

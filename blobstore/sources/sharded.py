@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.escape import join_some, quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import open_regular, read_regular
 from blobstore.core.tensor import TensorSpec
 from blobstore.errors import (
     BlobstoreError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.sources.base import Shard, SourceOptions
     from blobstore.sources.pytorch.checkpoint import Checkpoint
 
@@ -87,7 +88,7 @@ class ShardSet:
         """
         self.versions.record(path)
         kind = _BY_ENDING.get(path.suffix)
-        if kind is None and is_gguf(path):
+        if kind is None and is_gguf(path, self.versions.open):
             kind = GgufShard
         shard: Shard
         if kind is None:
@@ -97,7 +98,7 @@ class ShardSet:
             self._unreadable |= {path: checkpoint.unreadable.keys()}
         else:
             self._check_no_parts(path)
-            shard = self._shards[path] = file = kind(path)
+            shard = self._shards[path] = file = kind(path, self.versions.open)
             self.block_types.update((prefix + name, blocks) for name, blocks in file.block_types())
         if isinstance(shard, SafetensorsShard):
             self.metadata[path] = shard.metadata
@@ -143,7 +144,10 @@ class ShardSet:
         try:
             options = self._options
             return Checkpoint(
-                path, subtree=options.subtree, skip_unreadable=options.skip_unreadable
+                path,
+                subtree=options.subtree,
+                skip_unreadable=options.skip_unreadable,
+                opener=self.versions.open,
             )
         except SourceNotFound:
             raise DamagedSource(f"weight file {quote(path)} is missing") from None
@@ -210,15 +214,15 @@ def wrapper_notices(names: Collection[str]) -> list[str]:
     return [f"all names begin with {quote(found[0])}; --strip-prefix {found[0]} removes it"]
 
 
-def read_index(index: Path) -> bytes:
+def read_index(index: Path, opener: Opener = open_regular) -> bytes:
     """Return the bytes of an ``*.index.json``. Raises DamagedSource if it cannot be read."""
     try:
-        return read_regular(index, _MAX_INDEX_SIZE)
+        return read_regular(index, _MAX_INDEX_SIZE, opener)
     except (OSError, BlobstoreError) as error:
         raise DamagedSource(f"cannot read weight index {quote(index)}: {error}") from None
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path, opener: Opener = open_regular) -> dict[str, str]:
     """Return the map from tensor names to file names of an ``*.index.json``, which may be empty.
 
     Raises:
@@ -226,7 +230,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
             ending than it should.
     """
     try:
-        value: Any = strict_json.loads(read_index(index))
+        value: Any = strict_json.loads(read_index(index, opener))
     except ValueError as error:
         raise DamagedSource(f"weight index {quote(index)}: {error}") from None
     weight_map = value.get("weight_map") if isinstance(value, dict) else None

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 from blobstore.core import interrupts
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import DamagedSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from blobstore.core.folder import Folder
 
 _TICK = 0.02
 """Seconds; more than one tick of Linux's coarsest clock."""
@@ -30,9 +32,14 @@ _MAX_WAITS = 25
 
 
 class SourceVersions:
-    """The files of a source as they were before they were read, by absolute path."""
+    """The files of a source as they were before they were read, by absolute path.
 
-    def __init__(self) -> None:
+    All of them are opened here: each time, it must be the file that was recorded.
+    """
+
+    def __init__(self, folder: Folder | None = None) -> None:
+        """Record nothing yet; ``folder`` is the one that has all the files, if it is a folder of others."""
+        self._folder = folder
         self._versions: dict[str, FileVersion | None] = {}
 
     def record(self, path: Path) -> None:
@@ -40,21 +47,39 @@ class SourceVersions:
 
         Raises:
             DamagedSource: a program keeps writing to the file.
+            SourceError: a link leads out of the folder.
         """
-        name = os.path.abspath(path)  # noqa: PTH100 - links in it must stay
+        name = str(path.absolute())
         if name in self._versions:
             return
-        version = _version(name)
+        version = self._version(name)
         for _ in range(_MAX_WAITS):
             if version is None or version.changed < time.time_ns() - _TICK * 10**9:
                 break
             interrupts.sleep(_TICK)
-            before, version = version, _version(name)
+            before, version = version, self._version(name)
             if before == version:
                 break
         else:
             raise _changed(name)
         self._versions[name] = version
+
+    def open(self, path: Path) -> tuple[int, int]:
+        """Open a recorded file, as :func:`~blobstore.core.files.open_regular` does.
+
+        Raises:
+            OSError: it cannot be opened.
+            DamagedSource: it is not the file that was recorded.
+            BlobstoreError: a link leads out of the folder, or it is not a regular file.
+        """
+        path = path.absolute()
+        opener = open_regular if self._folder is None else self._folder.open_path
+        descriptor, size = opener(path)
+        version = FileVersion.of_status(os.fstat(descriptor))
+        if self._versions.get(str(path), version) != version:
+            os.close(descriptor)
+            raise _changed(str(path))
+        return descriptor, size
 
     def check(self, opened: Mapping[Path, FileVersion]) -> None:
         """Check that no file has changed, neither at its path nor as ``opened``.
@@ -65,10 +90,10 @@ class SourceVersions:
             DamagedSource: one has.
         """
         for name, version in self._versions.items():
-            if version is None or _version(name) != version:
+            if version is None or self._version(name) != version:
                 raise _changed(name)
         for path, version in opened.items():
-            name = os.path.abspath(path)  # noqa: PTH100
+            name = str(path.absolute())
             if version != self._versions[name]:
                 raise _changed(name)
 
@@ -85,12 +110,15 @@ class SourceVersions:
             if version is None or found is None or found[1:] != version[1:]:
                 raise _changed(name)
 
-
-def _version(name: str) -> FileVersion | None:
-    try:
-        return FileVersion.of_status(os.stat(name))  # noqa: PTH116
-    except OSError:  # opening the file reports the error
-        return None
+    def _version(self, name: str) -> FileVersion | None:
+        try:
+            if self._folder is None:
+                return FileVersion.of_status(os.stat(name))  # noqa: PTH116
+            return FileVersion.of_status(
+                self._folder.status(os.path.relpath(name, self._folder.path))
+            )
+        except OSError:  # opening the file reports the error
+            return None
 
 
 def _changed(name: str) -> DamagedSource:

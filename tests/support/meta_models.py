@@ -185,7 +185,7 @@ class Maker:
     def open(self, *, keep_names: bool = False) -> MetaFolder:
         return MetaFolder(self.folder, self.open_shard, SourceOptions(keep_names=keep_names))
 
-    def open_shard(self, path: Path) -> MemoryShard:
+    def open_shard(self, path: Path, _: object = None) -> MemoryShard:
         shard = self.shards[path.name]
         shard.is_open = True
         return shard

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from blobstore.core.digest import Digest
+    from blobstore.core.files import Opener
     from blobstore.operations.create.grouping import BlobPlan
     from blobstore.operations.create.plan import ModelPlan
     from blobstore.sources.base import TensorSource
@@ -40,6 +41,7 @@ class FileLayer:
     path: Path | None = None
     file_size: int = 0
     """The size of the file when it was listed."""
+    opener: Opener = open_regular
 
     @property
     def size(self) -> int:
@@ -61,7 +63,7 @@ class FileLayer:
             return
         buffer = memoryview(bytearray(min(_CHUNK, self.file_size + 1)))
         done = 0
-        with _readable(self.path) as descriptor:
+        with _readable(self.path, self.opener) as descriptor:
             while count := os.readv(descriptor, [buffer]):
                 done += count
                 if done > self.file_size:
@@ -72,10 +74,10 @@ class FileLayer:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[int]:
+def _readable(path: Path, opener: Opener) -> Iterator[int]:
     """Yield the descriptor of a file of the source."""
     try:
-        descriptor, _ = open_regular(path)
+        descriptor, _ = opener(path)
         try:
             yield descriptor
         finally:
@@ -103,9 +105,10 @@ def file_layers(source: TensorSource) -> Iterator[FileLayer]:
         if file.content is not None:
             yield FileLayer(media_type, file.name, file.content)
             continue
-        with _readable(file.path) as descriptor:
+        opener = source.versions.open
+        with _readable(file.path, opener) as descriptor:
             size = os.fstat(descriptor).st_size
-        layer = FileLayer(media_type, file.name, path=file.path, file_size=size)
+        layer = FileLayer(media_type, file.name, path=file.path, file_size=size, opener=opener)
         # Readers of JSON hold it in memory.
         yield replace(layer, media_type=media_types.FILE) if layer.is_large() else layer
 

@@ -7,13 +7,15 @@ import os
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import quote
-from blobstore.core.files import FileVersion
+from blobstore.core.files import FileVersion, open_regular
 from blobstore.errors import DamagedSource
 from blobstore.sources.file_shard import open_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from blobstore.core.files import Opener
 
 
 class DataFile:
@@ -23,7 +25,7 @@ class DataFile:
     open. Whenever it is opened, it must be the file that it was at first.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opener: Opener = open_regular) -> None:
         """Look at the file.
 
         Raises:
@@ -31,7 +33,8 @@ class DataFile:
             SourceError: it cannot be opened, or is not a regular file.
         """
         self.path = path
-        descriptor = open_part(self.path, "data file")[0]
+        self._opener = opener
+        descriptor = open_part(self.path, "data file", opener)[0]
         try:
             self.version = FileVersion.of_status(os.fstat(descriptor))
         finally:
@@ -47,7 +50,7 @@ class DataFile:
         """
         own = None
         if descriptor is None:
-            descriptor = own = open_part(self.path, "data file")[0]
+            descriptor = own = open_part(self.path, "data file", self._opener)[0]
         try:
             if self.version != FileVersion.of_status(os.fstat(descriptor)):
                 raise DamagedSource(f"{quote(self.path)} changed while it was read")

@@ -90,7 +90,8 @@ class AssembledFolder:
         return SourceRecord(kind="folder", files=tuple(files), is_converted=True)
 
     def close(self) -> None:
-        """See :class:`TensorSource`. Files are open only while they are read."""
+        """See :class:`TensorSource`. Files are open only while they are read; the folder stays open."""
+        self._tree.close()
 
     def _add(self, tensors: Mapping[str, Assembled]) -> None:
         """Set the tensors, without the prefix that the options name."""

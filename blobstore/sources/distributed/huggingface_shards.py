@@ -62,7 +62,7 @@ class HuggingFaceShards(AssembledFolder):
         pieces: dict[str, list[Piece]] = {}
         dtypes: dict[str, DType] = {}
         for name in names:
-            file = self._data_files[name] = DataFile(tree.path(name))
+            file = self._data_files[name] = DataFile(tree.path(name), tree.versions.open)
             for tensor, dtype, piece in _pieces(file):
                 if dtypes.setdefault(tensor, dtype) is not dtype:
                     raise DamagedSource(

@@ -10,6 +10,7 @@ from blobstore.sources.base import SourceOptions
 from blobstore.sources.distributed.file_names import FORMAT, METADATA_FILE
 from blobstore.sources.distributed.metadata import MAX_METADATA_SIZE, is_allowed
 from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadata, subtrees_in
+from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.pytorch.inspect import GlobalUse, Inspection
 from blobstore.sources.selection import DATA_FILE
 from blobstore.sources.unpickler.machine import scan
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.pytorch.state_dict import Subtree
 
@@ -34,8 +36,9 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
         UsageError: there is no such subtree.
         OSError: the folder cannot be read.
     """
-    path = folder / inner
-    files = [file for file in path.iterdir() if file.suffix == DATA_FILE and file.is_file()]
+    tree = FileTree(folder)
+    names = [joined(inner, name) for name in tree.entries(inner) if name.endswith(DATA_FILE)]
+    path = tree.path(joined(inner, METADATA_FILE))
     refusal: str | None = None
     is_damaged = False
     tensors: Sequence[TensorSpec] = ()
@@ -43,7 +46,7 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
     subtrees: Sequence[Subtree] = ()
     notices: Sequence[str] = ()
     try:
-        subtrees = subtrees_in(read_metadata(path / METADATA_FILE))
+        subtrees = subtrees_in(read_metadata(path, tree.versions.open))
         opened = TorchFolder(folder, inner, SourceOptions(subtree=subtree, skip_unreadable=True))
         tensors, notices = tuple(opened.specs.values()), opened.notices
         unreadable = opened.unreadable
@@ -53,11 +56,11 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
         notices = [error.message]
     return Inspection(
         path=folder,
-        size=sum(file.stat().st_size for file in files),
+        size=sum(tree.size(name) or 0 for name in names),
         kind=f"folder of {FORMAT}" if refusal is None else None,
         refusal=refusal,
         is_damaged=is_damaged,
-        globals=_globals_of(path / METADATA_FILE),
+        globals=_globals_of(path, tree.versions.open),
         tensors=tensors,
         unreadable=unreadable,
         subtrees=subtrees,
@@ -65,10 +68,10 @@ def inspect_folder(folder: Path, inner: str, *, subtree: str | None = None) -> I
     )
 
 
-def _globals_of(path: Path) -> list[GlobalUse]:
+def _globals_of(path: Path, opener: Opener) -> list[GlobalUse]:
     """Return the globals of the metadata, as far as they can be read."""
     try:
-        data = read_regular(path, MAX_METADATA_SIZE)
+        data = read_regular(path, MAX_METADATA_SIZE, opener)
     except (OSError, BlobstoreError):  # opening the folder reports it
         return []
     return [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import TYPE_CHECKING
 
 from blobstore.core.escape import join_some, quote
 from blobstore.core.files import read_regular
-from blobstore.errors import DamagedSource, UnsupportedSource
+from blobstore.errors import DamagedSource, SourceError, UnsupportedSource
 from blobstore.sources.distributed.file_names import (
     FORMAT,
     METADATA_FILE,
@@ -16,6 +17,7 @@ from blobstore.sources.distributed.file_names import (
     ZERO_OPTIMIZER,
     ZERO_TOOLS,
 )
+from blobstore.sources.file_tree import FileTree, joined
 from blobstore.sources.selection import DATA_FILE, is_model_folder
 
 if TYPE_CHECKING:
@@ -51,7 +53,9 @@ def open_distributed(path: Path, options: SourceOptions) -> TensorSource | None:
     if options.weights is not None:
         return None
     # The readers are imported late: they take a while, and most models need none.
-    if _has_shards(path):
+    with contextlib.closing(FileTree(path)) as tree:
+        has_shards = _has_shards(tree)
+    if has_shards:
         from blobstore.sources.distributed.huggingface_shards import HuggingFaceShards
 
         return HuggingFaceShards(path, options)
@@ -74,12 +78,13 @@ def find_checkpoint(folder: Path) -> str | None:
     Raises:
         OSError: a folder cannot be read.
     """
-    names = [path.name for path in folder.iterdir()]
-    if any(name.endswith(".safetensors") for name in names):
-        return None  # the complete model
-    if any(name.endswith(DATA_FILE) for name in names):
-        return ""
-    return _MODEL_FOLDER if _MODEL_FOLDER in names and _has_data(folder / _MODEL_FOLDER) else None
+    with contextlib.closing(FileTree(folder)) as tree:
+        names = tree.entries()
+        if any(name.endswith(".safetensors") for name in names):
+            return None  # the complete model
+        if any(name.endswith(DATA_FILE) for name in names):
+            return ""
+        return _MODEL_FOLDER if _has_data(tree, _MODEL_FOLDER) else None
 
 
 def find_zero(folder: Path) -> str | None:
@@ -90,22 +95,29 @@ def find_zero(folder: Path) -> str | None:
         UnsupportedSource: there are several steps, and no ``latest``; or it is a universal checkpoint.
         OSError: a folder cannot be read.
     """
-    names = [path.name for path in folder.iterdir()]
+    with contextlib.closing(FileTree(folder)) as tree:
+        return _find_step(tree)
+
+
+def _find_step(tree: FileTree) -> str | None:
+    names = tree.entries()
     if any(map(ZERO_OPTIMIZER.fullmatch, names)):
         return ""
     if any(map(_COMPLETE.fullmatch, names)):
         return None
-    steps = sorted(name for name in names if _has_states(folder / name))
+    steps = [name for name in names if _has_states(tree, name)]
     latest = (
-        read_regular(folder / "latest", _MAX_NAME).decode("utf-8", "replace").strip()
+        read_regular(tree.path("latest"), _MAX_NAME, tree.versions.open)
+        .decode("utf-8", "replace")
+        .strip()
         if "latest" in names
         else None
     )
-    _check_not_universal(folder, latest, steps)
+    _check_not_universal(tree, latest, steps)
     if latest is None:
         if steps:
             raise UnsupportedSource(
-                f"{quote(folder)} has no file 'latest', which DeepSpeed writes last; import one of its "
+                f"{tree.label()} has no file 'latest', which DeepSpeed writes last; import one of its "
                 f"folders: {join_some([*map(quote, steps)], _SHOWN)}"
             )
         return None
@@ -113,52 +125,62 @@ def find_zero(folder: Path) -> str | None:
         return latest
     if ZERO_TOOLS[0] in names or steps:
         raise DamagedSource(
-            f"{quote(folder / 'latest')} names {quote(latest)}, but there is no such folder with "
+            f"{tree.label('latest')} names {quote(latest)}, but there is no such folder with "
             "files of DeepSpeed: it was not saved or copied completely"
         )
     return None
 
 
-def _check_not_universal(folder: Path, latest: str | None, steps: list[str]) -> None:
+def _check_not_universal(tree: FileTree, latest: str | None, steps: list[str]) -> None:
     """Refuse a folder that ``ds_to_universal`` wrote, unless it has or names another step."""
-    universal = [name for name in steps if _is_universal(folder / name)]
-    if _is_universal(folder):
-        found = folder
+    universal = [name for name in steps if _is_universal(tree, name)]
+    if _is_universal(tree, ""):
+        found = ""
     elif latest in universal or (latest is None and universal and universal == steps):
-        found = folder / (latest or universal[0])
+        found = latest or universal[0]
     else:
         return
     raise UnsupportedSource(
-        f"{quote(found)} is a universal checkpoint of DeepSpeed, which is not read; import the step from "
+        f"{tree.label(found)} is a universal checkpoint of DeepSpeed, which is not read; import the step from "
         "which ds_to_universal made it, or load it with DeepSpeed and save complete weights"
     )
 
 
-def _is_universal(folder: Path) -> bool:
-    zero = folder / "zero"
-    return zero.is_dir() and any((path / "fp32.pt").is_file() for path in zero.iterdir())
+def _is_universal(tree: FileTree, step: str) -> bool:
+    zero = joined(step, "zero")
+    return any("fp32.pt" in _entries(tree, joined(zero, name)) for name in _entries(tree, zero))
 
 
-def _has_states(folder: Path) -> bool:
-    return folder.is_dir() and any(
-        ZERO_MODEL.fullmatch(path.name) or ZERO_OPTIMIZER.fullmatch(path.name)
-        for path in folder.iterdir()
+def _has_states(tree: FileTree, name: str) -> bool:
+    return any(
+        ZERO_MODEL.fullmatch(entry) or ZERO_OPTIMIZER.fullmatch(entry)
+        for entry in _entries(tree, name)
     )
+
+
+def _entries(tree: FileTree, name: str) -> list[str]:
+    """Return the names in a folder below the model's; none of one that a link leads out to."""
+    try:
+        return tree.entries(name)
+    except SourceError:
+        return []
 
 
 def _check_not_above(folder: Path) -> None:
     """Check that a folder without a model does not have folders with pieces."""
-    if found := sorted(quote(path.name) for path in folder.iterdir() if _has_data(path)):
+    with contextlib.closing(FileTree(folder)) as tree:
+        found = [quote(name) for name in tree.entries() if _has_data(tree, name)]
+    if found:
         raise UnsupportedSource(
             f"{quote(folder)} has no weights, but folders of {FORMAT}; import one of them: "
             f"{join_some(found, _SHOWN)}"
         )
 
 
-def _has_shards(folder: Path) -> bool:
-    names = [path.name for path in folder.iterdir() if path.suffix == ".safetensors"]
+def _has_shards(tree: FileTree) -> bool:
+    names = [name for name in tree.entries() if name.endswith(".safetensors")]
     return bool(names) and all(SHARD.fullmatch(name) for name in names)
 
 
-def _has_data(folder: Path) -> bool:
-    return folder.is_dir() and any(path.suffix == DATA_FILE for path in folder.iterdir())
+def _has_data(tree: FileTree, name: str) -> bool:
+    return any(entry.endswith(DATA_FILE) for entry in _entries(tree, name))

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blobstore.core.escape import join_some, quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import open_regular, read_regular
 from blobstore.errors import (
     BlobstoreError,
     CheckpointUnsupported,
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.distributed.metadata import Metadata, StoredPiece, StoredTensor
     from blobstore.sources.distributed.pieces import Piece
@@ -89,7 +90,7 @@ class TorchFolder(AssembledFolder):
         self._check_finished()
         name = joined(inner, METADATA_FILE)
         path = self._tree.path(name)
-        stored = read_metadata(path)
+        stored = read_metadata(path, self.versions.open)
         self._entries = [(_path_of(name, stored.paths), name) for name in stored.tensors]
         self._stored = stored
         self._open_files()
@@ -138,7 +139,9 @@ class TorchFolder(AssembledFolder):
             name = joined(self._inner, file)
             if file not in there:
                 raise DamagedSource(f"data file {self._tree.label(name)} is missing")
-            by_name[file] = self._data_files[name] = DataFile(self._tree.path(name))
+            by_name[file] = self._data_files[name] = DataFile(
+                self._tree.path(name), self.versions.open
+            )
         self._by_name = by_name
         check_places(items, by_name)
 
@@ -236,7 +239,7 @@ class _Wanted(NamedTuple):
 _box = attrgetter("box")
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, opener: Opener = open_regular) -> Metadata:
     """Read a ``.metadata`` file.
 
     Raises:
@@ -244,7 +247,7 @@ def read_metadata(path: Path) -> Metadata:
         SourceError: it cannot be read.
     """
     try:
-        return parse_metadata(read_regular(path, MAX_METADATA_SIZE))
+        return parse_metadata(read_regular(path, MAX_METADATA_SIZE, opener))
     except OSError as error:
         raise SourceError(f"cannot read {quote(path)}: {error.strerror}") from error
     except (DamagedSource, UnsupportedSource) as error:

@@ -139,7 +139,7 @@ class ZeroFolder(AssembledFolder):
         files = []
         for _, name in sorted(names.items()):
             path = joined(self._inner, name)
-            self._data_files[path] = DataFile(self._tree.path(path))
+            self._data_files[path] = DataFile(self._tree.path(path), self.versions.open)
             files.append(self._data_files[path])
         return files
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
-from blobstore.core.files import read_regular
+from blobstore.core.files import open_regular, read_regular
 from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.core.tensor import DType
 
 PARAMS_FILE = "params.json"
@@ -80,17 +81,16 @@ class Params:
         return self.dim // self.n_heads
 
     @classmethod
-    def read(cls, folder: Path) -> Params:
-        """Read the file of a folder.
+    def read(cls, path: Path, opener: Opener = open_regular) -> Params:
+        """Read the file.
 
         Raises:
             DamagedSource: the file is missing or not a JSON object, a key is missing, or a Llama
                 cannot have a value.
             UnsupportedSource: the model is not a plain Llama.
         """
-        path = folder / PARAMS_FILE
         try:
-            value = strict_json.loads(read_regular(path, _MAX_PARAMS_SIZE))
+            value = strict_json.loads(read_regular(path, _MAX_PARAMS_SIZE, opener))
         except OSError as error:
             raise DamagedSource(f"cannot read {quote(path)}: {error.strerror}") from error
         except (ValueError, BlobstoreError) as error:

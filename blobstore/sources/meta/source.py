@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from blobstore.core.files import Opener
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.meta.layout import Joined
@@ -52,7 +53,7 @@ class MetaFolder:
     def __init__(
         self,
         folder: Path,
-        open_shard: Callable[[Path], Shard],
+        open_shard: Callable[[Path, Opener], Shard],
         options: SourceOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Open all shards and check that they form a model.
@@ -69,18 +70,18 @@ class MetaFolder:
         self.notices: list[str] = []
         self.config: Mapping[str, Any] = {}
         self.files: Sequence[SourceFile] = ()
-        self._paths = _shard_paths(folder)
+        self._paths: Sequence[Path] = ()
+        self._tree = tree = FileTree(folder, exclude=options.exclude)
         self._shards: list[Shard] = []
         self._joined: Mapping[str, Joined] | None = None
         """The parts of each tensor; None if a single shard is read unchanged."""
         self.specs: Mapping[str, TensorSpec] = {}
         try:
-            tree = FileTree(folder, exclude=options.exclude)
             self.versions = tree.versions
-            tree.path(PARAMS_FILE)
+            self._paths = _shard_paths(tree)
             for path in self._paths:
                 tree.path(path.name)
-                shard = open_shard(path)
+                shard = open_shard(path, tree.versions.open)
                 self._shards.append(shard)
                 self.notices.extend(f"{quote(path)}: {notice}" for notice in shard.notices)
             self._list_files(tree, options)
@@ -124,6 +125,7 @@ class MetaFolder:
         """See :class:`TensorSource`."""
         while self._shards:
             self._shards.pop().close()
+        self._tree.close()
 
     def _join(self, folder: Path, *, keep_names: bool) -> None:
         shards = [
@@ -131,7 +133,7 @@ class MetaFolder:
             for path, shard in zip(self._paths, self._shards, strict=True)
         ]
         check_same(shards)
-        params = Params.read(folder)
+        params = Params.read(self._tree.path(PARAMS_FILE), self.versions.open)
         layout = lay_out(shards, params, keep_names=keep_names)
         self._joined = layout.tensors
         self.specs = {name: joined.spec for name, joined in layout.tensors.items()}
@@ -165,14 +167,12 @@ class MetaFolder:
                 self.notices.append(notice)
 
 
-def _shard_paths(folder: Path) -> list[Path]:
+def _shard_paths(tree: FileTree) -> list[Path]:
     """Return the shards in order, checked by their numbers to be complete."""
-    found = sorted(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))
+    found = sorted(name for name in tree.entries() if _SHARD.fullmatch(name))
     wanted = [f"consolidated.{number:02}.pth" for number in range(max(len(found), 1))]
     for name in wanted:
         if name not in found:
             more = f" among {len(found)} shards, up to {quote(found[-1])}" if found else ""
-            raise DamagedSource(
-                f"{quote(folder / name)} is missing{more}; download the complete model"
-            )
-    return [folder / name for name in wanted]
+            raise DamagedSource(f"{tree.label(name)} is missing{more}; download the complete model")
+    return [tree.root / name for name in wanted]

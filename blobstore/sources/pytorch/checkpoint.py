@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
+    from blobstore.core.files import Opener
     from blobstore.core.tensor import TensorSpec
     from blobstore.sources.pytorch.state_dict import Subtree
     from blobstore.sources.pytorch.tensors import StridedTensor
@@ -63,7 +64,12 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, *, subtree: str | None = None, skip_unreadable: bool = False
+        self,
+        path: Path,
+        *,
+        subtree: str | None = None,
+        skip_unreadable: bool = False,
+        opener: Opener = open_regular,
     ) -> None:
         """Open the file; with ``skip_unreadable``, tensors of unknown classes are unreadable, no error."""
         self.path = path
@@ -77,7 +83,7 @@ class Checkpoint:
         self._map: memoryview | None = None
         self._tensors: dict[str, StridedTensor] = {}
         with errors_of(path):
-            self._descriptor, self._size = open_regular(path)
+            self._descriptor, self._size = opener(path)
         try:
             with errors_of(path), gc_paused():
                 self._open(subtree)

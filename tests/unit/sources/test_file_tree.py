@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import DamagedSource
+from blobstore.errors import DamagedSource, SourceError
 from blobstore.sources.file_tree import FileTree
 
 NAMES = ("config.json", "unet/config.json", "unet/a/b.bin", "a/b/c/d.json")
@@ -66,3 +66,36 @@ def test_a_broken_link_is_damage(tmp_path: Path) -> None:
     (tmp_path / "x.json").symlink_to("nowhere")
     with pytest.raises(DamagedSource, match=r"x\.json' is a broken link"):
         FileTree(tmp_path).size("x.json")
+
+
+def test_a_folder_that_a_link_leads_out_to_is_seen_and_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "x.json").touch()
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "data").symlink_to("../private")
+    tree = FileTree(tmp_path / "m")
+    assert tree.is_folder("data")
+    assert list(tree.files_below()) == []
+    for read in (tree.entries, tree.size, tree.path):
+        with pytest.raises(SourceError, match="leads out of the model's folder by a link"):
+            read("data" if read == tree.entries else "data/x.json")
+    assert not FileTree(tmp_path / "m", exclude=("data",)).is_folder("data")
+
+
+def test_a_file_that_is_swapped_for_a_link_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("secret")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "x").write_text("public")
+    tree = FileTree(tmp_path / "m")
+    path = tree.path("x")
+    path.unlink()
+    path.symlink_to("../x")
+    with pytest.raises(SourceError, match="leads out"):
+        tree.versions.open(path)
+    path.unlink()
+    path.write_text("public")  # the same bytes, and another file
+    with pytest.raises(DamagedSource, match="changed"):
+        tree.versions.open(path)
+    tree.close()
+    with pytest.raises(OSError, match="descriptor"):
+        tree.entries("m")

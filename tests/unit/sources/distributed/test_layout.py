@@ -92,6 +92,21 @@ def test_finds_the_step_that_deepspeed_saved_last(tmp_path: Path) -> None:
     assert find_zero(tmp_path) is None
 
 
+def test_links_that_lead_out_are_neither_followed_nor_quoted(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    touch(tmp_path / "private" / MODEL, tmp_path / "private" / "x.distcp")
+    (tmp_path / "secret").write_text("a secret")
+    folder.mkdir()
+    for name in ("step", "pytorch_model_fsdp_0"):
+        (folder / name).symlink_to("../private")
+    assert find_checkpoint(folder) is None
+    assert find_zero(folder) is None
+    (folder / "latest").symlink_to("../secret")
+    with pytest.raises(SourceError, match="latest' leads out") as caught:
+        find_zero(folder)
+    assert "a secret" not in str(caught.value)
+
+
 def test_a_universal_checkpoint_of_deepspeed_is_named(tmp_path: Path) -> None:
     universal = tmp_path / "global_step2_universal"
     touch(universal / MODEL, universal / "zero" / "a.weight" / "fp32.pt")

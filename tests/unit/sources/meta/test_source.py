@@ -204,7 +204,7 @@ def test_rejects_a_folder_without_shards(tmp_path: Path) -> None:
 def test_closes_what_is_open_when_a_shard_cannot_be_opened(maker: Maker) -> None:
     maker.write(split(to_meta(hf_model(PARAMS), PARAMS), 2))
 
-    def open_shard(path: Path) -> MemoryShard:
+    def open_shard(path: Path, _: object) -> MemoryShard:
         if path.name == "consolidated.01.pth":
             message = "no"
             raise SourceError(message)
