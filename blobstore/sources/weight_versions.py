@@ -1,30 +1,34 @@
 """The folder in which a trainer writes the versions of a model: full ones, and changes against the one before.
 
 A version is a folder ``weight_v000007``. Its index is written last, so a folder without one is not complete;
-only a single ``model.safetensors`` may stand alone. A full version is the folder of a model. Of a version that
-is a change, the files have a vector of bytes for each tensor that changes, and the checksums of the new
-tensors (:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is trusted: another user may
-write it, and no link in it is followed.
+only a single ``model.safetensors`` may stand alone, unless it looks like a change whose index is still to
+come. A full version is the folder of a model. Of a version that is a change, the files have a vector of bytes
+for each tensor that changes, and the checksums of the new tensors
+(:mod:`~blobstore.sources.weight_deltas`). Nothing in the folder is trusted: another user may write it. It is
+opened once per look, all else relative to it, and no link in it is followed.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import stat
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
+from blobstore.core.digest import Digest
 from blobstore.core.escape import join_some, quote
+from blobstore.core.files import FileVersion
+from blobstore.core.folder import Folder
 from blobstore.core.tensor import DType
-from blobstore.errors import DamagedSource, SourceNotFound, UnsupportedSource
+from blobstore.errors import BlobstoreError, DamagedSource, SourceNotFound, UnsupportedSource
 from blobstore.sources.safetensors import SAFETENSORS, SafetensorsShard
 from blobstore.sources.sharded import read_index, read_weight_map
 from blobstore.sources.weight_deltas import CHECKSUMS, ENCODINGS, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 INDEX: Final = "model.safetensors.index.json"
@@ -45,7 +49,13 @@ class WeightVersion:
     """A complete version, of which nothing but its index was read."""
 
     number: int
-    folder: Path
+    parent: Folder
+    """The open folder of all versions."""
+    nbytes: int
+    """Bytes of its files."""
+    state: str
+    """Text that changes whenever one of its files does."""
+    has_index: bool = True
     base: int | None
     """The version that it changes; None if it is full."""
     encoding: Any = ""
@@ -56,6 +66,21 @@ class WeightVersion:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """That of the index."""
 
+    @property
+    def folder(self) -> Path:
+        """Its path."""
+        return self.parent.path / version_name(self.number)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Folder]:
+        """Open the folder for a block, in which no link is followed. Raises DamagedSource."""
+        try:
+            folder = self.parent.folder(self.folder.name)
+        except OSError as error:
+            raise DamagedSource(f"cannot read {quote(self.folder)}: {error.strerror}") from None
+        with contextlib.closing(folder):
+            yield folder
+
 
 class WeightVersions:
     """The versions in a folder."""
@@ -63,19 +88,25 @@ class WeightVersions:
     def __init__(self, folder: Path) -> None:
         """Read nothing yet."""
         self.folder = folder
+        self._opened = Folder(folder)
+        self._numbers: list[int] = []
 
     def numbers(self) -> list[int]:
         """Return the numbers of all versions, the newest first, also of those that are not complete.
 
+        This opens the folder again, since trainers replace it.
+
         Raises:
             SourceNotFound: there is no such folder.
         """
+        self._opened = Folder(self.folder)
         try:
-            names = [path.name for path in self.folder.iterdir()]
+            names = self._opened.names()
         except OSError as error:
             raise SourceNotFound(f"cannot read {quote(self.folder)}: {error.strerror}") from None
         found = (_NAME.fullmatch(name) for name in names)
-        return sorted((int(match[1]) for match in found if match), reverse=True)
+        self._numbers = sorted((int(match[1]) for match in found if match), reverse=True)
+        return self._numbers
 
     def newest(self) -> WeightVersion | None:
         """Return the newest version that is complete; None if there is none. Raises as :meth:`read`."""
@@ -84,6 +115,10 @@ class WeightVersions:
                 return version
         return None
 
+    def find(self, number: int) -> WeightVersion | None:
+        """Return a version; None if it was not there when :meth:`numbers` looked. Raises as :meth:`read`."""
+        return self.read(number) if number in self._numbers else None
+
     def read(self, number: int) -> WeightVersion | None:
         """Return a version; None if it is not complete.
 
@@ -91,22 +126,41 @@ class WeightVersions:
             DamagedSource: its index is malformed or contradicts its folder, or there is a link in it.
             UnsupportedSource: its changes are encoded or compressed in another way.
         """
-        folder = self.folder / version_name(number)
-        names = _plain_files(folder)
-        if INDEX not in names:
-            weights = [name for name in names if name.endswith(SAFETENSORS)]
-            # Files of changes may be there before their index.
-            is_full = weights == [SINGLE]
-            return WeightVersion(number=number, folder=folder, base=None) if is_full else None
-        index = folder / INDEX
+        name = version_name(number)
         try:
-            value = strict_json.loads(read_index(index))
+            folder = self._opened.folder(name)
+        except FileNotFoundError:
+            raise DamagedSource(f"version {quote(self.folder / name)} is missing") from None
+        except OSError:  # a link too
+            raise DamagedSource(f"{quote(self.folder / name)} is not a folder") from None
+        with contextlib.closing(folder):
+            try:
+                files = _list_files(folder)
+            except OSError as error:
+                raise DamagedSource(f"cannot read {quote(folder.path)}: {error.strerror}") from None
+            version = WeightVersion(
+                number=number,
+                parent=self._opened,
+                nbytes=files.nbytes,
+                state=files.state,
+                has_index=INDEX in files.names,
+                base=None,
+            )
+            if version.has_index:
+                return self._read_index(version, folder)
+            is_full = _is_single_model(folder, files.names)
+            return version if is_full else None
+
+    def _read_index(self, version: WeightVersion, folder: Folder) -> WeightVersion:
+        index, number = folder.path / INDEX, version.number
+        try:
+            value = strict_json.loads(read_index(index, folder.open_path))
         except ValueError as error:
             raise DamagedSource(f"weight index {quote(index)}: {error}") from None
         metadata = value.get("metadata") if isinstance(value, dict) else None
         metadata = metadata if isinstance(metadata, dict) else {}
         if "delta_encoding" not in metadata:
-            return WeightVersion(number=number, folder=folder, base=None, metadata=metadata)
+            return replace(version, metadata=metadata)
         stated, base = (_number(metadata.get(key)) for key in ("version", "base_version"))
         if stated != number or base is None or base >= number:
             raise DamagedSource(
@@ -125,11 +179,10 @@ class WeightVersions:
                     f"{join_some([*map(quote, texts)], 3)}"
                 )
         files: dict[str, set[str]] = {}
-        for name, file in read_weight_map(index).items():
+        for name, file in read_weight_map(index, folder.open_path).items():
             files.setdefault(file, set()).add(name)
-        return WeightVersion(
-            number=number,
-            folder=folder,
+        return replace(
+            version,
             base=base,
             encoding=metadata["delta_encoding"],
             checksums=metadata["checksum_format"],
@@ -138,11 +191,13 @@ class WeightVersions:
         )
 
     def chain(self, newest: WeightVersion, known: int | None) -> list[WeightVersion]:
-        """Return the versions that lead to ``newest``, oldest first: from ``known`` on, or from a full one.
+        """Return the versions that lead to ``newest``, oldest first: after ``known``, or from a full one on.
 
         Raises:
             DamagedSource: a version between is missing, or not complete; or as :meth:`read`.
         """
+        if newest.number == known:
+            return []
         found = [newest]
         while (base := found[-1].base) is not None and base not in (known, 0):
             if known is not None and base < known:
@@ -173,8 +228,9 @@ class OpenChanges:
         self._shards: dict[str, SafetensorsShard] = {}
         self._open: list[SafetensorsShard] = []
         try:
-            for file, names in sorted(version.files.items()):
-                self._add(SafetensorsShard(version.folder / file), names)
+            with version.opened() as folder:
+                for file, names in sorted(version.files.items()):
+                    self._add(SafetensorsShard(folder.path / file, folder.open_path), names)
         except BaseException:
             self.close()
             raise
@@ -216,30 +272,46 @@ class OpenChanges:
             self._open.pop().close()
 
 
-def _plain_files(folder: Path) -> list[str]:
-    """Return the names in a folder, of which neither it nor anything in it may be a link or a device."""
+def _is_single_model(folder: Folder, names: set[str]) -> bool:
+    """Return whether a folder without an index has one file of weights, which is complete and no change."""
+    if [name for name in names if name.endswith(SAFETENSORS)] != [SINGLE]:
+        return False
     try:
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise DamagedSource(f"{quote(folder)} is not a folder")
-        count = 0
-        for place, folders, files in os.walk(folder, onerror=_raise):
-            for name in (*folders, *files):
-                path = os.path.join(place, name)  # noqa: PTH118 - for each of many files
-                mode = os.lstat(path).st_mode
-                if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                    raise DamagedSource(f"{quote(path)} is neither a file nor a folder")
-                count += 1
-            if count > _MAX_FILES:
-                raise DamagedSource(f"{quote(folder)} has more than {_MAX_FILES} files")
-        return sorted(path.name for path in folder.iterdir())
-    except FileNotFoundError:
-        raise DamagedSource(f"version {quote(folder)} is missing") from None
-    except OSError as error:
-        raise DamagedSource(f"cannot read {quote(folder)}: {error.strerror}") from None
+        shard = SafetensorsShard(folder.path / SINGLE, folder.open_path)
+    except BlobstoreError:  # it is being written
+        return False
+    with contextlib.closing(shard):
+        return not any(
+            spec.dtype is DType.U8 and len(spec.shape) == 1 and name in shard.metadata
+            for name, spec in shard.specs.items()
+        )
 
 
-def _raise(error: OSError) -> None:
-    raise error
+class _Files(NamedTuple):
+    """What is in a folder."""
+
+    names: set[str]
+    nbytes: int
+    state: str
+    """Changes whenever a file is written, replaced or added."""
+
+
+def _list_files(folder: Folder) -> _Files:
+    """Return the files of a version, in which nothing may be a link or a device. Raises DamagedSource, OSError."""
+    found: list[str] = []
+    nbytes = 0
+    for name, status in folder.walk():
+        is_file = stat.S_ISREG(status.st_mode)
+        if not is_file and not stat.S_ISDIR(status.st_mode):
+            raise DamagedSource(f"{quote(folder.path / name)} is neither a file nor a folder")
+        # Machines that share a file system number its device differently.
+        version = FileVersion.of_status(status)[1:] if is_file else ()
+        found.append(f"{name} {version}")
+        nbytes += status.st_size if is_file else 0
+        if len(found) > _MAX_FILES:
+            raise DamagedSource(f"{quote(folder.path)} has more than {_MAX_FILES} files")
+    state = Digest.of("\n".join(sorted(found)).encode(errors="surrogateescape"))
+    return _Files(set(folder.names()), nbytes, state.hex)
 
 
 def _number(value: object) -> int | None:

@@ -29,7 +29,6 @@ from blobstore.operations.follow.trainer import (
     check_blobs,
     current_version,
     find_manifest,
-    folder_size,
 )
 from blobstore.safetensors.header import encode_file_header, in_file_order
 from blobstore.sources.weight_deltas import encode_change, new_checksum
@@ -153,9 +152,13 @@ def push_version(
         digest=digest,
         is_unchanged=is_unchanged,
         tensors=tensors,
-        bytes_written=0 if is_unchanged else folder_size(target),
+        bytes_written=0 if is_unchanged else _size(target),
         seconds=time.monotonic() - started,
     )
+
+
+def _size(folder: Path) -> int:
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _former(

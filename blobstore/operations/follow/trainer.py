@@ -8,16 +8,13 @@ to the model that the name had before the first version, as long as the store ha
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import open_regular, read_exactly
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobDamaged, BlobstoreError, DamagedSource, ModelNotFound
 from blobstore.manifests.model import Manifest
@@ -26,10 +23,10 @@ from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.follow.patched_model import PatchedModel, TrainedModel
 from blobstore.operations.follow.places import ClosedPlace, Installed, Look
 from blobstore.remotes.transfer_cache import read_note, write_note
+from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
-from blobstore.sources.small_files import MAX_SMALL_FILE
 from blobstore.sources.weight_deltas import new_checksum
-from blobstore.sources.weight_versions import OpenChanges, WeightVersions, version_name
+from blobstore.sources.weight_versions import SINGLE, OpenChanges, WeightVersions, version_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.follow.places import Target
-    from blobstore.sources.base import SourceFile
     from blobstore.sources.weight_versions import WeightVersion
     from blobstore.store.local import LocalStore
 
@@ -59,8 +55,8 @@ class TrainerFolder(ClosedPlace):
 
     def known(self) -> str | None:
         """See :class:`~blobstore.operations.follow.places.Place`."""
-        note = _Note.read(self._target)
-        return note.version if note and note.source == self._source else None
+        note = self._note()
+        return None if note is None else note.version
 
     def look(self, known: str | None, wait: int) -> Look:
         """See :class:`~blobstore.operations.follow.places.Place`."""
@@ -68,38 +64,69 @@ class TrainerFolder(ClosedPlace):
         newest = self._versions.newest()
         if newest is None and known is not None:
             return Look(known)  # the trainer has begun again, and written nothing yet
-        return Look(_text(self._complete(newest).number))
+        number = _text(self._complete(newest).number)
+        note = self._note() if known == number else None
+        is_rewritten = note is not None and note.state not in ("", self._complete(newest).state)
+        return Look(f"{number}, rewritten" if is_rewritten else number)
 
     def install(self) -> Installed:
         """See :class:`~blobstore.operations.follow.places.Place`."""
         target, newest = self._target, self._complete(self._versions.newest())
-        note = _Note.read(target)
-        if note is not None and note.source != self._source:
-            note = None
+        note = self._note()
         known = int(note.version) if note is not None else None
-        begins_again = known is not None and newest.number < known
-        chain = self._versions.chain(newest, None if begins_again else known)
+        begins_again = note is not None and self._begins_again(note, newest)
         fetched = 0
-        if chain[0].base is None:
+        chain = self._versions.chain(newest, None if begins_again else known)
+        if not chain and note is not None:
+            base, first = note.manifest, note.first
+        elif chain[0].base is None:
             full, chain = chain[0], chain[1:]
             base, first = self._import_full(full), None
-            fetched = folder_size(full.folder)
+            fetched = full.nbytes
             # Another process can go on there.
-            _Note(self._source, _text(full.number), base, None).write(target)
+            self._write_note(full, base, None)
         else:
             base, first = self._base(note, chain, begins_again=begins_again)
             if known is None:
                 chain = chain[current_version(target.store, _manifest(target, base), chain) :]
         if chain:
-            fetched += sum(folder_size(version.folder) for version in chain)
+            fetched += sum(version.nbytes for version in chain)
         for part in _parts(chain):
             base = self._apply(base, part)
-            _Note(self._source, _text(part[-1].number), base, first).write(target)
+            self._write_note(part[-1], base, first)
         number = _text(newest.number)
         with interrupts.deferred():  # all is done
             now = Digest.of(target.store.read_manifest(target.reference))
-            _Note(self._source, number, now, first).write(target)
+            self._write_note(newest, now, first)
         return Installed(number, fetched, label=f"v{number}")
+
+    def _note(self) -> _Note | None:
+        note = _Note.read(self._target)
+        return note if note is not None and note.source == self._source else None
+
+    def _write_note(self, version: WeightVersion, manifest: Digest, first: Digest | None) -> None:
+        note = _Note(self._source, _text(version.number), manifest, first, version.state)
+        note.write(self._target)
+
+    def _begins_again(self, note: _Note, newest: WeightVersion) -> bool:
+        """Return whether the folder has no longer the version that the name has, but an earlier or another one.
+
+        Raises:
+            DamagedSource: that version is malformed.
+        """
+        known = int(note.version)
+        if newest.number < known:
+            return True
+        current = newest if newest.number == known else self._versions.find(known)
+        if current is None or note.state in ("", current.state):
+            return False
+        # It may only have been copied or touched.
+        return current.base is None or (
+            bool(current.files)
+            and not current_version(
+                self._target.store, _manifest(self._target, note.manifest), [current]
+            )
+        )
 
     def _complete(self, newest: WeightVersion | None) -> WeightVersion:
         if newest is None:
@@ -152,10 +179,14 @@ class TrainerFolder(ClosedPlace):
         return created.digest
 
     def _import_full(self, version: WeightVersion) -> Digest:
-        """Import a full version, and return its manifest. Its small files are read without following links."""
+        """Import a full version, and return its manifest."""
         target = self._target
-        with contextlib.closing(HuggingFaceFolder(version.folder)) as source:
-            source.files = [_read_file(file) for file in source.files]
+        with contextlib.ExitStack() as stack:
+            tree = FileTree(version.folder, opened=stack.enter_context(version.opened()))
+            source = HuggingFaceFolder(version.folder, tree=tree)
+            stack.enter_context(contextlib.closing(source))
+            if not version.has_index:
+                self._check_same_model(version, source)
             created = import_source(
                 source,
                 target.reference,
@@ -167,16 +198,36 @@ class TrainerFolder(ClosedPlace):
             )
         return created.digest
 
+    def _check_same_model(self, version: WeightVersion, source: HuggingFaceFolder) -> None:
+        """Check that a file without an index has the tensors of the name's model. Raises DamagedSource."""
+        target = self._target
+        try:
+            model = TrainedModel(target.store, target.store.resolve(target.reference))
+        except BlobstoreError:  # there is none to compare with
+            return
+        specs = {name: tensor.spec for name, tensor in model.tensors.items()}
+        for name in sorted(specs.keys() | source.specs.keys()):
+            if specs.get(name) != source.specs.get(name):
+                raise DamagedSource(
+                    f"{quote(version.folder)} has no index, and tensor {quote(name)} is not in both "
+                    f"{SINGLE} and {target.reference} with one type and shape",
+                    advice="write an index last, or follow it under another name",
+                )
+
 
 class _Note:
     """Which version a name is. It may be missing, and then the checksums of the versions show it."""
 
-    def __init__(self, source: str, version: str, manifest: Digest, first: Digest | None) -> None:
+    def __init__(
+        self, source: str, version: str, manifest: Digest, first: Digest | None, state: str
+    ) -> None:
         self.source = source
         self.version = version
         self.manifest = manifest
         self.first = first
         """The manifest that the trainer started from; None if that is not known."""
+        self.state = state
+        """That of the version when it was taken; empty in notes of older versions."""
 
     @classmethod
     def read(cls, target: Target) -> _Note | None:
@@ -187,6 +238,7 @@ class _Note:
                 "version": str(version),
                 "manifest": str(manifest),
                 "first": str(first),
+                **rest,
             } if version.isascii() and version.isdigit():
                 with contextlib.suppress(ValueError):  # of a digest
                     note = cls(
@@ -194,6 +246,7 @@ class _Note:
                         version,
                         Digest.parse(manifest),
                         Digest.parse(first) if first else None,
+                        str(rest.get("state", "")),
                     )
                     return note if note.manifest == target.manifest() else None
         return None
@@ -204,6 +257,7 @@ class _Note:
             "version": self.version,
             "manifest": str(self.manifest),
             "first": "" if self.first is None else str(self.first),
+            "state": self.state,
         }
         write_note(_path(target), target.store.root, value)
 
@@ -294,25 +348,6 @@ def check_blobs(store: LocalStore, manifest: Manifest, jobs: int | None) -> None
     for blob, is_intact in zip(manifest.blobs, intact, strict=True):
         if not is_intact:
             raise BlobDamaged(f"layer {quote(blob.name)}: blob {blob.digest} is missing or damaged")
-
-
-def _read_file(file: SourceFile) -> SourceFile:
-    """Return a small file with its content, which is read even if a link takes its place now."""
-    try:
-        descriptor, size = open_regular(file.path, follow=False)
-        try:
-            if size > MAX_SMALL_FILE:
-                raise DamagedSource(f"{quote(file.path)} has {size} bytes, over {MAX_SMALL_FILE}")
-            return replace(file, content=read_exactly(descriptor, size, 0))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DamagedSource(f"cannot read {quote(file.path)}: {error.strerror}") from error
-
-
-def folder_size(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _text(number: int) -> str:

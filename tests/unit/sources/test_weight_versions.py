@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource, SourceNotFound
-from blobstore.sources.weight_versions import INDEX, WeightVersions, version_name
+from blobstore.sources.weight_versions import INDEX, WeightVersion, WeightVersions, version_name
 
 
 def write(folder: Path, number: int, base: int | None, *, as_text: bool = True) -> Path:
@@ -72,17 +75,79 @@ def test_a_chain_goes_on_from_what_is_known_or_from_a_full_version(tmp_path: Pat
         numbers(versions, 6)
 
 
+def number_of(version: WeightVersion | None) -> int | None:
+    return None if version is None else version.number
+
+
 def test_weights_without_an_index_are_no_version_unless_they_are_one_file(tmp_path: Path) -> None:
     versions = WeightVersions(tmp_path)
     write(tmp_path, 1, 0)
     folder = tmp_path / version_name(2)
     folder.mkdir()
-    for name in ("model-00000-of-00001.safetensors", "model.safetensors"):
-        (folder / name).touch()
-        newest = versions.newest()
-        assert newest is not None
-        assert newest.number == 1
-    (folder / "model-00000-of-00001.safetensors").unlink()
+    save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
+    part = folder / "model-00000-of-00001.safetensors"
+    part.touch()
+    assert number_of(versions.newest()) == 1
+    part.unlink()
     newest = versions.newest()
     assert newest is not None
-    assert (newest.number, newest.base) == (2, None)
+    assert (newest.number, newest.base, newest.has_index) == (2, None, False)
+
+
+def test_one_file_that_is_half_written_or_may_be_a_change_is_no_version(tmp_path: Path) -> None:
+    versions = WeightVersions(tmp_path)
+    folder = tmp_path / version_name(1)
+    folder.mkdir()
+    path = folder / "model.safetensors"
+    frame = np.zeros(9, np.uint8)
+    save_file({"a": frame}, path, metadata={"a": "00"})
+    assert versions.newest() is None
+    save_file({"a": frame}, path, metadata={"format": "pt"})  # a tensor of bytes
+    assert number_of(versions.newest()) == 1
+    os.truncate(path, path.stat().st_size - 1)
+    assert versions.newest() is None
+
+
+def test_a_version_has_another_state_when_a_file_is_written_replaced_or_added(
+    tmp_path: Path,
+) -> None:
+    versions = WeightVersions(tmp_path)
+    folder = write(tmp_path, 1, 0)
+    states = []
+    for change in (
+        lambda: None,
+        (folder / INDEX).touch,
+        lambda: (folder / INDEX).replace(folder / "x"),
+        lambda: (folder / "x").replace(folder / INDEX),
+        (folder / "config.json").touch,
+    ):
+        change()
+        if (folder / INDEX).exists():
+            version = versions.find(1) or versions.newest()
+            assert version is not None
+            states.append(version.state)
+    assert len(set(states)) == len(states) == 4
+
+
+def test_a_folder_that_becomes_a_link_is_refused_whenever_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "private").mkdir()
+    folder = write(tmp_path / "versions", 1, None)
+    version = WeightVersions(tmp_path / "versions").newest()
+    assert version is not None
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "private")
+    with pytest.raises(DamagedSource, match="cannot read"), version.opened():
+        pass
+
+
+def test_versions_are_read_in_the_folder_that_was_opened(tmp_path: Path) -> None:
+    """What the path of all versions becomes later counts when they are looked for again."""
+    write(tmp_path / "versions", 1, None)
+    write(tmp_path / "other", 2, None)
+    versions = WeightVersions(tmp_path / "versions")
+    assert number_of(versions.newest()) == 1
+    (tmp_path / "versions").rename(tmp_path / "moved")
+    (tmp_path / "versions").symlink_to(tmp_path / "other")
+    assert number_of(versions.read(1)) == 1
+    assert number_of(versions.newest()) == 2

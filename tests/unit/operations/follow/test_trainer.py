@@ -29,6 +29,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.follow import trainer
 from blobstore.operations.follow.follow import Followed
+from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_versions import OpenChanges, WeightVersion
 from blobstore.store.local import LocalStore
 from tests.readers.weight_versions import INDEX, Trainer
@@ -180,12 +181,84 @@ def test_a_full_version_begins_again(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_single_file_is_a_full_version(run: Run, tmp_path: Path) -> None:
-    weights = {name: np.asarray(array) for name, array in first_weights(2).items()}
-    write_folder(tmp_path / "versions" / "weight_v000001", weights)
+    weights = {name: array + array for name, array in run.weights.items()}
+    folder = write_folder(tmp_path / "versions" / "weight_v000001", weights)
     (followed,) = run.follow()
     assert followed.version == "000001"
     with blobstore.open("policy", store=run.store) as model:
         assert set(model) == set(weights)
+    assert run.follow() == []
+    (folder / "README.md").write_text("written after the weights")
+    (again,) = run.follow()
+    assert (again.version, again.previous) == ("000001", followed.digest)
+
+
+def test_a_single_file_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
+    weights = dict(run.weights)
+    del weights["model.norm.weight"]
+    write_folder(tmp_path / "versions" / "weight_v000001", weights)
+    before = run.store.read_manifest("policy")
+    with pytest.raises(DamagedSource, match=r"no index, and tensor 'model\.norm\.weight'"):
+        run.follow()
+    assert run.store.read_manifest("policy") == before
+    other = LocalStore(tmp_path / "other")  # nothing to compare with
+    assert len(list(blobstore.follow("policy", run.source, store=other, once=True))) == 1
+
+
+def test_a_change_in_one_file_is_no_full_version_before_its_index_is_there(
+    run: Run, tmp_path: Path
+) -> None:
+    run.step()
+    run.follow()
+    before = run.store.read_manifest("policy")
+    folder = tmp_path / "versions" / "weight_v000002"
+    folder.mkdir()
+    save_file(
+        {"model.norm.weight": np.zeros(9, np.uint8)},
+        folder / "model.safetensors",
+        metadata={"model.norm.weight": "0" * 32},
+    )
+    assert run.follow() == []
+    assert run.store.read_manifest("policy") == before
+
+
+def test_a_version_that_is_written_again_under_its_number_is_taken(
+    run: Run, tmp_path: Path
+) -> None:
+    run.step()
+    (first,) = run.follow()
+    run.trainer = Trainer(tmp_path / "versions", first_weights())
+    run._steps = steps(first_weights(), 5, share=0.01)
+    run.step()
+    (followed,) = run.follow()
+    assert (followed.version, followed.previous) == ("000001", first.digest)
+    run.check()
+    assert run.follow() == []
+
+
+def test_a_trainer_that_began_again_and_went_past_the_version_is_noticed(
+    run: Run, tmp_path: Path
+) -> None:
+    run.step()
+    run.follow()
+    run.trainer = Trainer(tmp_path / "versions", first_weights())
+    run._steps = steps(first_weights(), 5, share=0.01)
+    for _ in range(2):
+        run.step()
+    assert run.follow()[0].version == "000002"
+    run.check()
+
+
+def test_a_version_that_was_only_copied_or_touched_is_what_it_was(run: Run, tmp_path: Path) -> None:
+    run.step()
+    run.step()
+    run.follow()
+    blobstore.gc(store=run.store, older_than=0, force=True)  # and with it the first model
+    os.utime(tmp_path / "versions" / "weight_v000002" / INDEX, (1, 1))
+    assert run.follow() == []
+    run.step()
+    assert run.follow()[0].version == "000003"
+    run.check()
 
 
 def test_a_trainer_that_begins_again_begins_with_the_model_that_it_started_from(
@@ -418,6 +491,45 @@ def test_a_version_that_is_a_link_is_refused(run: Run) -> None:
     folder.symlink_to(folder.parent / "elsewhere")
     with pytest.raises(DamagedSource, match="is not a folder"):
         run.follow()
+
+
+def test_a_file_that_becomes_a_link_after_a_version_was_checked_is_not_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_weights(tmp_path / "versions" / "weight_v000001", run.weights)
+    secret = write_weights(tmp_path / "private", {n: a + a for n, a in run.weights.items()})
+    before = run.store.read_manifest("policy")
+    real = HuggingFaceFolder
+
+    for name in ("config.json", min(path.name for path in folder.glob("*.safetensors"))):
+
+        def swapping(*args: Any, name: str = name, **options: Any) -> HuggingFaceFolder:
+            (folder / name).rename(tmp_path / name)
+            (folder / name).symlink_to(secret / name)
+            return real(*args, **options)
+
+        monkeypatch.setattr(trainer, "HuggingFaceFolder", swapping)
+        with pytest.raises(BlobstoreError, match="link|cannot"):
+            run.follow()
+        (tmp_path / name).replace(folder / name)
+        assert run.store.read_manifest("policy") == before
+
+
+def test_a_version_that_becomes_a_link_after_it_was_checked_is_read_as_it_was(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_weights(tmp_path / "versions" / "weight_v000001", run.weights)
+    secret = write_weights(tmp_path / "private", {n: a + a for n, a in run.weights.items()})
+    real = HuggingFaceFolder
+
+    def swapping(*args: Any, **options: Any) -> HuggingFaceFolder:
+        folder.rename(tmp_path / "moved")
+        folder.symlink_to(secret)
+        return real(*args, **options)
+
+    monkeypatch.setattr(trainer, "HuggingFaceFolder", swapping)
+    run.follow()
+    run.check()
 
 
 def test_a_chain_with_a_gap_is_refused(run: Run) -> None:
