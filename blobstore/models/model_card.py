@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 from blobstore.core import strict_json
 from blobstore.errors import BlobstoreError
 from blobstore.manifests import media_types
+from blobstore.models.front_matter import front_matter
 from blobstore.models.small_files import first_text
 from blobstore.models.source_layers import gguf_config, read_source_record
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 _MAX_CARD = 1 << 20
 """Bytes; larger files are not read for a license or a base."""
-# No two parts match the same line breaks: a file of nothing else would take hours.
-_FRONT_MATTER = re.compile(r"\A---[ \t\r]*\n(.*?\n)---[ \t\r]*(?:\n|\Z)", re.DOTALL)
-_CARD_FIELD = r"^{}:[ \t]*(?:\n[ \t]*-[ \t]*)?[\"']?([^\s\"'#]+)"
 _LICENSE_FILES = ("license", "licence", "use_policy")
 
 
@@ -61,9 +58,8 @@ def config_of_source(store: BlobDescriber, manifest: Manifest) -> dict[str, Any]
 
 def card_field(texts: Mapping[str, str], key: str) -> list[str]:
     """Return the values of a field at the start of the model card."""
-    front_matter = _FRONT_MATTER.match(texts.get("README.md", ""))
-    pattern = re.compile(_CARD_FIELD.format(key), re.MULTILINE)
-    return pattern.findall(front_matter[1]) if front_matter else []
+    value = front_matter(texts.get("README.md", "")).get(key, [])
+    return [value] if isinstance(value, str) else value
 
 
 def stated_license(texts: Mapping[str, str]) -> str | None:
