@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from blobstore.serve.hub import hub_response
+from blobstore.serve.hub import ROUTES, hub_response
+from blobstore.serve.hub_routes import READS
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, error_response, refusal_response
@@ -17,15 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from blobstore.serve.access import Access
+    from blobstore.serve.hub_routes import Call
     from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.pull_through import PullThrough
     from blobstore.serve.targets import Target
 
+_ALLOWED = {"Allow": ", ".join(READS)}
 _WELCOME = b"blobstore serves models here, as the Hub and as a container registry do; see docs/guides/serve.md\n"
-_READS = ("GET", "HEAD")
-_POSTS = "paths-info"
-"""The only segment of a path that clients send a form to."""
 
 
 def answer(
@@ -58,25 +58,22 @@ def answer(
         return bytes_response(request, _WELCOME)
     if target.segments == ("metrics",):
         return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
-    if (refused := _write_refusal(request, target)) is not None:
-        return refused
+    call = _understood(request, target)
+    if isinstance(call, Response):
+        return call
     try:
         if pull_through is None:
             visible = Visible.of(library)
         else:
             visible = pull_through.visible(request, target, access.upstream_token(request))
-        found = registry_response(request, target, visible) or hub_response(
-            request, target, visible
-        )
+        if call is None:
+            return registry_response(request, target, visible)
+        return hub_response(call, visible)
     except Refusal as refusal:
         reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
         return refusal_response(
             request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
         )
-    if found is not None:
-        return found
-    message = "there is nothing at this address"
-    return json_response(request, {"error": message}, 404)
 
 
 def _in_origin_form(request: Request) -> Request:
@@ -87,12 +84,10 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _write_refusal(request: Request, target: Target) -> Response | None:
-    """Return the response to a request that does not read; None if it reads."""
-    is_form = request.method == "POST" and _POSTS in target.segments
-    if request.method in _READS or is_form:
+def _understood(request: Request, target: Target) -> Call | Response | None:
+    """Return what a client of the Hub asks for, None for one of a registry, or the response to what is not understood."""
+    if not target.is_of_registry:
+        return ROUTES.call(request, target)
+    if request.method in READS:
         return None
-    if target.is_of_registry:
-        refused = error_response(request, 405, "UNSUPPORTED", "this server only reads")
-        return Response(405, {**refused.headers, "Allow": "GET, HEAD"}, refused.parts)
-    return json_response(request, {"error": "this server only reads"}, 405, {"Allow": "GET, HEAD"})
+    return error_response(request, 405, "UNSUPPORTED", "this server only reads", _ALLOWED)

@@ -117,7 +117,7 @@ class Arrival:
         """Set when the files can be served, or will not be."""
         self.ended = threading.Event()
         self._store, self._client, self._host = store, found.client(), host
-        self._peer = found.peer
+        self._peer, self._description = found.peer, found.description
         self._giver = found.peer.name if found.peer and found.is_peer else ""
         name = Digest.of(f"{repository}@{self.commit}".encode()).hex
         self._folder = store.folder("arrivals") / name
@@ -201,6 +201,7 @@ class Arrival:
             dict(sorted(contents.items())),
             {name: Digest(digest) for name, digest in large.items()},
             origin,
+            self._description,
         )
         self._host.files_listed(self)
         self.listed.set()

@@ -28,6 +28,7 @@ from blobstore.manifests.reference import (
 )
 from blobstore.serve.artifacts import Artifact, make_artifact, make_image
 from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
+from blobstore.serve.description import Description, describe
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.serve.pulled import PulledModels, source_of
@@ -88,6 +89,7 @@ class ServedModel:
     """The sha256 of each file; None until somebody needed them."""
     origin: Origin | None = None
     """The commit of the upstream that it was fetched from, whose names it has."""
+    description: Description = field(default_factory=Description)
 
     @property
     def commit(self) -> str:
@@ -131,6 +133,7 @@ class Library:
         self._names: dict[Reference, tuple[FileVersion, Digest]] = {}
         self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
         """The commits that names were imported from, with the versions of their manifests, and until when that holds."""
+        self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
         self._commits: dict[tuple[Reference, str], list[Version]] = {}
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
@@ -163,6 +166,23 @@ class Library:
         if found is None:
             raise NotPrepared(self._read, reference, version)
         return self._used(found, with_digests=with_digests)
+
+    def descriptions(self, references: Iterable[Reference]) -> Mapping[Reference, Description]:
+        """Return what models in the store are for, of any number of them: none is prepared. Raises as :meth:`model`."""
+        found: dict[Reference, Description] = {}
+        changed = []
+        for reference in references:
+            version, known = (
+                self.store.manifest_version(reference),
+                self._descriptions.get(reference),
+            )
+            if known is not None and known[0] == version:
+                found[reference] = known[1]
+            elif version is not None:
+                changed.append((reference, version))
+        if changed:
+            raise NotPrepared(self._describe, tuple(changed))
+        return found
 
     def arriving_in(self, repository: Reference) -> Mapping[Reference, ServedModel]:
         """Return the models of a repository that are being fetched."""
@@ -368,6 +388,13 @@ class Library:
             commit = (found.repository, found.commit) if found else None
             return commit, time.monotonic() + _DAMAGED_SECONDS
 
+    def _describe(self, names: Iterable[tuple[Reference, FileVersion]]) -> None:
+        for reference, version in names:
+            found = Description()
+            with contextlib.suppress(BlobstoreError):  # it is damaged
+                found = describe(self.store, self.store.resolve(reference))
+            self._descriptions[reference] = version, found
+
     def _read(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
@@ -382,7 +409,10 @@ class Library:
         with self._leased(manifest) as lease:
             files = model_files(self.store, manifest)
             origin = self.pulled.origin(manifest)
-            self._models.add(key, ServedModel(key, manifest, files, origin=origin), lease)
+            made = ServedModel(
+                key, manifest, files, None, origin, describe(self.store, manifest, files)
+            )
+            self._models.add(key, made, lease)
         return key
 
     @contextlib.contextmanager

@@ -29,7 +29,8 @@ from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, Stor
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.cache_limit import CacheLimit
-from blobstore.serve.hub import asked_for, tag_of
+from blobstore.serve.hub import asked_for
+from blobstore.serve.hub_routes import tag_of
 from blobstore.serve.library import MAIN, NotFetched, any_tag, name_of
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import Peers

@@ -45,8 +45,8 @@ _MAX_WAIT: Final = 60
 _WAIT: Final = re.compile(r"(?:.*[,;\s])?wait=(\d{1,9})(?:[,;\s].*)?", re.ASCII | re.IGNORECASE)
 
 
-def registry_response(request: Request, target: Target, library: Visible) -> Response | None:
-    """Return the response to a request of a registry's client; None for other targets.
+def registry_response(request: Request, target: Target, library: Visible) -> Response:
+    """Return the response to a request of a registry's client.
 
     Raises:
         Refusal: there is no such model.
@@ -54,8 +54,6 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
         BlobstoreError: the model is damaged.
     """
     segments = target.segments
-    if not target.is_of_registry:
-        return None
     if segments[1:] in ((), ("",)):
         return json_response(request, {}, headers=API_VERSION)
     if segments[1:] == ("_catalog",):

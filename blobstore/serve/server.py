@@ -73,6 +73,7 @@ _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
     *("sec-fetch-site", "x-forwarded-proto", "user-agent", "prefer", PEER),
+    "content-type",
 )
 """The headers that anything here reads."""
 

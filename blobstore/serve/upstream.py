@@ -19,6 +19,7 @@ from blobstore.registry import protocol
 from blobstore.registry.protocol import Request, TransientError
 from blobstore.registry.request_rules import Rule
 from blobstore.registry.retry import Patience
+from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.refusal import REFUSALS, Refusal
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 from blobstore.sources.sharded import WEIGHTS
@@ -49,6 +50,7 @@ class Revision(NamedTuple):
     commit: str
     names: Sequence[str]
     """Those of its files."""
+    description: Description = NOTHING
 
     @property
     def probe(self) -> str:
@@ -149,7 +151,7 @@ class UpstreamClient:
             raise self._malformed(repository)
         if not names:
             raise Refusal(404, "EntryNotFound", "the model has no files")
-        return Revision(commit, names)
+        return Revision(commit, names, Description.from_info(info))
 
     def check_access(self, repository: str, revision: Revision) -> None:
         """Check that this client may read the files of a model. Raises as :meth:`revision`."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
+from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.messages import PEER
 from blobstore.serve.peers import PATIENCE, Peer
 from blobstore.serve.refusal import Refusal
@@ -35,6 +36,7 @@ class FoundAt(NamedTuple):
     """It, if it is a server of our kind, which has blobs."""
     is_peer: bool = False
     """Whether it is in the list of peers."""
+    description: Description = NOTHING
 
     def client(self, patience: Patience | None = None) -> UpstreamClient:
         """Return a client of the server. It is connected to nothing yet."""
@@ -105,7 +107,8 @@ class Upstreams:
             one = FoundAt(revision, Upstream(peer.name), peer.token(), peer, is_peer=True)
             try:
                 with self._client(one) as client:
-                    return one._replace(commit=client.revision(repository, revision).commit)
+                    there = client.revision(repository, revision)
+                return one._replace(commit=there.commit, description=there.description)
             except Refusal:
                 continue
             except RemoteError as error:
@@ -136,4 +139,4 @@ class Upstreams:
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
-        return found._replace(commit=there.commit, peer=peer)
+        return found._replace(commit=there.commit, peer=peer, description=there.description)

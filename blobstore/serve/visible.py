@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, TypeVar
 from blobstore.serve.library import any_tag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.artifacts import Artifact
+    from blobstore.serve.description import Description
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.messages import Content
     from blobstore.serve.pulled import Origin
@@ -75,6 +76,10 @@ class Visible:
             self._library.store.manifest_version(reference) if self._seen([reference]) else None
         )
         return version.modified if version else None
+
+    def descriptions(self, references: Iterable[Reference]) -> Mapping[Reference, Description]:
+        """See :meth:`Library.descriptions`."""
+        return self._library.descriptions(self._seen(references))
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
         """See :meth:`Library.watch`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -92,7 +93,10 @@ def test_no_path_of_a_form_leads_out_of_the_models(server: Serving) -> None:
     paths = ("../../etc/passwd", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "config.json/../..")
     body = "&".join(f"paths={path}" for path in paths).encode()
     target = "/api/models/org/model/paths-info/main"
-    assert server.request(target, "POST", body)[::2] == (200, b"[]")
+    as_json = json.dumps({"paths": paths}).encode()
+    for kind, sent in (("x-www-form-urlencoded", body), ("json", as_json)):
+        headers = {"Content-Type": f"application/{kind}"}
+        assert server.request(target, "POST", sent, **headers)[::2] == (200, b"[]")
 
 
 @pytest.mark.parametrize(

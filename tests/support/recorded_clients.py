@@ -55,7 +55,15 @@ _TOKENIZER = {
         "unk_token": "w0",
     },
 }
-_READ = ("accept", "if-none-match", "if-range", "range", "user-agent", "x-forwarded-proto")
+_READ = (
+    "accept",
+    "content-type",
+    "if-none-match",
+    "if-range",
+    "range",
+    "user-agent",
+    "x-forwarded-proto",
+)
 """The headers that logs have."""
 _SELDOM = "/api/agent-harnesses"
 """What the Hub's client asks for once in a while."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_the_model_says_its_commit_and_its_files(library: Library, folder: Path)
     assert info["id"] == "org/model"
     assert COMMIT.fullmatch(info["sha"])
     assert [item["rfilename"] for item in info["siblings"]] == sorted(contents(folder))
-    for revision in ("main", "latest", info["sha"], "refs%2Fheads%2Fmain"):
+    for revision in ("main", "HEAD", "latest", info["sha"], "refs%2Fheads%2Fmain"):
         response = ask(library, f"/api/models/org/model/revision/{revision}")
         assert json_of(response)["sha"] == info["sha"]
         assert response.headers["X-Repo-Commit"] == info["sha"]
@@ -106,15 +107,93 @@ def test_pages_of_a_tree_are_all_of_it(library: Library) -> None:
     assert found == everything
 
 
-def test_paths_are_described_by_a_form(library: Library) -> None:
-    response = ask(
-        library,
-        "/api/models/org/model/paths-info/main",
-        "POST",
-        body=b"paths=config.json&paths=extra&paths=none&paths=..%2Fconfig.json&expand=False",
-    )
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+JSON = {"content-type": "application/json; charset=utf-8"}
+PATHS_INFO = "/api/models/org/model/paths-info/main"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (FORM, b"paths=config.json&paths=extra&paths=none&paths=..%2Fconfig.json&expand=False"),
+        (JSON, b'{"paths": ["config.json", "/extra/", "none", "../config.json"], "expand": false}'),
+    ],
+    ids=["form", "JSON"],
+)
+def test_paths_are_described(library: Library, headers: dict[str, str], body: bytes) -> None:
+    response = ask(library, PATHS_INFO, "POST", headers=headers, body=body)
     assert [entry["path"] for entry in json_of(response)] == ["config.json", "extra"]
-    assert ask(library, "/api/models/org/model/paths-info/main").status == 405
+    assert all("lastCommit" not in entry for entry in json_of(response))
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b"paths=config.json", 415),
+        ({"content-type": "text/plain"}, b"paths=config.json", 415),
+        ({"content-type": "multipart/form-data; boundary=x"}, b"--x--", 415),
+        (FORM, b'{"paths": ["config.json"]}', 400),
+        (FORM, b"path=config.json", 400),
+        (FORM, "paths=é".encode(), 400),
+        (JSON, b"paths=config.json", 400),
+        (JSON, b'["config.json"]', 400),
+        (JSON, b'{"paths": "config.json"}', 400),
+        (JSON, b'{"paths": [1]}', 400),
+        (JSON, b'{"path": ["config.json"]}', 400),
+        (JSON, b'{"paths": ["config.json"], "depth": 1}', 400),
+        (JSON, b"[" * 10**5, 400),
+    ],
+)
+def test_a_body_that_is_not_understood_is_refused(
+    library: Library, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    response = ask(library, PATHS_INFO, "POST", headers=headers, body=body)
+    assert response.status == status
+    assert "X-Error-Code" not in response.headers
+
+
+def test_an_address_is_read_or_written_to_as_its_route_says(library: Library) -> None:
+    response = ask(library, PATHS_INFO)
+    assert (response.status, response.headers["Allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize("name", ["org/model", "org/none"])
+def test_an_address_without_a_route_says_nothing_of_models(library: Library, name: str) -> None:
+    for target in (
+        f"/api/models/{name}/discussions",
+        f"/api/models/{name}/treesize/main",
+        f"/api/models/{name}/xet-read-token/main",
+        f"/api/models/{name}/auth-check/write",
+        f"/api/models/{name}/tree",
+        f"/api/models/{name}/refs/heads",
+        f"/{name}/blob/main/config.json",
+        f"/{name}",
+    ):
+        response = ask(library, target)
+        assert response.status == 404
+        assert "X-Error-Code" not in response.headers, target
+        assert "does not offer" in response.headers["X-Error-Message"]
+
+
+def test_fields_of_a_query_that_would_change_the_answer_are_understood_or_refused(
+    library: Library,
+) -> None:
+    for target in (
+        "/api/models?apps=vllm",
+        "/api/models?num_parameters=min:6B",
+        "/api/models?limit=all",
+        "/api/models?limit=0",
+        "/api/models?sort=color",
+        "/api/models?gated=perhaps",
+        "/api/models/org/model?revision=int8",
+        "/api/models/org/model?blobs=maybe",
+        "/api/models/org/model/tree/main?depth=2",
+        "/api/models/org/model/tree/main?recursive=yes",
+        "/api/models/org/model/refs?kind=tags",
+        "/api/models/org/model/commits/main?author=me",
+    ):
+        assert ask(library, target).status == 400, target
+    assert ask(library, "/org/model/resolve/main/config.json?download=true").status == 200
 
 
 def test_tags_are_revisions(library: Library, tmp_path: Path) -> None:
@@ -151,7 +230,6 @@ def test_what_is_absent_is_named_as_clients_expect(library: Library) -> None:
     for target, code in {
         "/api/models/org/none": "RepoNotFound",
         "/api/models/none": "RepoNotFound",
-        "/api/models/a/b/c/d": "RepoNotFound",
         "/api/models/..%2F..%2Fetc/passwd": "RepoNotFound",
         "/org/none/resolve/main/config.json": "RepoNotFound",
         "/api/models/org/model/revision/none": "RevisionNotFound",
@@ -276,3 +354,119 @@ def test_models_of_ollama_are_gguf_files(store: LocalStore) -> None:
         response = ask(library, f"/ollama/resolve/main/{file['rfilename']}")
         assert body_of(store, response) == GGUF_FILE
         assert Digest.of(GGUF_FILE).hex == file["lfs"]["sha256"]
+
+
+# What clients decide by
+
+
+@pytest.fixture
+def described(library: Library, tmp_path: Path) -> Library:
+    """A library with ``org/model``, which has no card, and two models that have one."""
+    for name, card in {
+        "team/chat": "pipeline_tag: text-generation\ntags: [tiny]\nlicense: mit",
+        "team/embed": "pipeline_tag: feature-extraction\nlibrary_name: sentence-transformers\ntags: [tiny]",
+    }.items():
+        files = {
+            "README.md": f"---\n{card}\n---\n".encode(),
+            "config.json": b'{"model_type": "bert"}',
+        }
+        create(
+            write_folder(tmp_path / name, dense_tensors(), files=files), name, store=library.store
+        )
+    return library
+
+
+def listed(library: Library, query: str) -> list[str]:
+    return [item["id"] for item in json_of(ask(library, f"/api/models?{query}"))]
+
+
+def test_a_model_is_described_as_its_card_says(described: Library) -> None:
+    info = json_of(ask(described, "/api/models/team/chat"))
+    assert (info["pipeline_tag"], info["library_name"]) == ("text-generation", "transformers")
+    assert {"safetensors", "tiny", "license:mit", "bert"} <= {*info["tags"]}
+    assert info["config"] == {"model_type": "bert"}
+    total = sum(tensor.size for tensor in dense_tensors().values())
+    assert info["safetensors"]["total"] == sum(info["safetensors"]["parameters"].values()) == total
+    assert info["usedStorage"] > total
+    by_list = next(one for one in json_of(ask(described, "/api/models")) if one["id"] == info["id"])
+    for name in (
+        "pipeline_tag",
+        "library_name",
+        "tags",
+        "downloads",
+        "likes",
+        "lastModified",
+        "author",
+    ):
+        assert by_list[name] == info[name]
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", ["org/model", "team/chat", "team/embed"]),
+        ("author=team", ["team/chat", "team/embed"]),
+        ("filter=tiny&filter=license:mit", ["team/chat"]),
+        ("filter=tiny,feature-extraction", ["team/embed"]),
+        ("filter=none", []),
+        ("filter=", ["org/model", "team/chat", "team/embed"]),
+        ("pipeline_tag=text-generation", ["team/chat"]),
+        ("search=CHAT&full=True&cardData=True&config=True", ["team/chat"]),
+        ("gated=true", []),
+        (
+            "gated=false&sort=downloads&direction=-1&expand=gguf",
+            ["org/model", "team/chat", "team/embed"],
+        ),
+    ],
+)
+def test_lists_have_what_a_query_is_for(described: Library, query: str, found: list[str]) -> None:
+    assert listed(described, query) == found
+
+
+def test_a_list_is_sorted_by_time_as_asked(described: Library) -> None:
+    for seconds, name in enumerate(("team/embed", "org/model", "team/chat")):
+        moment = 1_700_000_000 + seconds
+        os.utime(described.store.manifest_path(name), (moment, moment))
+    newest = ["team/chat", "org/model", "team/embed"]
+    assert listed(described, "sort=lastModified&direction=-1") == newest
+    assert listed(described, "sort=createdAt&direction=1&limit=2") == newest[:0:-1]
+
+
+def test_pages_of_a_list_are_all_of_it(described: Library) -> None:
+    target, found = "/api/models?limit=1&filter=safetensors&author=", []
+    for _ in range(9):
+        response = ask(described, target, headers={"host": "cache:8080"})
+        found += [item["id"] for item in json_of(response)]
+        if "Link" not in response.headers:
+            break
+        target = response.headers["Link"][1:].partition(">")[0].removeprefix("http://cache:8080")
+    assert found == ["org/model", "team/chat", "team/embed"]
+
+
+def test_a_commit_and_its_files_have_a_date(library: Library) -> None:
+    (commit,) = json_of(ask(library, "/api/models/org/model/commits/main?p=0"))
+    assert COMMIT.fullmatch(commit["id"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.000Z", commit["date"])
+    assert commit["authors"] == []
+    assert json_of(ask(library, "/api/models/org/model/commits/main?p=1")) == []
+    assert ask(library, "/api/models/org/model/commits/none").status == 404
+    tree = json_of(ask(library, "/api/models/org/model/tree/main?expand=True"))
+    assert {entry["lastCommit"]["id"] for entry in tree} == {commit["id"]}
+    assert {entry["lastCommit"]["date"] for entry in tree} == {commit["date"]}
+
+
+def test_access_is_checked_without_a_file(library: Library) -> None:
+    assert ask(library, "/api/models/org/model/auth-check").status == 200
+    response = ask(library, "/api/models/org/none/auth-check")
+    assert (response.status, response.headers["X-Error-Code"]) == (404, "RepoNotFound")
+
+
+def test_raw_files_are_those_of_git(library: Library, folder: Path) -> None:
+    for name, data in contents(folder).items():
+        body = body_of(library.store, ask(library, f"/org/model/raw/main/{name}"))
+        if name.endswith(".safetensors"):
+            assert f"oid sha256:{Digest.of(data).hex}\nsize {len(data)}\n".encode() in body
+        else:
+            assert body == data
+    response = ask(library, "/org/model/raw/main/none")
+    assert (response.status, response.headers["X-Error-Code"]) == (404, "EntryNotFound")

@@ -1,0 +1,232 @@
+"""The files of a model as the Hub lists them: trees, paths, and the place of each in git.
+
+Every file of the store's own models is listed as a large one, with the sha256 of its bytes, which is its ETag too: the
+clients compare both. Files that an upstream lists as small ones keep their names in git.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote as percent_encoded
+
+from blobstore.core import strict_json
+from blobstore.errors import InvalidReference
+from blobstore.manifests.reference import Reference
+from blobstore.serve.hub_routes import refused, tag_of
+from blobstore.serve.library import any_tag, repository_of
+from blobstore.serve.messages import JSON, json_response
+from blobstore.serve.refusal import Refusal, no_model
+from blobstore.serve.targets import InvalidTarget, parse_form
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from blobstore.serve.hub_routes import Call
+    from blobstore.serve.library import ServedModel
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.targets import Target
+    from blobstore.serve.visible import Visible
+
+PAGE: Final = 1000
+"""Entries of a listing in one response."""
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_FORM: Final = "application/x-www-form-urlencoded"
+_PATHS: Final = {"paths", "expand"}
+"""The fields of a question about paths."""
+_MAX_MEMORY: Final = 32 << 20
+"""Estimated bytes that a body may take when it is decoded."""
+_EPOCH: Final = "1970-01-01T00:00:00.000Z"
+
+
+def repository(call: Call) -> Reference:
+    """Return the repository that a request is about. Raises Refusal if no model can have its name."""
+    found = repository_of(*call.name)
+    if found is None:
+        raise no_model()
+    return found
+
+
+def model_of(call: Call, library: Visible, *, with_digests: bool = False) -> ServedModel:
+    """Return the version of a repository that a request is about. Raises Refusal and NotPrepared."""
+    name, revision = repository(call), call.revision
+    found = None
+    if _COMMIT.fullmatch(revision):
+        found = library.at_commit(name, revision, with_digests=with_digests)
+    else:
+        try:
+            tag = Reference(*name.parts[:3], tag_of(revision))
+        except InvalidReference:
+            pass
+        else:
+            found = library.model(tag, with_digests=with_digests)
+    if found is not None:
+        return found
+    if library.tags(name):
+        raise Refusal(404, "RevisionNotFound")
+    raise no_model()
+
+
+def date_of(name: Reference, library: Visible) -> str:
+    """Return when a name got its model, or the first of its repository that has a date; 1970 if none has one."""
+    for reference in (name, any_tag(name)):
+        if (modified := library.modified(reference)) is not None:
+            moment = datetime.fromtimestamp(modified // 10**9, UTC)
+            return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z")
+    return _EPOCH
+
+
+def commit_entry(call: Call, model: ServedModel, library: Visible) -> dict[str, Any]:
+    """Return a commit as lists of files name the last one of each."""
+    tag = repository(call)
+    if not _COMMIT.fullmatch(call.revision):
+        tag = Reference(*tag.parts[:3], tag_of(call.revision))
+    return {"id": model.commit, "title": f"Store {tag}", "date": date_of(tag, library)}
+
+
+# Entries
+
+
+def file_entry(model: ServedModel, path: str) -> dict[str, Any]:
+    """Return a file of a model whose digests are known."""
+    size = model.files[path].size
+    if oid := model.plain.get(path):
+        return {"type": "file", "oid": oid, "size": size, "path": path}
+    text = pointer(model, path)
+    digest = (model.digests or {})[path].hex
+    return {
+        "type": "file",
+        "oid": _git_blob(text),
+        "size": size,
+        "path": path,
+        "lfs": {"oid": digest, "size": size, "pointerSize": len(text)},
+    }
+
+
+def pointer(model: ServedModel, path: str) -> bytes:
+    """Return what git has of a large file."""
+    digest, size = (model.digests or {})[path].hex, model.files[path].size
+    return (
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {size}\n".encode()
+    )
+
+
+def _folder_entry(model: ServedModel, path: str) -> dict[str, Any]:
+    # Git would name the tree of the folder; this name is as good as another that changes with it.
+    oid = _git_blob(f"{model.commit} {path}".encode())
+    return {"type": "directory", "oid": oid, "size": 0, "path": path}
+
+
+def _git_blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _folders(paths: Mapping[str, Any]) -> set[str]:
+    return {
+        "/".join(parts[:depth])
+        for parts in (path.split("/") for path in paths)
+        for depth in range(1, len(parts))
+    }
+
+
+def _entries(model: ServedModel, paths: Iterable[str], last: dict[str, Any]) -> list[Any]:
+    """Return files and folders, each with the fields ``last``."""
+    folders = _folders(model.files)
+    return [
+        (_folder_entry if path in folders else file_entry)(model, path) | last for path in paths
+    ]
+
+
+# Answers
+
+
+def tree(call: Call, library: Visible) -> Response:
+    """Return the files in a folder of a model, or in all folders."""
+    model = model_of(call, library, with_digests=True)
+    folder, folders = call.path.strip("/"), _folders(model.files)
+    if folder and folder not in folders:
+        if folder not in model.files:
+            raise Refusal(404, "EntryNotFound", "the model has no such folder", model.commit)
+        paths = [folder]
+    else:
+        every = sorted([*folders, *model.files])
+        paths = list(_inside(every, folder, is_recursive=call.flag("recursive")))
+    page, link = page_of(call, paths)
+    last = {"lastCommit": commit_entry(call, model, library)} if call.flag("expand") else {}
+    headers = {"X-Repo-Commit": model.commit, **link}
+    return json_response(call.request, _entries(model, page, last), headers=headers)
+
+
+def _inside(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterator[str]:
+    prefix = f"{folder}/" if folder else ""
+    for path in paths:
+        if path.startswith(prefix) and (is_recursive or "/" not in path[len(prefix) :]):
+            yield path
+
+
+def paths_info(call: Call, library: Visible) -> Response:
+    """Return those of some paths that a model has."""
+    kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == JSON:
+        wanted, is_expanded = _asked_as_json(call.request.body)
+    elif kind == _FORM:
+        wanted, is_expanded = _asked_as_form(call.request.body)
+    else:
+        return refused(call.request, 415, f"expected a body of type {_FORM} or {JSON}")
+    model = model_of(call, library, with_digests=True)
+    there = model.files.keys() | _folders(model.files)
+    found = [path for path in dict.fromkeys(one.strip("/") for one in wanted) if path in there]
+    last = {"lastCommit": commit_entry(call, model, library)} if is_expanded else {}
+    headers = {"X-Repo-Commit": model.commit}
+    return json_response(call.request, _entries(model, found, last), headers=headers)
+
+
+def _asked_as_json(body: bytes) -> tuple[list[str], bool]:
+    try:
+        value = strict_json.loads(body, _MAX_MEMORY)
+    except ValueError:
+        raise InvalidTarget("the body is not JSON") from None
+    paths = value.get("paths") if isinstance(value, dict) and value.keys() <= _PATHS else None
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise InvalidTarget('the body is not {"paths": [TEXT, ...], "expand": BOOL}')
+    return paths, value.get("expand") is True
+
+
+def _asked_as_form(body: bytes) -> tuple[list[str], bool]:
+    try:
+        form = parse_form(body.decode("ascii"))
+    except UnicodeDecodeError:
+        raise InvalidTarget("the form is not ASCII") from None
+    if not form.keys() <= _PATHS:
+        raise InvalidTarget("the form has other fields than paths and expand")
+    return form.get("paths", []), form.get("expand", [""])[-1].lower() in ("true", "1")
+
+
+# Pages
+
+
+def page_of(call: Call, names: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the page of sorted names that a request is for, and a header that leads to the next one."""
+    limit, cursor = call.limit(PAGE), call.target.first("cursor")
+    page = list(islice((name for name in names if name > cursor), limit + 1))
+    if len(page) <= limit:
+        return page, {}
+    del page[limit:]
+    return page, {"Link": f'<{_next_page(call.request, call.target, page[-1])}>; rel="next"'}
+
+
+def _next_page(request: Request, target: Target, last: str) -> str:
+    """Return the address of the next page: absolute, because clients do not resolve it."""
+    host = request.headers.get("host", "")
+    path = "/".join(percent_encoded(part, safe="") for part in target.segments)
+    fields = [(name, value) for name, values in target.query.items() for value in values]
+    fields = [one for one in fields if one[0] != "cursor"] + [("cursor", last)]
+    query = "&".join(
+        f"{percent_encoded(name, safe='')}={percent_encoded(value, safe='')}"
+        for name, value in fields
+    )
+    scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else "http"
+    return f"{scheme}://{percent_encoded(host, safe='.:[]')}/{path}?{query}"

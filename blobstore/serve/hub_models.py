@@ -1,0 +1,122 @@
+"""Models as the Hub describes them, one or many.
+
+Nobody counts downloads and likes here: both are 0, which clients need to see. A list has the description of each
+model, so that it can be filtered; that of a page, if no field has to be known of the others.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.core.escape import quote
+from blobstore.manifests.reference import DEFAULT_TAG
+from blobstore.serve.hub_files import date_of, file_entry, model_of, page_of, repository
+from blobstore.serve.library import any_tag, name_of, repository_of
+from blobstore.serve.messages import json_response
+from blobstore.serve.targets import InvalidTarget
+
+if TYPE_CHECKING:
+    from blobstore.manifests.reference import Reference
+    from blobstore.serve.description import Description
+    from blobstore.serve.hub_routes import Call
+    from blobstore.serve.messages import Response
+    from blobstore.serve.visible import Visible
+
+_EQUAL_SORTS: Final = (
+    "downloads",
+    "likes",
+    "trendingScore",
+    "downloadsAllTime",
+    "likes7d",
+    "_id",
+    "",
+)
+"""Orders in which all models here are equal, so that they are sorted by name."""
+_DATE_SORTS: Final = ("lastModified", "last_modified", "createdAt", "created_at")
+_MAX_SORTED: Final = 1000
+"""Models that are listed if a client wants another order, which has no pages."""
+
+
+def info(call: Call, library: Visible) -> Response:
+    """Return what the Hub says of a model."""
+    model = model_of(call, library)
+    with_sizes = call.flag("blobs")
+    if with_sizes:
+        model = model_of(call._replace(revision=model.commit), library, with_digests=True)
+    siblings: list[dict[str, Any]] = []
+    for path in model.files:
+        sibling: dict[str, Any] = {"rfilename": path}
+        if with_sizes:
+            entry = file_entry(model, path)
+            sibling |= {"size": entry["size"], "blobId": entry["oid"]}
+            if lfs := entry.get("lfs"):
+                sizes = {name: lfs[name] for name in ("size", "pointerSize")}
+                sibling["lfs"] = {"sha256": lfs["oid"], **sizes}
+        siblings.append(sibling)
+    value = _described(repository(call), model.description, library) | {
+        "_id": model.commit[:24],
+        "sha": model.commit,
+        "siblings": siblings,
+        "usedStorage": sum(content.size for content in model.files.values()),
+    }
+    return json_response(call.request, value, headers={"X-Repo-Commit": model.commit})
+
+
+def _described(name: Reference, description: Description, library: Visible) -> dict[str, Any]:
+    spelled, date = name_of(name), date_of(name, library)
+    return {
+        "_id": spelled,
+        "id": spelled,
+        "modelId": spelled,
+        "author": _author_of(name),
+        "private": False,
+        "gated": False,
+        "disabled": False,
+        "downloads": 0,
+        "likes": 0,
+        "lastModified": date,
+        "createdAt": date,
+        **description.fields(),
+    }
+
+
+def _author_of(name: Reference) -> str:
+    return name_of(name).rpartition("/")[0] or name.namespace
+
+
+def list_models(call: Call, library: Visible) -> Response:
+    """Return the models of the store, or those that a query is for."""
+    target = call.target
+    author, search = target.first("author"), target.first("search").casefold()
+    wanted = {*chain.from_iterable(text.split(",") for text in target.query.get("filter", ()))}
+    wanted |= {*target.query.get("pipeline_tag", ())}
+    wanted.discard("")
+    names: dict[str, Reference] = {}
+    for reference in library.models():
+        name = name_of(reference)
+        is_found = repository_of(*name.split("/")) == any_tag(reference)
+        if is_found and (reference.tag == DEFAULT_TAG or name not in names):
+            names[name] = reference
+    found = sorted(
+        name
+        for name, reference in names.items()
+        if author in ("", _author_of(reference)) and search in name.casefold()
+    )
+    if call.flag("gated"):  # nobody is asked for anything but a token
+        found = []
+    if wanted:
+        known = library.descriptions(names[name] for name in found)
+        found = [name for name in found if wanted <= {*known[names[name]].tags}]
+    headers: dict[str, str] = {}
+    if (sort := target.first("sort")) in _DATE_SORTS:
+        limit, is_up = call.limit(_MAX_SORTED), target.first("direction") == "1"
+        dates = {name: date_of(names[name], library) for name in found}
+        found = sorted(found, key=lambda name: dates[name], reverse=not is_up)[:limit]
+    elif sort in _EQUAL_SORTS:
+        found, headers = page_of(call, found)
+    else:
+        raise InvalidTarget(f"this server cannot sort by {quote(sort)}")
+    known = library.descriptions(names[name] for name in found)
+    value = [_described(names[name], known[names[name]], library) for name in found]
+    return json_response(call.request, value, headers=headers)

@@ -1,0 +1,152 @@
+"""The addresses that clients of the Hub ask at, and what is asked there.
+
+The route is found first, from the address alone. An address that has none is missing itself, whatever models there
+are. The method and the fields of the query are checked next: what a route does not understand is refused, because it
+would be answered as another question. Only then a name is looked up.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from blobstore.core.escape import quote
+from blobstore.manifests.reference import DEFAULT_TAG
+from blobstore.serve.library import MAIN
+from blobstore.serve.messages import json_response
+from blobstore.serve.targets import InvalidTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.targets import Target
+    from blobstore.serve.visible import Visible
+
+READS: Final = ("GET", "HEAD")
+ANY: Final = "*"
+"""Stands for all fields of a query."""
+_API: Final = ("api", "models")
+_REPOSITORY: Final = "REPOSITORY"
+_COUNTS: Final = (2, 1, 3)
+"""Parts of a name: with a namespace, without, and with a host."""
+_HOST = re.compile(r".*[.:].*|.*_\d{1,5}|localhost", re.ASCII)
+_BRANCH: Final = "refs/heads/"
+_TAG: Final = "refs/tags/"
+_NO_ROUTE: Final = "this server does not offer what is at this address; see docs/guides/serve.md"
+_TRUE: Final = ("true", "1")
+_FALSE: Final = ("false", "0")
+
+
+class Route(NamedTuple):
+    """What is asked at an address."""
+
+    answer: Callable[[Call, Visible], Response]
+    reads: Sequence[str] = ()
+    """The fields of the query that the answer depends on."""
+    ignores: Sequence[str] = ()
+    """Those that it need not depend on: they ask for fields of the answer, which has all that there are."""
+    methods: Sequence[str] = READS
+
+
+class Call(NamedTuple):
+    """A request at an address that has a route."""
+
+    route: Route
+    name: Sequence[str]
+    """The parts of the repository's name."""
+    revision: str
+    path: str
+    request: Request
+    target: Target
+
+    def flag(self, name: str) -> bool:
+        """Return whether a field of the query is true. Raises InvalidTarget."""
+        text = self.target.first(name, _FALSE[0])
+        if text.lower() not in _TRUE + _FALSE:
+            raise InvalidTarget(f"{name}={quote(text)}: expected true or false")
+        return text.lower() in _TRUE
+
+    def limit(self, most: int) -> int:
+        """Return how many entries a response may have, ``most`` if the client has no limit. Raises InvalidTarget."""
+        text = self.target.first("limit", str(most))
+        if not (text.isascii() and text.isdecimal() and text.strip("0")):
+            raise InvalidTarget(f"limit={quote(text)}: expected a number from 1 on")
+        return min(int(text[:19]), most)
+
+
+class Routes:
+    """A table of routes.
+
+    An address is ``api/models``, or has a ``REPOSITORY`` of one to three parts, then a word, and then what the word is
+    about: a ``REVISION``, which is one segment, and a ``PATH`` of any length.
+    """
+
+    def __init__(self, table: Mapping[str, Route]) -> None:
+        self._whole: dict[tuple[str, ...], Route] = {}
+        self._words: dict[tuple[bool, str], tuple[Route, Sequence[str]]] = {}
+        for address, route in table.items():
+            before, _, after = address.partition(_REPOSITORY)
+            word, *rest = after.strip("/").split("/")
+            if word:
+                self._words[bool(before), word] = route, rest
+            else:
+                self._whole[tuple(address.split("/"))] = route
+
+    def find(self, segments: Sequence[str]) -> tuple[Route, Sequence[str], str, str] | None:
+        """Return the route of an address, the name of the repository, the revision and the path; None without a route."""
+        is_api = tuple(segments[:2]) == _API
+        names = tuple(segments[2:] if is_api else segments)
+        for count in _COUNTS:
+            found = self._words.get((is_api, names[count])) if len(names) > count else None
+            if found is not None and _is_name(names[:count]):
+                route, takes = found
+                rest = names[count + 1 :]
+                if len(rest) == len(takes) or (
+                    takes[-1:] == ["PATH"] and len(rest) >= len(takes) - 1
+                ):
+                    return route, names[:count], "".join(rest[:1]), "/".join(rest[1:])
+                return None
+        if not is_api:
+            return None
+        if names in ((), ("",)):
+            return self._whole[_API], (), "", ""
+        return (self._whole[*_API, _REPOSITORY], names, MAIN, "") if _is_name(names) else None
+
+    def call(self, request: Request, target: Target) -> Call | Response:
+        """Return what a request asks for, or the response to one that is not understood."""
+        found = self.find(target.segments)
+        if found is None:
+            status = 404 if request.method in READS else 405
+            return refused(request, status, _NO_ROUTE, READS)
+        call = Call(*found, request, target)
+        if request.method not in call.route.methods:
+            message = f"this address takes {' and '.join(call.route.methods)}"
+            return refused(request, 405, message, call.route.methods)
+        known = {*call.route.reads, *call.route.ignores}
+        for name in target.query if ANY not in known else ():
+            if name not in known:
+                message = (
+                    f"this server does not understand {quote(name)} in a query to this address"
+                )
+                return refused(request, 400, message)
+        return call
+
+
+def refused(request: Request, status: int, message: str, methods: Sequence[str] = ()) -> Response:
+    """Return the response to a request that is not understood."""
+    headers = {"X-Error-Message": message}
+    if status == 405:  # noqa: PLR2004 - method not allowed
+        headers["Allow"] = ", ".join(methods)
+    return json_response(request, {"error": message}, status, headers)
+
+
+def _is_name(parts: Sequence[str]) -> bool:
+    """Return whether there can be a repository with this name: three parts begin with a host."""
+    return len(parts) < 3 or (len(parts) == 3 and _HOST.fullmatch(parts[0]) is not None)  # noqa: PLR2004
+
+
+def tag_of(revision: str) -> str:
+    """Return the tag that a branch or a tag of the Hub is in a store."""
+    name = revision.removeprefix(_BRANCH).removeprefix(_TAG)
+    return DEFAULT_TAG if name in (MAIN, "HEAD") else name
