@@ -1,7 +1,8 @@
 """Limits of documents from untrusted remotes, and how their bytes are collected.
 
 A number in a document allocates nothing. Memory grows with the bytes that arrive, up to the limit of
-one document, and up to the limit of all documents of a kind that one command reads from one remote.
+one document, and up to the limit of all documents of a kind that one command reads from one remote. All
+documents that a process has at the same time share one budget of memory, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import strict_json
 from blobstore.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -63,8 +65,110 @@ LEASE: Final = Limit(64 * _MIB, 256 * _MIB, 10_000)
 """Leases in object storage."""
 HUB_LISTING: Final = Limit(32 * _MIB, 256 * _MIB, 1_000_000)
 """Pages of a list of the Hub; its entries."""
+UPSTREAM_LISTING: Final = Limit(32 * _MIB, 64 * _MIB, 20_000)
+"""The same for a server, of which strangers choose the repositories; also what the Hub says of a revision."""
 ERROR: Final = Limit(64 * _KIB)
 """The body of a response that reports an error, or that has a token."""
+
+
+class Crowded(RemoteError):
+    """Other documents take the memory of the process now."""
+
+
+class Memory:
+    """Bytes of memory that documents may take at the same time. Any number of threads may use it.
+
+    Nobody waits for memory: who waits would keep what others wait for.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Allow ``most`` bytes."""
+        self.most = most
+        self.taken = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, what: str) -> None:
+        """Take memory until :meth:`give` is called with the same size. Raises Crowded, and takes none."""
+        with self._lock:
+            if self.taken + size > self.most:
+                raise Crowded(
+                    f"{what}: this process reads too many large documents now",
+                    advice="try again later",
+                )
+            self.taken += size
+
+    def give(self, size: int) -> None:
+        """Release memory."""
+        with self._lock:
+            self.taken -= size
+
+
+DOCUMENTS: Final = Memory(strict_json.MAX_MEMORY)
+"""What the largest document takes alone while it is parsed. All of a process together take no more."""
+
+
+class Held:
+    """Memory of :data:`DOCUMENTS`, until it is released, or nobody has this object any more."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        self._size = 0
+
+    def add(self, size: int, what: str) -> None:
+        """Hold more bytes.
+
+        Raises:
+            RemoteError: no document may take so much.
+            Crowded: other documents take that memory now.
+        """
+        if self._size + size > DOCUMENTS.most:
+            message = f"{what}: it would take more than {DOCUMENTS.most >> 20} MiB of memory"
+            raise RemoteError(message, advice=ADVICE)
+        DOCUMENTS.take(size, what)
+        self._size += size
+
+    def release(self) -> None:
+        """Hold none from now on."""
+        DOCUMENTS.give(self._size)
+        self._size = 0
+
+    __del__ = release
+
+
+class Document(bytes):
+    """Bytes of a stranger that hold the memory that it takes to parse them."""
+
+    held: Held
+
+
+def read_document(pieces: Iterable[bytes], most: int, what: str, advice: str = ADVICE) -> Document:
+    """Return a document of ``most`` bytes at most. Its memory is held before it is read to its end.
+
+    Raises:
+        RemoteError: it has more bytes; or as :meth:`Held.add`.
+    """
+    found: list[bytes] = []
+    size, held = 0, Held()
+    try:
+        for piece in pieces:
+            size += len(piece)
+            _check_size(size, most, what, advice)
+            held.add(strict_json.memory_of(piece), what)
+            found.append(bytes(piece))
+        document = Document(b"".join(found))
+    except BaseException:
+        # The traceback keeps these as long as the error, which may be the length of a pause.
+        held.release()
+        raise
+    finally:
+        found.clear()
+    document.held = held
+    return document
+
+
+def _check_size(size: int, most: int, what: str, advice: str) -> None:
+    if size > most:
+        raise RemoteError(f"{what}: more than {most} bytes", advice=advice)
 
 
 class Budget:

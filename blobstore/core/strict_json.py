@@ -12,12 +12,16 @@ import json
 import math
 import re
 import sys
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MAX_MEMORY: Final = 768 * 2**20
 """Estimated bytes that a document takes while it is parsed, more than a plain manifest of 64 MiB needs."""
 _MEMORY = {",": 80, ":": 120, "{": 250, "[": 90}
 """Estimated bytes for what follows a character. Those in strings count too: documents are far from the limit."""
+_SPACE = re.compile(r"[ \t\r\n]*")
 _PAIRED = re.compile(
     r"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+", re.DOTALL
 )
@@ -74,6 +78,48 @@ def loads_any(data: bytes | str) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def elements(data: bytes) -> Iterator[Any]:
+    """Yield the elements of a JSON array, each parsed when it is asked for, so that a caller can count them first.
+
+    Raises:
+        ValueError: as :func:`loads_any`, or the text is not an array.
+    """
+    text = data.decode(json.detect_encoding(data), "surrogatepass")
+    sign, at = _sign(text, 0, "[")
+    if _sign(text, at, "")[0] == "]":
+        sign, at = _sign(text, at, "]")
+    while sign != "]":
+        try:
+            value, at = _ANY.raw_decode(text, _space_end(text, at))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        yield value
+        sign, at = _sign(text, at, ",]")
+    if _space_end(text, at) != len(text):
+        raise ValueError(f"not valid JSON at character {at}: extra data")
+
+
+def _sign(text: str, at: int, allowed: str) -> tuple[str, int]:
+    """Return the next character after white space, and the position after it; any character if ``allowed`` is empty."""
+    at = _space_end(text, at)
+    sign = text[at : at + 1]
+    if allowed and (not sign or sign not in allowed):
+        raise ValueError(f"not valid JSON at character {at}: expected one of {allowed}")
+    return sign, at + 1
+
+
+def _space_end(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def memory_of(data: bytes) -> int:
+    """Return about how many bytes of memory it takes to parse text, or a piece of one, in UTF-8."""
+    return 2 * len(data) + sum(
+        data.count(character.encode()) * size for character, size in _MEMORY.items()
+    )
+
+
 def dumps(value: Any) -> str:
     """Return ``value`` as compact JSON with the escapes of Go's ``encoding/json``."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -111,6 +157,7 @@ def _finite(digits: str) -> float:
 
 
 # Created once, because that often takes longer than parsing a header.
+_ANY = json.JSONDecoder()
 _USUAL = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite)
 _CAREFUL = json.JSONDecoder(
     object_pairs_hook=_unique,

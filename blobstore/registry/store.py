@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core import limits
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
@@ -68,7 +69,7 @@ class RemoteSource(NamedTuple):
         def read_blob(digest: Digest, size: int) -> bytes:
             pieces = client.read_blob(address.repository, digest, 0, size, size=size)
             with contextlib.closing(pieces):
-                return b"".join(pieces)
+                return limits.read_document(pieces, size, f"blob {digest.short}")
 
         root = client.get_manifest(address.repository, address.reference)
         try:
@@ -93,6 +94,9 @@ class RemoteSource(NamedTuple):
             _check_sizes(manifest)
         except BlobstoreError as error:
             raise error.at(quote(address)) from None
+        # Both were parsed: their memory is free for the next documents.
+        root = replace(root, data=bytes(root.data))
+        model = replace(model, manifest=bytes(model.manifest))
         return cls(client, address, root, model, manifest, files)
 
     @property

@@ -359,18 +359,24 @@ class Transport:
         stream.read = read_in_time
 
     def _read(self, request: Request, response: httpx2.Response, limit: int) -> bytes:
-        """Return the body, of ``limit`` bytes at most; without a limit, skip it if it is short."""
-        body = bytearray()
-        for piece in self.pieces(response):
-            body += piece
-            # More is not read, even if the connection is lost by that.
-            if len(body) > max(limit, protocol.MAX_ERROR):
-                break
-        if limit and len(body) > limit:
-            raise RemoteError(
-                f"{request.what}: the response has more than {limit} bytes", advice=limits.ADVICE
+        """Return the body, of ``limit`` bytes at most; without a limit, its beginning.
+
+        Raises TransientError if other documents take the memory: the next attempt holds nothing until it begins.
+        """
+        if not limit:
+            body = bytearray()
+            for piece in self.pieces(response):
+                body += piece
+                # More is not read, even if the connection is lost by that.
+                if len(body) > protocol.MAX_ERROR:
+                    break
+            return bytes(body)
+        try:
+            return limits.read_document(
+                self.pieces(response), limit, f"{request.what}: the response"
             )
-        return bytes(body)
+        except limits.Crowded as error:
+            raise TransientError(error.message, status=HTTPStatus.SERVICE_UNAVAILABLE) from None
 
     def _failure(self, request: Request, response: httpx2.Response) -> BlobstoreError:
         """Return the error for a response that was not expected."""

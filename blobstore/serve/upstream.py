@@ -7,6 +7,7 @@ limits, and digests are compared. Redirects lead to http and https only, and nev
 from __future__ import annotations
 
 from http import HTTPStatus
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote as percent_encoded
 from urllib.parse import urlsplit
@@ -141,11 +142,14 @@ class UpstreamClient:
             Refusal: there is no such revision, or this client may not read it.
             RemoteError: the upstream cannot be reached, or is not a Hub.
         """
-        info = next(self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}"))
+        (page,) = islice(
+            self._pages(f"{repository}/revision/{percent_encoded(revision, safe='')}"), 1
+        )
         try:
+            info = strict_json.loads_any(page)
             commit, names = info["sha"], [one["rfilename"] for one in info["siblings"]]
             is_sound = COMMIT.fullmatch(commit) and all(isinstance(name, str) for name in names)
-        except (LookupError, TypeError):
+        except (LookupError, TypeError, ValueError):
             raise self._malformed(repository) from None
         if not is_sound:
             raise self._malformed(repository)
@@ -179,7 +183,8 @@ class UpstreamClient:
         """Return the files of a commit. Raises as :meth:`revision`."""
         try:
             pages = self._pages(f"{repository}/tree/{commit}?recursive=true")
-            return listing_of(entries_of(pages))
+            budget = limits.Budget(limits.UPSTREAM_LISTING, "the upstream's list of files")
+            return listing_of(entries_of(pages, budget))
         except (AttributeError, LookupError, TypeError, ValueError):
             raise self._malformed(repository) from None
 
@@ -204,22 +209,18 @@ class UpstreamClient:
                 raise DamagedSource(f"{what}: {error.message}") from None
             yield from _expected(self._transport.pieces(response), span, what)
 
-    def _pages(self, path: str) -> Iterator[Any]:
-        """Yield the decoded pages of an answer."""
-        budget = limits.Budget(limits.HUB_LISTING, "the upstream's list of files")
+    def _pages(self, path: str) -> Iterator[bytes]:
+        """Yield the pages of an answer. A caller drops one before it asks for the next."""
         url = f"{self._url}/api/models/{path}"
         for _ in range(_MAX_PAGES):
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
-            reply = self._transport.fetch(request, limits.HUB_LISTING.one)
+            reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
             self._check(reply.status, reply.headers)
             self.is_blobstore = reply.headers.get("server") == "blobstore"
-            try:
-                page = strict_json.loads_any(reply.body)
-            except ValueError:
-                raise self._malformed(path) from None
-            budget.spend(len(reply.body), len(page) if isinstance(page, list) else 1)
-            yield page
             following = protocol.next_page(reply.headers.get("link"), reply.url)
+            page = [reply.body]
+            del reply
+            yield page.pop()
             if following is None:
                 return
             url = following

@@ -196,7 +196,7 @@ def download(
             repository = _Repository(repo, cached, listed, options, boundary=cache)
             return repository.take(options, progress, notices)
         folder = storage / "snapshots" / commit
-        listing = listing_of(entries)
+        listing = listing_of(entries.items())
         repository = _Repository(repo, folder, listing, options, boundary=cache, is_online=True)
         taken = repository.take(options, progress)
         with suppress(OSError):  # the model is complete without it

@@ -13,7 +13,6 @@ import re
 import time
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
@@ -21,7 +20,7 @@ from urllib.parse import quote as url_quote
 from blobstore.core import interrupts, limits, strict_json
 from blobstore.core.escape import quote
 from blobstore.core.files import read_regular, write_file
-from blobstore.errors import BlobstoreError, RemoteError, SourceError
+from blobstore.errors import BlobstoreError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -55,8 +54,10 @@ class ListedFile(NamedTuple):
 
 Listing = dict[str, ListedFile]
 """Files by name."""
-Entries = dict[str, dict[str, Any]]
-"""Files by name, in the form of the client's cache."""
+_Entry = dict[str, Any]
+"""A file in the form of the client's cache."""
+Entries = dict[str, _Entry]
+"""Files by name."""
 
 
 def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
@@ -71,8 +72,9 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
     pages = _Pages()
     with _answers(repo):
         commit = _commit(pages, repo, revision)
-        entries = entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"))
-        listing_of(entries)
+        budget = limits.Budget(limits.HUB_LISTING, "the list of files of the Hub")
+        entries = dict(entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"), budget))
+        listing_of(entries.items())
     return commit, entries
 
 
@@ -84,8 +86,8 @@ def find_commit(repo: str, revision: str | None) -> str:
 
 def _commit(pages: _Pages, repo: str, revision: str | None) -> str:
     at = f"/revision/{url_quote(revision, safe='')}" if revision else ""
-    (info,) = pages.get(f"{repo}{at}")
-    commit: str = info["sha"]
+    (page,) = pages.get(f"{repo}{at}")
+    commit: str = strict_json.loads_any(page)["sha"]
     if not COMMIT.fullmatch(commit):
         raise SourceError(f"the Hub names no commit for {quote(repo)}")
     return commit
@@ -107,19 +109,25 @@ def _answers(repo: str) -> Iterator[None]:
         ) from error
 
 
-def entries_of(pages: Iterable[Any]) -> Entries:
-    """Return the entries of the files that decoded pages of a tree list.
+def entries_of(pages: Iterable[bytes], budget: limits.Budget) -> Iterator[tuple[str, _Entry]]:
+    """Yield the files that the pages of a tree list, in the form of the client's cache.
 
-    Raises AttributeError, KeyError, TypeError or ValueError if a page is malformed.
+    Raises:
+        RemoteError: there are more bytes or entries than ``budget`` has. Those beyond are not parsed.
+        AttributeError, KeyError, TypeError, ValueError: a page is malformed.
     """
-    entries: Entries = {}
-    for file in chain.from_iterable(pages):
-        if file["type"] == "file":
-            entries[file["path"]] = {"size": file["size"], "blob_id": file["oid"]}
+    for page in pages:
+        budget.spend(len(page), 0)
+        for file in strict_json.elements(page):
+            budget.spend(0)
+            if file["type"] != "file":
+                continue
+            entry = {"size": file["size"], "blob_id": file["oid"]}
             if large := file.get("lfs"):
                 known = {"lfs_sha256": large["oid"], "lfs_size": file["size"]}
-                entries[file["path"]] |= known | {"xet_hash": file.get("xetHash")}
-    return entries
+                entry |= known | {"xet_hash": file.get("xetHash")}
+            yield file["path"], entry
+        del page  # before the next one is fetched
 
 
 class _Pages:
@@ -127,28 +135,24 @@ class _Pages:
 
     def __init__(self) -> None:
         self._left = float(_MAX_WAIT)
-        self._budget = limits.Budget(limits.HUB_LISTING, "the list of files of the Hub")
 
     def _complete(self, send: Callable[[], AbstractContextManager[Any]]) -> Any:
         """Send a request, read the response, of so many bytes at most, and return it with its body."""
         with send() as stream:
-            body = bytearray()
-            for piece in stream.iter_bytes(_PIECE):
-                body += piece
-                if len(body) > limits.HUB_LISTING.one:
-                    raise RemoteError(
-                        f"the Hub sends a page of more than {limits.HUB_LISTING.one} bytes",
-                        advice="check HF_ENDPOINT",
-                    )
-            self._budget.spend(len(body), 0)
+            body = limits.read_document(
+                stream.iter_bytes(_PIECE),
+                limits.HUB_LISTING.one,
+                "a page of the Hub",
+                "check HF_ENDPOINT",
+            )
             headers = stream.headers.multi_items()
             kept = [item for item in headers if item[0] not in _OF_THE_TRANSFER]
             return type(stream)(
-                stream.status_code, headers=kept, content=bytes(body), request=stream.request
+                stream.status_code, headers=kept, content=body, request=stream.request
             )
 
-    def get(self, path: str) -> Iterator[Any]:
-        """Yield the decoded pages of an answer."""
+    def get(self, path: str) -> Iterator[bytes]:
+        """Yield the pages of an answer."""
         from huggingface_hub import constants
 
         # The client documents these, but marks nothing in this module as exported.
@@ -179,9 +183,7 @@ class _Pages:
                     interrupts.sleep(seconds)
                     continue
             hf_raise_for_status(response)
-            page = strict_json.loads_any(response.content)
-            self._budget.spend(0, len(page))
-            yield page
+            yield response.content
             url, tries = response.links.get("next", {}).get("url"), 0
 
 
@@ -219,7 +221,9 @@ def cached_listing(snapshot: Path) -> Listing | None:
     """Return the listing that the cache has for a snapshot; None if there is none."""
     try:
         value = strict_json.loads_any(read_regular(_tree_path(snapshot), _MAX_CACHED_LISTING))
-        return listing_of(value["files"]) if value["format_version"] == _TREE_VERSION else None
+        return (
+            listing_of(value["files"].items()) if value["format_version"] == _TREE_VERSION else None
+        )
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return None
     except BlobstoreError:
@@ -263,13 +267,13 @@ def files_in_snapshot(snapshot: Path) -> Listing:
     return found
 
 
-def listing_of(entries: Entries) -> Listing:
-    """Return the listing of files by their entries.
+def listing_of(entries: Iterable[tuple[str, _Entry]]) -> Listing:
+    """Return the listing of files by their names and entries.
 
     Raises AttributeError, KeyError, TypeError or ValueError if an entry is malformed.
     """
     listing = {}
-    for name, entry in entries.items():
+    for name, entry in entries:
         sha256, size = entry.get("lfs_sha256"), entry["size"]
         algorithm, digest = ("sha256", sha256) if sha256 else ("sha1", entry["blob_id"])
         if type(size) is not int or size < 0 or not _DIGESTS[algorithm].fullmatch(digest):

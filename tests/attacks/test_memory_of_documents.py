@@ -509,7 +509,8 @@ get_session()
     [
         ("a page without end", "RemoteError .*more than 4194304 bytes", 24),
         ("pages without end", "RemoteError .*the list of files of the Hub: more than 20971520", 40),
-        ("values", "SourceError .*its listing is malformed", 120),
+        ("values", "RemoteError a page of the Hub: it would take more than 768 MiB of memory", 24),
+        ("entries", "RemoteError the list of files of the Hub: more than 10 entries", 64),
     ],
 )
 def test_lists_of_the_hub_end_at_their_limits(kind: str, message: str, allowed: int) -> None:
@@ -520,13 +521,17 @@ def test_lists_of_the_hub_end_at_their_limits(kind: str, message: str, allowed: 
             return reply(200, json.dumps({"sha": "0" * 40}).encode())
         if kind == "values":
             return reply(200, b"[" + b"[]," * 5_000_000 + b"0]")
+        if kind == "entries":
+            return reply(200, b"[" + b'{"type":"directory"},' * 500_000 + b"0]")
         if kind == "pages without end":
             link = f'<http://{request.headers["host"]}{request.path}>; rel="next"'
             return reply(200, json.dumps([entry]).encode(), link=link)
         start = reply(200, content_length=None)
         return itertools.chain([start], itertools.repeat(b" " * MIB, 300))
 
-    limit = "" if kind != "values" else "limits.HUB_LISTING = limits.Limit(64 << 20, 64 << 20, 10)"
+    size = "64 << 20, 64 << 20"
+    limits_of = {"values": f"{size}, 10_000_000", "entries": f"{size}, 10"}
+    limit = f"limits.HUB_LISTING = limits.Limit({limits_of[kind]})" if kind in limits_of else ""
     with RawServer(answer) as server:
         said, grown = run_child(
             HUB + limit,

@@ -154,3 +154,57 @@ def test_a_manifest_of_200_000_layers_is_far_from_the_limit_of_memory(name: str)
     }
     few = strictjson._memory(json.dumps([layer] * 1000, ensure_ascii=False))
     assert few * 200 < strictjson.MAX_MEMORY
+
+
+# Elements, one at a time
+
+
+@pytest.mark.slow
+@given(st.lists(VALUES), st.sampled_from([None, 1]))
+def test_elements_are_those_of_the_array(values: list[object], indent: int | None) -> None:
+    assert list(strictjson.elements(json.dumps(values, indent=indent).encode())) == values
+
+
+@pytest.mark.parametrize("data", [b"[]", b" [ ] \n", b"\xef\xbb\xbf[ ]"])
+def test_an_empty_array_has_no_elements(data: bytes) -> None:
+    assert list(strictjson.elements(data)) == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{}",
+        b'{"a":1}',
+        b"1",
+        b"[",
+        b"[1",
+        b"[1,",
+        b"[1,]",
+        b"[,]",
+        b"[1 2]",
+        b"[1]]",
+        b"[1]x",
+        b"\xff",
+        b"[" * 100000,
+        b"[" + b'{"a":' * 100000,
+    ],
+)
+def test_other_text_has_no_elements(data: bytes) -> None:
+    with pytest.raises(ValueError, match=".+"):
+        list(strictjson.elements(data))
+
+
+def test_elements_are_parsed_when_they_are_asked_for() -> None:
+    found = strictjson.elements(b"[1,{},x")
+    assert next(found) == 1
+    assert next(found) == {}
+    with pytest.raises(ValueError, match=".+"):
+        next(found)
+
+
+def test_pieces_of_a_text_take_the_memory_of_the_whole() -> None:
+    text = b'[{"a": [1, 2]}, {"b": "c"}]' * 10
+    pieces = [text[begin : begin + 7] for begin in range(0, len(text), 7)]
+    assert sum(map(strictjson.memory_of, pieces)) == strictjson.memory_of(text)
+    assert strictjson.memory_of(text) > 10 * len(text)

@@ -19,6 +19,7 @@ from typing import Self
 import pytest
 from httpcore2._backends.sync import SyncStream
 
+from blobstore.core import limits
 from blobstore.core.digest import Digest
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import Cancelled
@@ -28,7 +29,7 @@ from blobstore.registry.certificates import tls_context
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.retry import Patience
-from tests.support.raw_server import RawServer, Received, reply
+from tests.support.raw_server import Answer, RawServer, Received, reply
 from tests.support.stub_registry import StubRegistry
 
 DATA = bytes(100_000)
@@ -37,6 +38,35 @@ NOBODY = GivenLogin(None)
 ONCE = Patience(attempts=1)
 CERTIFICATES = ("CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+def test_a_document_that_finds_no_memory_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = limits.Memory(1000)
+    monkeypatch.setattr(limits, "DOCUMENTS", memory)
+    others = limits.Held()
+    others.add(990, "others")
+    asked = []
+
+    def answer(received: Received) -> Answer:
+        asked.append(received)
+        if len(asked) == 2:
+            others.release()
+        return reply(200, b'{"tags":["one"]}')
+
+    with RawServer(answer) as server:
+        patience = Patience(attempts=2, first=0)
+        with RegistryClient(server.host, credentials=NOBODY, patience=patience) as client:
+            assert list(client.tags("x")) == ["one"]
+        assert len(asked) == 2
+        others.add(990, "others")
+        with (
+            RegistryClient(server.host, credentials=NOBODY, patience=patience) as client,
+            pytest.raises(RemoteError, match="too many large documents") as caught,
+        ):
+            list(client.tags("x"))
+        assert caught.value.status == 503
 
 
 class TunnelProxy:
