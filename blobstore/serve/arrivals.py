@@ -7,6 +7,7 @@ When the model is imported, the folder is removed.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -35,13 +36,15 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
+from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
+    from blobstore.serve.arriving_file import Claim
     from blobstore.serve.peers import PeerFiles, Peers
     from blobstore.serve.upstreams import FoundAt
     from blobstore.sources.base import SourceOptions
@@ -64,15 +67,12 @@ class ArrivalHost(Protocol):
         """Other servers that may have blobs."""
         ...
 
-    def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> object:
-        """Note durably what is being fetched, and check that there is space for ``size`` bytes.
-
-        Raises BlobstoreError or Refusal.
-        """
+    def starting(self, arrival: Arrival) -> object:
+        """Check that the name may be given to the model. Raises BlobstoreError."""
         ...
 
-    def bytes_arrived(self, arrival: Arrival) -> object:
-        """Make space for ``arrival.written`` bytes, on any thread. Raises BlobstoreError."""
+    def files_selected(self, arrival: Arrival, origin: Origin) -> object:
+        """Note durably what is being fetched. Raises BlobstoreError."""
         ...
 
     def files_listed(self, arrival: Arrival) -> object:
@@ -97,6 +97,7 @@ class Arrival:
         reference: Reference,
         repository: str,
         found: FoundAt,
+        claim: Claim,
         host: ArrivalHost,
     ) -> None:
         """Fetch nothing yet.
@@ -106,6 +107,7 @@ class Arrival:
             reference: its name there.
             repository: its name at the upstream.
             found: the version, and the server that has it.
+            claim: where its files are written to, and how many bytes. It is released in the end.
             host: what the steps are reported to.
         """
         self.reference, self.repository, self.commit = reference, repository, found.commit
@@ -119,8 +121,7 @@ class Arrival:
         self._store, self._client, self._host = store, found.client(), host
         self._peer, self._description = found.peer, found.description
         self._giver = found.peer.name if found.peer and found.is_peer else ""
-        name = Digest.of(f"{repository}@{self.commit}".encode()).hex
-        self._folder = store.folder("arrivals") / name
+        self._claim, self._folder = claim, claim.folder
         self._listing: Listing = {}
         self._files: dict[str, ArrivingFile] = {}
         self._waiting: dict[str, ArrivingFile] = {}
@@ -134,11 +135,6 @@ class Arrival:
     def fetched(self) -> int:
         """Bytes of files that the upstream has sent."""
         return sum(file.received for file in list(self._files.values()))
-
-    @property
-    def written(self) -> int:
-        """Bytes of files that are here."""
-        return sum(file.written for file in list(self._files.values()))
 
     @property
     def wrong_etags(self) -> list[str]:
@@ -167,6 +163,7 @@ class Arrival:
             self.error = BlobstoreError(f"{self.repository} cannot be fetched: {error!r}")
         if not isinstance(self.error, RemoteError | Cancelled):
             shutil.rmtree(self._folder, ignore_errors=True)
+        self._claim.release()
         self._host.ended(self)
         failed = DamagedSource(f"{self.repository} cannot be fetched")
         for file in self._files.values():
@@ -179,6 +176,7 @@ class Arrival:
         self.ended.set()
 
     def _fetch_and_import(self) -> None:
+        self._host.starting(self)
         self._listing = self._client.listing(self.repository, self.commit)
         with self._store.writing():
             make_folders(self._folder, self._store.root)
@@ -188,12 +186,13 @@ class Arrival:
         names = [*selection.files, *sorted(weights)]
         if len(names) > _MAX_FILES:
             raise SourceError(f"{self.repository} has {len(names)} files, over {_MAX_FILES}")
-        files = [self._file(name) for name in names]
+        files = self._claimed(names)
+        self._remove_others(names)
         listed = [self._listing[name] for name in names]
         plain = {one.name: one.digest for one in listed if one.algorithm == "sha1"}
         large = {one.name: one.digest for one in listed if one.algorithm == "sha256"}
         origin = Origin(self.repository, self.commit, plain, self._giver)
-        self._host.files_selected(self, origin, sum(file.size for file in files))
+        self._host.files_selected(self, origin)
         contents = {file.name: Content((FilePart(file, 0, file.size),)) for file in files}
         self.model = ServedModel(
             Digest.of(f"{self.repository}@{self.commit}".encode()),
@@ -205,9 +204,8 @@ class Arrival:
         )
         self._host.files_listed(self)
         self.listed.set()
-        with self._host.peers.files(
-            self, sum(file.size for file in files), first=self._peer
-        ) as answers:
+        size = sum(file.size for file in files)
+        with self._host.peers.files(self, size, first=self._peer) as answers:
             self._take(answers)
             self._fetch_all()
             self._import(tree, names, weights, large)
@@ -257,16 +255,30 @@ class Arrival:
             if not self._waiting:
                 return
 
-    def _file(self, name: str) -> ArrivingFile:
-        file = self._files.get(name)
-        if file is None:
-            file = ArrivingFile(self._listing[name], self._folder / name, self._want)
-            self._files[name] = self._waiting[name] = file
-        return file
+    def _claimed(self, names: Sequence[str]) -> list[ArrivingFile]:
+        """Return files, for whose bytes there is space. Raises as :meth:`Claim.extend`."""
+        new = {
+            name: ArrivingFile(self._listing[name], self._claim, self._want)
+            for name in names
+            if name not in self._files
+        }
+        if new:
+            found = sum(file.find() for file in new.values())
+            self._claim.extend(sum(file.size for file in new.values()), found)
+            self._files |= new
+            self._waiting |= new
+        return [self._files[name] for name in names]
+
+    def _remove_others(self, names: Collection[str]) -> None:
+        """Remove what another attempt has left and this one does not claim."""
+        claimed = {str(self._folder / name) for name in names}
+        for entry in walk_files(self._folder):
+            if entry.path not in claimed:
+                os.unlink(entry.path)  # noqa: PTH108 - a string
 
     def _get(self, name: str) -> None:
         """Fetch a file now: what it says decides which others are fetched, or the import reads it."""
-        file = self._file(name)
+        (file,) = self._claimed([name])
         if not file.is_complete:
             del self._waiting[name]
             self._fetch(file)
@@ -288,7 +300,6 @@ class Arrival:
     def _fetch(self, file: ArrivingFile) -> None:
         with self._store.writing():
             file.open()
-            self._host.bytes_arrived(self)
             for attempt in self._client.retry():
                 with attempt:
                     if file.written < file.size:
@@ -296,7 +307,6 @@ class Arrival:
                             self.repository, self.commit, file.name, file.written, file.size
                         ):
                             file.append(piece)
-                            self._host.bytes_arrived(self)
                             attempt.progress()
                     file.finish()
                     return

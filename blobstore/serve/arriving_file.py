@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from blobstore.core.escape import quote
 from blobstore.core.files import write_all
@@ -23,6 +23,57 @@ if TYPE_CHECKING:
 _PIECE = 1 << 20
 
 
+class Space(Protocol):
+    """What claims are made of. Threads may share it."""
+
+    def extend(self, claim: Claim, size: int, found: int) -> object:
+        """See :class:`Claim`."""
+
+    def spend(self, claim: Claim, size: int) -> object:
+        """See :class:`Claim`."""
+
+    def release(self, claim: Claim) -> object:
+        """See :class:`Claim`."""
+
+
+class Claim:
+    """The folder that the files of an arriving model may be written to, and how many bytes. Threads may share it."""
+
+    def __init__(self, space: Space, folder: Path) -> None:
+        """Claim nothing yet."""
+        self.folder = folder
+        self.size = 0
+        """Bytes that may be written."""
+        self.spent = 0
+        """Bytes that were, or are about to be."""
+        self.taken = 0
+        """Bytes that there is space for now."""
+        self._space = space
+
+    def extend(self, size: int, found: int = 0) -> None:
+        """Claim ``size`` bytes more, of which ``found`` lie there from an earlier attempt.
+
+        Raises:
+            Refusal: there is not enough space, or the models that are there are in use.
+            BlobstoreError: the disk is too full, or the store is damaged.
+        """
+        self._space.extend(self, size, found)
+
+    def spend(self, size: int) -> None:
+        """Make space for bytes that are about to be written, and for as many more.
+
+        If models are in use that were not, the limit is passed until the next one arrives: clients get this one.
+
+        Raises:
+            BlobstoreError: they were not claimed, or the store cannot be written.
+        """
+        self._space.spend(self, size)
+
+    def release(self) -> None:
+        """Release what was claimed: the model is in the store, or will not be."""
+        self._space.release(self)
+
+
 class ArrivingFile:
     """A file that one thread writes and any number of threads read.
 
@@ -31,11 +82,23 @@ class ArrivingFile:
     """
 
     def __init__(
-        self, listed: ListedFile, path: Path, on_wanted: Callable[[str], object] = lambda _: None
+        self,
+        listed: ListedFile,
+        claim: Claim,
+        on_wanted: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Open nothing yet. ``on_wanted`` is called with the name of a file that somebody waits for."""
+        """Open nothing yet.
+
+        Args:
+            listed: what the file has to be.
+            claim: the folder that it is written to. Its bytes are spent before they are written.
+            on_wanted: called with the name of a file that somebody waits for.
+        """
         self.name, self.size = listed.name, listed.size
-        self.path = path
+        self.path = claim.folder / listed.name
+        self._claim = claim
+        self._spent = 0
+        """Bytes of the claim that are this file's."""
         self.written = 0
         """Bytes of the file."""
         self.received = 0
@@ -56,6 +119,13 @@ class ArrivingFile:
 
     # What the thread that fetches it calls
 
+    def find(self) -> int:
+        """Return how many bytes are there from before. Call it once, before the file is claimed."""
+        with contextlib.suppress(OSError):
+            found = self.path.lstat().st_size
+            self._spent = found if found <= self.size else 0
+        return self._spent
+
     def open(self) -> None:
         """Open the file, and read what an earlier attempt has left of it. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,13 +141,16 @@ class ArrivingFile:
     def take(self, pieces: Iterable[bytes]) -> bool:
         """Take all bytes from elsewhere, if they have the right digest, and return whether they have.
 
-        Nobody can read any of them before. Raises OSError, and what ``pieces`` raises.
+        Nobody can read any of them before. Raises as :meth:`append`, and what ``pieces`` raises.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         digester = self._digester.copy()
         descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=".taken-")
         try:
+            written = 0
             for piece in pieces:
+                written += len(piece)
+                self._spend(written)
                 digester.update(piece)
                 write_all(descriptor, piece)
             is_right = digester.hexdigest() == self._listed.digest
@@ -94,12 +167,14 @@ class ArrivingFile:
 
         Raises:
             DamagedSource: the file has more bytes than were listed.
+            BlobstoreError: there is no space.
             OSError: they cannot be written.
         """
         if self.written + len(piece) > self.size:
             raise DamagedSource(
                 f"file {quote(self.name)}: the upstream sends more than the {self.size} bytes that it lists"
             )
+        self._spend(self.written + len(piece))
         done = 0
         # At its place: sending a file moves the position of its descriptor.
         while done < len(piece):
@@ -139,6 +214,11 @@ class ArrivingFile:
     def is_complete(self) -> bool:
         """Whether all bytes are there and right."""
         return self._is_verified
+
+    def _spend(self, written: int) -> None:
+        if written > self._spent:
+            self._claim.spend(written - self._spent)
+            self._spent = written
 
     def _advance(self, count: int) -> None:
         self.written += count

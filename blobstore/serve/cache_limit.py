@@ -1,33 +1,38 @@
 """Keeps what was fetched from an upstream within a limit: what was not used for the longest time goes first.
 
-Only blobs that nothing but fetched models references count, uncompressed. Models that the store has of its own,
-those that are being sent, and those with blobs that another process has leased stay. Models are removed as bytes
-arrive, not for what an upstream lists: one that lists more than it sends would empty the cache.
+Bytes are written only against a :class:`Claim`, and count before they are written. What a fetch has left that was
+broken off counts as well, and so do blobs that nothing but fetched models references, uncompressed. Models that the
+store has of its own, those that are being sent, and those with blobs that another process has leased stay. Models
+are removed as bytes arrive, not for what an upstream lists: one that lists more than it sends would empty the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
+from blobstore.serve.arriving_file import Claim
 from blobstore.serve.library import name_of, repository_of
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
+from blobstore.store.scan import scan_folder, walk_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.manifests.reference import Reference
     from blobstore.serve.library import Library
-    from blobstore.serve.pulled import Origin
+    from blobstore.serve.pulled import Origin, PulledModels
 
 IDLE_SECONDS: Final = 180.0
 """How long a model stays after its last byte was sent: longer than the slowest client may take for the next ones."""
@@ -43,6 +48,24 @@ class _Fetched:
     manifests: list[tuple[Reference, Digest]] = field(default_factory=list)
     blobs: dict[str, int] = field(default_factory=dict)
     """Bytes by hex digests."""
+    only: set[str] = field(default_factory=set)
+    """Those that no other version has that would stay."""
+
+    def last_use(self, pulled: PulledModels) -> float:
+        return pulled.last_use(self.origin)
+
+
+@dataclass(slots=True)
+class _BrokenOff:
+    """The files that a fetch has left, which goes on with them if the model is asked for again."""
+
+    folder: Path
+    size: int
+
+    def last_use(self, _: PulledModels) -> float:
+        with contextlib.suppress(OSError):
+            return self.folder.stat().st_mtime
+        return 0.0
 
 
 class CacheLimit:
@@ -56,52 +79,58 @@ class CacheLimit:
     ) -> None:
         """Remove nothing yet. ``on_removed`` is called with what was removed, and the bytes that this has freed."""
         self._library, self._store, self._pulled = library, library.store, library.pulled
+        self._folder = self._store.folder("arrivals")
         self._max_size = max_size
         self._on_removed = on_removed
         self._lock = threading.Lock()
-        self._listed: dict[object, int] = {}
-        """Bytes that arriving models will have."""
-        self._taken: dict[object, int] = {}
-        """Bytes that there is space for now."""
+        self._claims: set[Claim] = set()
 
-    def reserve(self, key: object, size: int) -> None:
-        """Check that space can be made for a model that is about to be fetched. It has a claim until :meth:`release`.
+    def claim(self, name: str) -> Claim:
+        """Return a claim of no bytes for the version of a model that ``name`` stands for."""
+        claim = Claim(self, self._folder / Digest.of(name.encode()).hex)
+        with self._lock:
+            self._claims.add(claim)
+        return claim
 
-        Raises:
-            Refusal: there is not enough, or the models that are there are in use.
-            BlobstoreError: the disk is too full, or the store is damaged.
-        """
+    def extend(self, claim: Claim, size: int, found: int) -> None:
+        """See :class:`Space`."""
         with self._store.writing():
             make_folders(self._store.folder("temporary"), self._store.root)
-        self._store.check_space(size)
-        if self._max_size is None:
-            return
         with self._lock:
-            if size > self._max_size:
-                raise Refusal(
-                    HTTPStatus.INSUFFICIENT_STORAGE,
-                    message=f"the model has {size} bytes, and this server keeps {self._max_size} at most",
-                )
-            if self._oldest(self._max_size - size - sum(self._listed.values()))[1] > 0:
-                raise Refusal(
-                    HTTPStatus.SERVICE_UNAVAILABLE,
-                    message="there is no space for the model while those that are there are in use",
-                )
-            self._listed[key], self._taken[key] = size, 0
+            listed = sum(one.size for one in self._claims) + size
+            self._store.check_space(listed - found - sum(one.spent for one in self._claims))
+            if self._max_size is not None:
+                if claim.size + size > self._max_size:
+                    raise Refusal(
+                        HTTPStatus.INSUFFICIENT_STORAGE,
+                        message=f"the model has {claim.size + size} bytes or more, and this server keeps "
+                        f"{self._max_size} at most",
+                    )
+                if self._oldest(self._max_size - listed)[1] > 0:
+                    raise Refusal(
+                        HTTPStatus.SERVICE_UNAVAILABLE,
+                        message="there is no space for the model while those that are there are in use",
+                    )
+            claim.size += size
+            claim.spent += found
 
-    def arrived(self, key: object, size: int) -> None:
-        """Make space for the bytes that have arrived of a model, and for as many more. Raises BlobstoreError.
-
-        If others are in use that were not, the limit is passed until the next model arrives: clients get this one.
-        """
+    def spend(self, claim: Claim, size: int) -> None:
+        """See :class:`Space`."""
         with self._lock:
-            if self._max_size is None or size <= self._taken.get(key, size):
+            if claim.spent + size > claim.size:
+                raise StoreError("more bytes arrive of a model than there is space for")
+            claim.spent += size
+            if self._max_size is None or claim.spent <= claim.taken:
                 return
-            taken = min(self._listed[key], max(2 * size, _STEP))
-            others = sum(self._taken.values()) - self._taken[key]
-            for version, only in self._oldest(self._max_size - taken - others)[0]:
-                self._remove(version, only)
-            self._taken[key] = taken
+            claim.taken = min(claim.size, max(2 * claim.spent, _STEP))
+            arriving = sum(one.taken for one in self._claims)
+            for item in self._oldest(self._max_size - arriving)[0]:
+                self._remove(item)
+
+    def release(self, claim: Claim) -> None:
+        """See :class:`Space`."""
+        with self._lock:
+            self._claims.discard(claim)
 
     def forget_removed(self) -> None:
         """Remove the records of models that somebody has removed, so that others may get their names.
@@ -138,31 +167,44 @@ class CacheLimit:
         except BlobstoreError:
             return True
 
-    def release(self, key: object) -> None:
-        """Take back what was reserved: the model is in the store, or will not be."""
-        with self._lock:
-            self._listed.pop(key, None)
-            self._taken.pop(key, None)
-
-    def _oldest(self, most: int) -> tuple[list[tuple[_Fetched, set[str]]], int]:
+    def _oldest(self, most: int) -> tuple[list[_Removable], int]:
         """Return what to remove until there are ``most`` bytes, and how many are too many even then.
 
-        With each version come the blobs that no other has. Raises BlobstoreError.
+        Raises BlobstoreError.
         """
-        found = []
+        found: list[_Removable] = []
         fetched, own = self._versions()
+        broken_off = self._broken_off()
         sizes = _all_blobs(fetched)
-        total = sum(sizes[one] for one in sizes.keys() - own)
-        for version in sorted(fetched, key=lambda one: self._pulled.last_use(one.origin)):
+        total = sum(sizes[one] for one in sizes.keys() - own) + sum(one.size for one in broken_off)
+        items: list[_Removable] = [*fetched, *broken_off]
+        for item in sorted(items, key=lambda one: one.last_use(self._pulled)):
             if total <= most:
                 break
-            others = [one for one in fetched if one is not version]
-            only = version.blobs.keys() - own - _all_blobs(others).keys()
-            if not self._is_in_use(version, only):
-                found.append((version, only))
+            if isinstance(item, _BrokenOff):
+                found.append(item)
+                total -= item.size
+                continue
+            others = [one for one in fetched if one is not item]
+            item.only = item.blobs.keys() - own - _all_blobs(others).keys()
+            if not self._is_in_use(item):
+                found.append(item)
                 fetched = others
-                total -= sum(version.blobs[one] for one in only)
+                total -= sum(item.blobs[one] for one in item.only)
         return found, max(total - most, 0)
+
+    def _broken_off(self) -> list[_BrokenOff]:
+        """Return what is left of fetches that do not run."""
+        claimed = {claim.folder for claim in self._claims}
+        folders = [Path(entry.path) for entry in scan_folder(self._folder)]
+        return [
+            _BrokenOff(
+                folder,
+                sum(entry.stat(follow_symlinks=False).st_size for entry in walk_files(folder)),
+            )
+            for folder in folders
+            if folder not in claimed
+        ]
 
     def _versions(self) -> tuple[list[_Fetched], set[str]]:
         """Return what was fetched, and the hex digests of the blobs of all else. Raises BlobstoreError."""
@@ -193,22 +235,28 @@ class CacheLimit:
                 if self._store.has_blobs(Manifest.from_bytes(former.data).blobs):
                     yield False, former.data
 
-    def _is_in_use(self, version: _Fetched, only: set[str]) -> bool:
+    def _is_in_use(self, version: _Fetched) -> bool:
         if not all(self._library.is_idle(*one, IDLE_SECONDS) for one in version.manifests):
             return True
         leased = {digest.hex for digest in self._store.read_leases().digests}
-        return not only.isdisjoint(leased)
+        return not version.only.isdisjoint(leased)
 
-    def _remove(self, version: _Fetched, only: set[str]) -> None:
+    def _remove(self, version: _Removable) -> None:
+        if isinstance(version, _BrokenOff):
+            shutil.rmtree(version.folder, ignore_errors=True)
+            return
         with self._store.writing(), self._store.exclusive_lock():
             for reference, manifest in version.manifests:
                 # Somebody may have given the name to another model in the meantime.
                 with contextlib.suppress(BlobstoreError):
                     if Digest.of(self._store.read_manifest(reference)) == manifest:
                         self._store.names.remove(reference)
-        freed = remove_blobs(self._store, only)
+        freed = remove_blobs(self._store, version.only)
         self._forget(version.origin)
         self._on_removed(version.origin, freed)
+
+
+_Removable = _Fetched | _BrokenOff
 
 
 def _all_blobs(versions: list[_Fetched]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from blobstore.core import limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_place
 from blobstore.core.workers import WorkerPool
@@ -28,8 +29,10 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
+from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import DEFAULT_NAMESPACE, DEFAULT_TAG
 from blobstore.models.source_layers import read_source_record
+from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin, LoginFiles
 from blobstore.registry.protocol import Login
@@ -45,8 +48,9 @@ from blobstore.serve.model_files import commit_of, model_files
 from blobstore.sources.hub_listing import COMMIT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.reference import Reference
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.serve.messages import Content
@@ -176,28 +180,40 @@ class Peers:
         """Yield what yields the files of a model.
 
         Peers that list different manifests give different files, so there may be several answers, or none. The
-        blobs stay while the block runs.
+        blobs stay while the block runs, and then those that the store's models have.
 
         Args:
             wanted: the model.
-            size: bytes of its files. A model of many more is not fetched.
+            size: bytes of its files. No more are fetched, of all versions together, but some for other blobs.
             first: another server to ask, such as an upstream that is one of us.
         """
-        with contextlib.ExitStack() as stack:
-            sources = self._sources(wanted, first, stack)
-            yield self._all_files(wanted, size, sources, stack)
+        fetched: list[set[str]] = []
+        is_used = False
+        try:
+            with contextlib.ExitStack() as stack:
+                sources = self._sources(wanted, first, stack)
+                yield self._all_files(wanted, size, sources, fetched, stack)
+            is_used = len(fetched) == 1
+        finally:
+            # The model has not come to the store, or they are those of several versions, of which it is one.
+            if fetched and not is_used:
+                with contextlib.suppress(BlobstoreError):
+                    remove_blobs(self._store, set().union(*fetched))
 
     def _all_files(
         self,
         wanted: Wanted,
         size: int,
         sources: Mapping[Digest, list[_Source]],
+        fetched: list[set[str]],
         stack: contextlib.ExitStack,
     ) -> Iterator[PeerFiles]:
+        left = size * 1.1 + _SPARE
         # The version that most peers have comes first.
         for several in sorted(sources.values(), key=len, reverse=True):
             source = several[0].source
-            if sum(blob.size for blob in source.blobs) > size * 1.1 + _SPARE:
+            missing = {one.digest.hex: one.size for one in self._missing(source.blobs)}
+            if sum(missing.values()) > left:
                 self._note(
                     peer=several[0].peer.name, model=str(wanted.reference), error="too large"
                 )
@@ -211,6 +227,8 @@ class Peers:
             try:
                 if self._is_closed:
                     return
+                left -= sum(missing.values())
+                fetched.append(set(missing))
                 fetch.run(ingest)
                 files = model_files(self._store, source.manifest)
                 yield PeerFiles(files, [one.peer for one in several])
@@ -222,6 +240,13 @@ class Peers:
                 with self._lock:
                     self._running.discard(fetch)
                     self._fetched += fetch.received
+
+    def _missing(self, blobs: Iterable[Descriptor]) -> Iterator[Descriptor]:
+        for blob in blobs:
+            with contextlib.suppress(BlobDamaged):
+                if self._store.exists(blob.digest, blob.size):
+                    continue
+            yield blob
 
     def file_differs(self, wanted: Wanted, answer: PeerFiles, name: str) -> None:
         """Note that a file of a model has other bytes than the upstream lists."""
@@ -250,7 +275,7 @@ class Peers:
 
     def _ask(self, peer: Peer, wanted: Wanted) -> _Source | None:
         """Return what a peer has of a model; None if it does not have this version."""
-        client = peer.client()
+        client, held, reading = peer.client(), limits.Held(), limits.Held()
         try:
             name = RemoteReference.of(wanted.reference)  # registries do not allow all names
             repository = name.repository.removeprefix(f"{DEFAULT_NAMESPACE}/")
@@ -258,17 +283,22 @@ class Peers:
             tag = DEFAULT_TAG if COMMIT.fullmatch(name.tag) else name.tag
             address = replace(peer.address, repository=repository, tag=tag)
             source = RemoteSource.resolve(client, address)
+            held.add(strict_json.memory_of(source.data), "the manifest of a peer")
             reader = RemoteReader({wanted.reference: source}, self._store)
+            layers = source.manifest.layers_of(SOURCE)
+            reading.add(3 * sum(layer.size for layer in layers), "the source record of a peer")
             record = read_source_record(reader, source.manifest)
             commits = {commit_of(Digest.of(source.data)), record.commit if record else ""}
             if wanted.commit in commits:
-                return _Source(peer, source)
+                return _Source(peer, source, held)
         except ModelNotFound:
             pass
         except RemoteError as error:
             self.failed(peer, error)
         except BlobstoreError as error:
             self._note(peer=peer.name, error=str(error))
+        finally:
+            reading.release()
         client.close()
         return None
 
@@ -289,6 +319,8 @@ class _Source:
 
     peer: Peer
     source: RemoteSource
+    held: limits.Held
+    """The memory of its manifest."""
     sent: dict[Digest, int] = field(default_factory=dict)
     """Bytes of each blob that it has sent."""
 

@@ -397,7 +397,8 @@ class PullThrough:
                 message = "the server fetches many other models; ask again later"
                 self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
                 return
-            arrival = Arrival(self._store, asked.reference, asked.repository, found, self)
+            claim = self._limit.claim(f"{asked.repository}@{commit}")
+            arrival = Arrival(self._store, asked.reference, asked.repository, found, claim, self)
             self._arrivals[key], self._names[key] = arrival, {asked.reference}
             self._begun[key] = time.monotonic(), found
             arrival.start()
@@ -416,18 +417,16 @@ class PullThrough:
 
     # What arrivals report
 
-    def files_selected(self, arrival: Arrival, origin: Origin, size: int) -> None:
+    def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         self.importing(arrival)
         self._store.names.check_name(arrival.reference)
-        self._limit.reserve(arrival, size)
+
+    def files_selected(self, arrival: Arrival, origin: Origin) -> None:
+        """See :class:`ArrivalHost`."""
         if not origin.peer:
             self._judge(arrival.repository, self._begun[arrival.repository, arrival.commit][1])
         self._rights.note_public(arrival.repository, origin)
-
-    def bytes_arrived(self, arrival: Arrival) -> None:
-        """See :class:`ArrivalHost`."""
-        self._limit.arrived(arrival, arrival.written)
 
     def files_listed(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -446,7 +445,6 @@ class PullThrough:
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
         key = (arrival.repository, arrival.commit)
-        self._limit.release(arrival)
         self._library.distrust(arrival.wrong_etags)
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)

@@ -168,7 +168,7 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
     """
     if not tree.has(name):
         return kind()
-    path = tree.path(name)
+    path = _path(tree, name)
     try:
         value = strict_json.loads_any(read_regular(path, MAX_SMALL_FILE, tree.versions.open))
     except OSError as error:
@@ -189,6 +189,21 @@ def read_json(tree: FileTree, name: str, kind: type[_T]) -> _T:
             f"{tree.label(name)} is not a JSON {expected}; download the complete model"
         )
     return value
+
+
+def _path(tree: FileTree, name: str) -> Path:
+    """Return the path of a file that decides what is read. Its size is looked at before it is fetched.
+
+    Raises:
+        DamagedSource: it is too large.
+    """
+    size = tree.size(name)
+    if size is not None and size > MAX_SMALL_FILE:
+        raise DamagedSource(
+            f"{tree.label(name)} has {size} bytes, over the limit of {MAX_SMALL_FILE}; download the "
+            "complete model"
+        )
+    return tree.path(name)
 
 
 def _listed(tree: FileTree) -> list[_Listed]:
@@ -252,7 +267,7 @@ def _select_weights(
     else:
         index, chosen = _choose(tree, folder, names, weights)
     if index is not None:
-        weight_map = read_weight_map(tree.path(joined(folder, index)), tree.versions.open)
+        weight_map = read_weight_map(_path(tree, joined(folder, index)), tree.versions.open)
         chosen = sorted(set(weight_map.values()))
         others = [name for name in names if name not in chosen]
         for name in chosen:
@@ -413,7 +428,7 @@ def _choose_by(
 
 def _mapped(tree: FileTree, folder: str, index: str) -> set[str]:
     """Return the names of the files that an index names."""
-    return {*read_weight_map(tree.path(joined(folder, index)), tree.versions.open).values()}
+    return {*read_weight_map(_path(tree, joined(folder, index)), tree.versions.open).values()}
 
 
 def _check_numbers(tree: FileTree, folder: str, shards: Sequence[str]) -> None:

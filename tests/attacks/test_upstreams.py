@@ -212,6 +212,35 @@ def test_a_list_without_an_end(hub: Hub, store: LocalStore, tmp_path: Path) -> N
     assert next(pages) == 5
 
 
+def test_a_list_of_too_many_files(hub: Hub, server: Serving, store: LocalStore) -> None:
+    one = json.dumps(hub.entry("d/f.json", b"{}")).encode()
+    # What is beyond the limit is not looked at.
+    hub.others[TREE] = reply(200, b"[" + one + (b"," + one) * 20_000 + b",x")
+    assert fetched(server)[0] == 502
+    assert "more than 20000 entries" in server.wait_for_log("error")["error"]
+    assert_nothing_is_published(server, store)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "model_index.json", "modules.json"]
+)
+def test_a_file_that_decides_and_is_too_large_is_not_fetched(
+    hub: Hub, server: Serving, store: LocalStore, name: str
+) -> None:
+    asked: list[Received] = []
+
+    def refuse(received: Received) -> Answer:
+        asked.append(received)
+        return reply(404)
+
+    hub.others[f"/org/model/resolve/{COMMIT}/{name}"] = refuse
+    hub.tree.append(hub.entry(name, b"{}", size=65 << 20))
+    assert fetched(server)[0] == 502
+    assert not asked
+    assert server.metric("upstream_bytes_total") == 0
+    assert_nothing_is_published(server, store)
+
+
 @pytest.mark.parametrize(
     "name",
     ["../../../../evil.json", "/tmp/evil.json", "a/../../evil.json", "..", "", "a//evil.json"],

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import UsageError
+from blobstore.errors import RemoteError, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create, import_source
@@ -27,9 +27,9 @@ from blobstore.registry.client import RegistryClient
 from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.serve import peers
-from blobstore.serve.messages import Content
+from blobstore.serve.messages import BlobPart, Content
 from blobstore.serve.model_files import commit_of, model_files
-from blobstore.serve.peers import Peer, Peers
+from blobstore.serve.peers import Peer, PeerFiles, Peers
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
 from tests.support import frozen
@@ -350,6 +350,55 @@ def test_blobs_stay_until_they_were_used(
         assert other.has(layer.digest)
     collect_garbage(other, older_than=0, force=True)
     assert not other.has(layer.digest)
+
+
+def test_all_versions_of_peers_together_have_the_bytes_of_one(
+    tmp_path: Path, other: LocalStore, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "_SPARE", 1 << 18)
+    commit = "c" * 40
+    stores = []
+    for number in range(2):
+        weights = {name: data + number for name, data in tensors().items()}
+        source = write_folder(tmp_path / f"source{number}", weights)
+        (tmp_path / f"log{number}").mkdir()
+        stores.append(tmp_path / f"peer{number}")
+        forge(stores[-1], source, commit)
+    size = size_of(tmp_path / "source0")
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(serving(LocalStore(root), tmp_path / f"log{number}"))
+            for number, root in enumerate(stores)
+        ]
+        found = Peers(other, [Peer.parse(server.url) for server in servers], log)
+        with found.files(Wanted(Reference.parse(NAME), commit), size) as answers:
+            (answer,) = answers
+            assert all(other.has(digest) for digest in blobs_of(answer))
+    assert [one["error"] for one in log] == ["too large"]
+    assert found.fetched < 1.1 * size + (1 << 18)
+
+
+def blobs_of(answer: PeerFiles) -> set[Digest]:
+    parts = [part for content in answer.files.values() for part in content.parts]
+    return {part.digest for part in parts if isinstance(part, BlobPart)}
+
+
+def test_blobs_of_a_model_that_did_not_come_are_removed(
+    one: LocalStore, other: LocalStore, tmp_path: Path, log: Log
+) -> None:
+    with serving(one, tmp_path) as server:
+        found = Peers(other, [Peer.parse(server.url)], log)
+        with (
+            pytest.raises(RemoteError, match="lost"),
+            found.files(wanted(one), SIZE) as answers,
+        ):
+            blobs = blobs_of(next(answers))
+            raise RemoteError("the upstream was lost")
+        assert blobs
+        assert not any(other.has(digest) for digest in blobs)
+        with found.files(wanted(one), SIZE) as answers:
+            assert blobs_of(next(answers)) == blobs
+        assert all(other.has(digest) for digest in blobs)
 
 
 # What `serve --peers` makes of them.

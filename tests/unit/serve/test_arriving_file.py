@@ -8,17 +8,40 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobstoreError, DamagedSource
-from blobstore.serve.arriving_file import ArrivingFile
+from blobstore.errors import BlobstoreError, DamagedSource, StoreError
+from blobstore.serve.arriving_file import ArrivingFile, Claim
 from blobstore.sources.hub_listing import ListedFile
 
 DATA = bytes(range(256)) * 10
 
 
+class Space:
+    """Space for so many bytes."""
+
+    def __init__(self, most: int = 10**6) -> None:
+        self.most, self.spent = most, 0
+
+    def extend(self, claim: Claim, size: int, found: int) -> None:
+        raise NotImplementedError
+
+    def spend(self, claim: Claim, size: int) -> None:
+        del claim
+        if self.spent + size > self.most:
+            raise StoreError("no space")
+        self.spent += size
+
+    def release(self, claim: Claim) -> None:
+        raise NotImplementedError
+
+
+def claim(path: Path, space: Space | None = None) -> Claim:
+    return Claim(space or Space(), path.parent)
+
+
 def arriving(path: Path, data: bytes = DATA, algorithm: str = "sha256") -> ArrivingFile:
     head = b"blob %d\0" % len(data) if algorithm == "sha1" else b""
     digest = hashlib.new(algorithm, head + data).hexdigest()
-    file = ArrivingFile(ListedFile("file", len(data), algorithm, digest), path)
+    file = ArrivingFile(ListedFile(path.name, len(data), algorithm, digest), claim(path))
     file.open()
     return file
 
@@ -96,7 +119,7 @@ def test_bytes_and_the_end_are_reported_to_readers(tmp_path: Path) -> None:
     wanted: list[str] = []
     digest = hashlib.sha256(DATA).hexdigest()
     listed = ListedFile("file", len(DATA), "sha256", digest)
-    file = ArrivingFile(listed, tmp_path / "file", wanted.append)
+    file = ArrivingFile(listed, claim(tmp_path / "file"), wanted.append)
     file.open()
     with file.calling(lambda: reports.append("x")):
         file.append(DATA)
@@ -113,3 +136,57 @@ def test_a_file_stays_readable_when_its_name_is_gone(tmp_path: Path) -> None:
     file.finish()
     (tmp_path / "file").unlink()
     assert os.pread(file.descriptor, 10, 0) == DATA[:10]
+
+
+# What is spent of a claim
+
+
+def of_data(tmp_path: Path, space: Space) -> ArrivingFile:
+    listed = ListedFile("file", len(DATA), "sha256", hashlib.sha256(DATA).hexdigest())
+    return ArrivingFile(listed, claim(tmp_path / "file", space))
+
+
+def test_bytes_without_space_are_not_written(tmp_path: Path) -> None:
+    space = Space(1000)
+    file = of_data(tmp_path, space)
+    file.open()
+    file.append(DATA[:1000])
+    with pytest.raises(StoreError, match="no space"):
+        file.append(DATA[1000:1001])
+    assert (tmp_path / "file").read_bytes() == DATA[:1000]
+    assert file.written == space.spent == 1000
+
+
+def test_bytes_that_lie_there_are_not_spent_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(DATA[:1000])
+    space = Space()
+    file = of_data(tmp_path, space)
+    assert file.find() == 1000
+    file.open()
+    assert space.spent == 0
+    file.append(DATA[1000:])
+    assert space.spent == len(DATA) - 1000
+    file.finish()
+
+
+@pytest.mark.parametrize("there", [b"", DATA + b"x", None])
+def test_a_file_that_is_absent_or_too_long_leaves_nothing_to_go_on_with(
+    tmp_path: Path, there: bytes | None
+) -> None:
+    if there is not None:
+        (tmp_path / "file").write_bytes(there)
+    assert of_data(tmp_path, Space()).find() == 0
+
+
+def test_bytes_from_elsewhere_are_spent_once_right_or_wrong(tmp_path: Path) -> None:
+    space = Space()
+    file = of_data(tmp_path, space)
+    assert not file.take([bytes(len(DATA))])
+    assert space.spent == len(DATA)
+    assert file.take([DATA[:100], DATA[100:]])
+    file.open()
+    assert space.spent == len(DATA)
+    short = of_data(tmp_path / "other", Space(99))
+    with pytest.raises(StoreError, match="no space"):
+        short.take([DATA[:100], DATA[100:]])
+    assert list((tmp_path / "other").iterdir()) == []

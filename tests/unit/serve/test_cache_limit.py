@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
@@ -18,6 +21,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.history import restore_model
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.serve import cache_limit
+from blobstore.serve.arriving_file import Claim
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.library import Library
 from blobstore.serve.pulled import Origin
@@ -54,60 +58,136 @@ def names(store: LocalStore) -> list[str]:
     return [reference.model for reference in store.references()]
 
 
+def claimed(limit: CacheLimit, size: int, name: str = "new") -> Claim:
+    claim = limit.claim(name)
+    claim.extend(size)
+    return claim
+
+
 def test_nothing_is_removed_for_bytes_that_are_only_listed(
     limit: CacheLimit, store: LocalStore
 ) -> None:
-    limit.reserve("new", MOST)
+    claim = claimed(limit, MOST)
     assert names(store) == ["a", "b"]
-    limit.arrived("new", 100)
+    claim.spend(100)
     assert names(store) == ["a", "b"], "there is space for so few"
-    limit.arrived("new", SIZE // 2)
+    claim.spend(SIZE // 2)
     assert names(store) == ["b"]
-    limit.arrived("new", SIZE - 10_000)
+    claim.spend(SIZE // 2 - 10_000)
     assert names(store) == ["b"]
-    limit.arrived("new", 2 * SIZE)
+    claim.spend(SIZE)
     assert names(store) == []
 
 
 def test_a_model_that_ends_early_gives_its_space_back(limit: CacheLimit, store: LocalStore) -> None:
-    limit.reserve("liar", MOST)
-    limit.arrived("liar", SIZE // 4)
-    limit.release("liar")
-    limit.arrived("liar", MOST)
-    limit.reserve("new", SIZE // 2)
-    limit.arrived("new", SIZE // 2)
+    claim = claimed(limit, MOST)
+    claim.spend(SIZE // 4)
+    claim.release()
+    claimed(limit, SIZE // 2).spend(SIZE // 2)
     assert names(store) == ["a", "b"]
+
+
+def test_no_more_bytes_are_spent_than_were_claimed(limit: CacheLimit) -> None:
+    claim = limit.claim("new")
+    with pytest.raises(StoreError, match="more bytes arrive"):
+        claim.spend(1)
+    claim.extend(10)
+    claim.extend(10)
+    claim.spend(20)
+    with pytest.raises(StoreError, match="more bytes arrive"):
+        claim.spend(1)
 
 
 def test_models_that_are_in_use_by_then_stay_until_the_next_arrives(
     limit: CacheLimit, store: LocalStore
 ) -> None:
-    limit.reserve("new", MOST)
+    claim = claimed(limit, MOST)
     ask(limit._library, "/org/a/resolve/main/config.json")
-    limit.arrived("new", MOST)
+    claim.spend(MOST)
     assert names(store) == ["a"]
-    limit.release("new")
 
 
-def test_what_is_listed_counts_for_the_next_model(limit: CacheLimit, store: LocalStore) -> None:
-    limit.reserve("new", 2 * SIZE)
+def test_what_is_claimed_counts_for_the_next_model(limit: CacheLimit, store: LocalStore) -> None:
+    claimed(limit, 2 * SIZE)
     with pytest.raises(Refusal) as caught:
-        limit.reserve("other", 2 * SIZE)
+        claimed(limit, 2 * SIZE, "other")
     assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert names(store) == ["a", "b"]
+
+
+def test_what_is_claimed_counts_for_the_free_space_of_the_next_model(
+    limit: CacheLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = CacheLimit(limit._library, None)
+    free = shutil.disk_usage(limit._store.root)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    claim = claimed(limit, 600)
+    with pytest.raises(StoreError, match="not enough space"):
+        claimed(limit, 600, "other")
+    claim.spend(300)  # which are no longer free
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=700))
+    claimed(limit, 400, "other")
+    limit.claim("third").extend(300, 300)  # they lie there
+    claim.release()
+    claimed(limit, 300, "fourth")
 
 
 def test_a_model_that_cannot_get_space_is_refused_before_it_arrives(
     limit: CacheLimit, store: LocalStore
 ) -> None:
     with pytest.raises(Refusal) as caught:
-        limit.reserve("new", MOST + 1)
+        claimed(limit, MOST + 1)
     assert caught.value.status == HTTPStatus.INSUFFICIENT_STORAGE
+    claim = claimed(limit, MOST)
+    with pytest.raises(Refusal) as caught:
+        claim.extend(1)
+    assert caught.value.status == HTTPStatus.INSUFFICIENT_STORAGE
+    claim.release()
     ask(limit._library, "/org/b/resolve/main/config.json")
     with pytest.raises(Refusal) as caught:
-        limit.reserve("new", MOST)
+        claimed(limit, MOST)
     assert caught.value.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert names(store) == ["a", "b"]
+
+
+# What broken fetches have left
+
+
+def left(limit: CacheLimit, name: str, size: int, used: float) -> Path:
+    """Leave a file of a fetch that was broken off, last used ``used`` seconds after the epoch."""
+    folder = limit.claim(name).folder
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "file").write_bytes(bytes(size))
+    os.utime(folder, (used, used))
+    return folder
+
+
+def test_files_of_a_fetch_that_was_broken_off_count(limit: CacheLimit, store: LocalStore) -> None:
+    folder = left(limit, "old", SIZE, 0)
+    limit = CacheLimit(limit._library, MOST)  # after a crash
+    claimed(limit, SIZE // 2).spend(SIZE // 2)
+    assert names(store) == ["a", "b"], "what was not used for the longest time goes first"
+    assert not folder.exists()
+
+
+def test_files_of_a_fetch_go_after_models_that_were_used_before_it(
+    limit: CacheLimit, store: LocalStore
+) -> None:
+    os.utime(limit._pulled._path("org/a", "0" * 40), (1, 1))
+    folder = left(limit, "new", SIZE, 2)
+    limit = CacheLimit(limit._library, MOST)
+    claimed(limit, SIZE // 2, "other").spend(SIZE // 2)
+    assert names(store) == ["b"]
+    assert folder.exists()
+
+
+def test_files_of_a_fetch_that_runs_are_not_removed(limit: CacheLimit, store: LocalStore) -> None:
+    folder = left(limit, "old", SIZE, 0)
+    limit = CacheLimit(limit._library, MOST)
+    limit.claim("old").extend(SIZE, SIZE)
+    claimed(limit, SIZE).spend(SIZE // 2)
+    assert names(store) == ["b"]
+    assert folder.exists()
 
 
 # Records
@@ -160,8 +240,8 @@ def test_a_model_that_became_restricted_before_it_is_removed_keeps_the_record_of
     limit: CacheLimit, store: LocalStore
 ) -> None:
     copy_model("org/a", "copy/a", store=store)
-    removed = limit._oldest(0)[0][0]
+    (removed, *_), _ = limit._oldest(0)
     limit._pulled.note_public("org/a", is_public=False)
-    limit._remove(*removed)
+    limit._remove(removed)
     assert names(store) == ["a", "b"]
     assert limit._pulled.restricted() == {"org/a"}

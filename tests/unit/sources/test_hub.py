@@ -391,6 +391,19 @@ def test_fetches_a_repository_of_the_time_before_organizations(outcome: Outcome)
     assert _SHARD in outcome.results["hf://old"]["files"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model_index.json"])
+def test_a_file_that_decides_is_refused_by_its_listed_size(
+    client: Client, folder: Path, name: str
+) -> None:
+    repo = client.server.add("org/model", folder)
+    large = {"type": "file", "path": name, "size": 65 << 20, "oid": "a" * 40}
+    repo.raw["tree"] = json.dumps([*repo.tree(), large]).encode()
+    found = client.download("org/model")
+    assert found["error"] == "DamagedSource"
+    assert f"'hf://org/model/{name}' has 68157440 bytes" in found["message"]
+    assert not any("resolve" in asked for asked in client.server.requests)
+
+
 def test_reads_a_listing_of_many_pages(outcome: Outcome) -> None:
     assert outcome.results["org/paged"]["files"] == outcome.results["hf://old"]["files"]
 

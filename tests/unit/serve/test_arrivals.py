@@ -1,0 +1,123 @@
+"""What is left of a fetch, and what is looked at before its first byte: with a real upstream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.errors import NameConflict, RemoteError
+from blobstore.manifests.reference import Reference
+from blobstore.registry.retry import Patience
+from blobstore.serve import upstreams
+from blobstore.serve.arrivals import Arrival
+from blobstore.serve.library import Library
+from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.upstream import PATIENT, Upstream
+from blobstore.sources import selection
+from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer, Repo
+from tests.support.models import write_folder
+
+NAME = "org/model"
+WEIGHTS = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def repo(hub: HubServer, tmp_path: Path) -> Repo:
+    tensors = {name: np.arange(50_000, dtype=np.float32) + ord(name) for name in "ab"}
+    return hub.add(NAME, write_folder(tmp_path / "model", tensors, shards=2))
+
+
+@pytest.fixture
+def through(store: LocalStore, hub: HubServer, repo: Repo) -> Iterator[PullThrough]:
+    del repo
+    made = PullThrough(Library(store), Upstream.parse(hub.url), fresh=300)
+    yield made
+    made.close()
+
+
+def arrive(through: PullThrough) -> Arrival:
+    """Fetch the model, and return how that has ended."""
+    found = through._upstreams.find(NAME, "main", "", PATIENT)
+    key = NAME, found.commit
+    claim = through._limit.claim("@".join(key))
+    arrival = Arrival(through._store, Reference.parse(NAME), NAME, found, claim, through)
+    through._arrivals[key], through._names[key] = arrival, {arrival.reference}
+    through._begun[key] = 0.0, found
+    arrival.start()
+    arrival.ended.wait()
+    return arrival
+
+
+def left(through: PullThrough) -> dict[str, int]:
+    """Return the sizes of the files of arrivals."""
+    folder = through._store.folder("arrivals")
+    return {path.name: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_of_a_lost_upstream_stay_and_are_not_fetched_again(
+    through: PullThrough, hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.cut[WEIGHTS] = 1
+    monkeypatch.setattr(upstreams, "PATIENT", Patience(attempts=1))
+    assert isinstance(arrive(through).error, RemoteError)
+    found = left(through)
+    assert found[WEIGHTS] >= 100_000
+    assert not through._limit._claims
+    assert sum(item.size for item in through._limit._broken_off()) == sum(found.values())
+    before = through._fetched_bytes
+    assert arrive(through).error is None
+    size = sum(path.stat().st_size for path in repo.folder.iterdir())
+    assert through._fetched_bytes - before == size - sum(found.values())
+    assert left(through) == {}
+
+
+def test_files_of_a_wrong_upstream_do_not_stay(through: PullThrough, repo: Repo) -> None:
+    repo.corrupt.add(WEIGHTS)
+    assert arrive(through).error is not None
+    assert left(through) == {}
+
+
+def test_what_another_attempt_has_left_and_this_one_does_not_claim_is_removed(
+    through: PullThrough, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo.cut[WEIGHTS] = 2
+    monkeypatch.setattr(upstreams, "PATIENT", Patience(attempts=1))
+    arrive(through)
+    (folder,) = through._store.folder("arrivals").iterdir()
+    (folder / "deep").mkdir()
+    for name in (".taken-x", "deep/former.json"):
+        (folder / name).write_bytes(b"x")
+    assert isinstance(arrive(through).error, RemoteError)
+    assert not left(through).keys() - {path.name for path in repo.folder.iterdir()}
+
+
+def test_a_name_that_the_store_cannot_give_is_refused_before_the_first_byte(
+    through: PullThrough, hub: HubServer
+) -> None:
+    path = through._store.manifest_path("org/MODEL")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"another model")
+    assert isinstance(arrive(through).error, NameConflict)
+    assert hub.sent == 0
+    assert not any("tree" in asked for asked in hub.requests)
+
+
+def test_a_file_that_decides_is_refused_by_its_listed_size(
+    through: PullThrough, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = "model.safetensors.index.json"
+    monkeypatch.setattr(selection, "MAX_SMALL_FILE", 10)
+    error = arrive(through).error
+    assert "over the limit of 10" in str(error)
+    assert not any(index in asked for asked in hub.requests)
+    assert hub.sent == 0
