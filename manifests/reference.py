@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blobstore.core.escape import most_like, question, quote, quote_place
 from blobstore.core.globs import glob_matches
-from blobstore.errors import InvalidReference
+from blobstore.errors import InvalidReference, UsageError
 
 DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"
@@ -79,7 +79,10 @@ class Reference:
 
         Raises:
             InvalidReference: as :meth:`parse`.
+            UsageError: it is neither.
         """
+        if not isinstance(name, str | Reference):
+            raise UsageError(f"a name is a text, got {quote(type(name).__name__)}")
         return name if isinstance(name, Reference) else cls.parse(name)
 
     @classmethod

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core import strict_json
 from blobstore.core.escape import quote
 from blobstore.core.mmap import new_buffer
-from blobstore.errors import InvalidHeader, InvalidManifest, UnsupportedSource, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    DamagedSource,
+    InvalidHeader,
+    InvalidManifest,
+    UnsupportedSource,
+    UsageError,
+)
 from blobstore.manifests.file_names import check_paths, is_valid_name
 from blobstore.manifests.source_record import RecordedFile, SourceRecord
 from blobstore.safetensors.header import encode_file_header, in_file_order
@@ -102,7 +109,7 @@ class MemorySource:
 
     def read(self, name: str, buffer: memoryview) -> Iterator[memoryview]:
         """See :class:`TensorSource`."""
-        data = memoryview(self._read[name]()).cast("B")
+        data = self._bytes(name)
         for begin in range(0, len(data), len(buffer)):
             # A copy, so that what is hashed is what is written, even if a thread changes the tensor.
             piece = buffer[: len(data) - begin]
@@ -110,11 +117,39 @@ class MemorySource:
             yield piece
 
     def copy(self) -> None:
-        """Copy the bytes of all tensors, so that the caller may change them."""
-        for name, read in self._read.items():
-            memory = new_buffer(self.specs[name].nbytes)
-            memory[:] = memoryview(read()).cast("B")
+        """Copy the bytes of all tensors, so that the caller may change them.
+
+        Raises:
+            DamagedSource: as :meth:`read`.
+            BlobstoreError: there is not enough memory.
+        """
+        for name in self._read:
+            data = self._bytes(name)
+            try:
+                memory = new_buffer(len(data))
+            except (MemoryError, OSError) as error:
+                raise BlobstoreError(
+                    f"no memory for a copy of tensor {quote(name)}, {len(data)} bytes",
+                    advice="save without background=True",
+                ) from error
+            memory[:] = data
             self._read[name] = functools.partial(_same, memory)
+
+    def _bytes(self, name: str) -> memoryview:
+        """Return the bytes of a tensor, which a thread may have replaced since it was described."""
+        try:
+            data = memoryview(self._read[name]()).cast("B")
+        except BlobstoreError:
+            raise
+        except Exception as error:  # whatever a framework raises
+            raise DamagedSource(f"tensor {quote(name)} cannot be read: {error}") from error
+        expected = self.specs[name].nbytes
+        if len(data) != expected:
+            raise DamagedSource(
+                f"tensor {quote(name)} has {len(data)} bytes, and had {expected}: it was replaced "
+                "while it was saved"
+            )
+        return data
 
     def close(self) -> None:
         """Forget the tensors."""

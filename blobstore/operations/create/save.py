@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
-from blobstore.core.escape import quote
+from blobstore.core.escape import escape, quote
 from blobstore.core.files import read_regular
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, SafetensorError, UnsupportedSource, UsageError
@@ -25,7 +27,7 @@ from blobstore.sources.small_files import MAX_SMALL_FILE
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from typing_extensions import Buffer
 
@@ -87,8 +89,9 @@ def save(
             ``{"config.json": model.config.to_dict()}``.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         background: copy the tensors, and return a future of the result. The caller may change the tensors
-            then; an error of the import is raised by ``future.result()``. Waits for earlier background
-            saves first, and in Python 3.12.0 and 3.12.1 for this one too.
+            then; an error of the import is raised by ``future.result()``. If nobody asks for it, it ends the
+            process with one line and exit status 120. Waits for earlier background saves first, and in
+            Python 3.12.0 and 3.12.1 for this one too.
         jobs: number of threads; by default one per processor.
         progress: called with the name of a blob, bytes done and total bytes; with ``background`` on
             another thread.
@@ -99,10 +102,14 @@ def save(
     Raises:
         UnsupportedSource: a tensor is sparse, distributed, without data, or of a type that safetensors
             files do not have.
+        DamagedSource: a tensor was replaced while it was saved, or its framework cannot read it.
+        BlobstoreError: with ``background``, there is no memory for the copy, or the interpreter is ending.
         StoreError, StoreBusy, NameConflict: the store cannot be used.
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
+    _check_mapping(tensors, "tensors", "a state dict")
+    _check_mapping({} if files is None else files, "files", "a dict of small files")
     reference = Reference.of(reference)
     check_jobs(jobs)
     store = LocalStore.of(store)
@@ -131,14 +138,17 @@ def save(
 
     if not background:
         return run()
-    wait(list(_RUNNING))  # a name must not get older tensors, and each save needs memory for a copy
+    wait(list(_SAVES))  # a name must not get older tensors, and each save needs memory for a copy
     source.copy()
+    future = _Save(reference)
     thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-save")
-    future = thread.submit(run)
+    try:
+        future.settled = thread.submit(future.settle, run)
+    except RuntimeError as error:
+        _SAVES.discard(future)
+        raise BlobstoreError(f"{reference} cannot be saved in the background: {error}") from error
     thread.shutdown(wait=False)
     _register_exit()
-    _RUNNING.add(future)
-    future.add_done_callback(_RUNNING.discard)
     if _STARTS_NO_THREADS_AT_EXIT:
         wait([future])
     return future
@@ -146,9 +156,48 @@ def save(
 
 _STARTS_NO_THREADS_AT_EXIT: Final = (3, 12) <= sys.version_info < (3, 12, 2)
 """Whether saves that the interpreter waits for would fail (python/cpython#113964); none is in the background then."""
-_RUNNING: set[Future[Created]] = set()
-"""The saves in the background; a forked process has none."""
-os.register_at_fork(after_in_child=_RUNNING.clear)
+
+
+class _Save(Future["Created"]):
+    """A save in the background, which remembers whether somebody has asked what became of it."""
+
+    def __init__(self, reference: Reference) -> None:
+        super().__init__()
+        self.reference = reference
+        self.settled: Future[None] = Future()
+        """Done when all that was to be called with the result has been called."""
+        self.set_running_or_notify_cancel()
+        _SAVES.add(self)
+
+    def settle(self, run: Callable[[], Created]) -> None:
+        """Call ``run``, and set what becomes of it."""
+        try:
+            self.set_result(run())
+        except BaseException as error:  # noqa: BLE001 - it is that of the future
+            self.set_exception(error)
+        else:
+            _SAVES.discard(self)
+
+    def result(self, timeout: float | None = None) -> Created:
+        try:
+            return super().result(timeout)
+        finally:
+            self._was_asked()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self._was_asked()
+
+    def _was_asked(self) -> None:
+        if self.done():
+            _SAVES.discard(self)
+
+
+_SAVES: set[_Save] = set()
+"""The saves that run, and those that failed without anybody asking; a forked process has none."""
+os.register_at_fork(after_in_child=_SAVES.clear)
 
 
 @functools.cache
@@ -161,10 +210,49 @@ def _register_exit() -> None:
 
 
 def _exit() -> None:
-    for future in wait(list(_RUNNING)).done:
+    """Report the saves that failed, and let the process fail: nobody can ask for the results any more."""
+    is_failure = False
+    wait([future.settled for future in list(_SAVES)])
+    for future in list(_SAVES):
         error = future.exception()
-        if error is not None:  # nobody can ask for the result any more
-            sys.excepthook(type(error), error, error.__traceback__)
+        if error is not None:
+            is_failure = True
+            if not isinstance(error, BlobstoreError):
+                sys.excepthook(type(error), error, error.__traceback__)
+            if sys.stderr is not None:
+                sys.stderr.write(
+                    f"blobstore: error: saving {future.reference} in the background failed: "
+                    f"{escape(str(error))}\n"
+                )
+    if is_failure:
+        sys.stderr = _FailingAtExit(sys.stderr)
+
+
+class _FailingAtExit:
+    """A standard error that cannot be flushed at the end, which makes the exit status of Python 120.
+
+    Nothing else fails a process that is ending: ``os._exit`` would skip what others do at exit.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush the stream; fail when the interpreter does it for the last time."""
+        if self._stream is not None:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError(errno.EIO, "a background save failed")
+
+
+def _check_mapping(value: object, name: str, expected: str) -> None:
+    if not isinstance(value, Mapping):
+        advice = "pass its state_dict()" if hasattr(value, "state_dict") else ""
+        raise UsageError(f"{name} is {expected}, got {quote(type(value).__name__)}", advice=advice)
 
 
 def _framework(name: str, tensor: object) -> str:

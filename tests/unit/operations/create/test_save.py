@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.errors import BlobstoreError, UnsupportedSource, UsageError
+from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource, UsageError
 from blobstore.operations.create.create import create
-from blobstore.operations.create.save import save
+from blobstore.operations.create.save import _SAVES, save
 from blobstore.safetensors import numpy as arrays
+from blobstore.sources import memory
 from blobstore.store.local import LocalStore
 from blobstore.store.names import Names
 
@@ -265,13 +266,114 @@ def test_a_process_that_is_forked_during_a_background_save_can_end(store: LocalS
     (3, 12) <= sys.version_info < (3, 12, 2),
     reason="this Python has no saves to wait for at its end",
 )
-def test_an_error_of_a_save_that_the_interpreter_waits_for_is_printed(tmp_path: Path) -> None:
-    program = (
-        "import sys, numpy, blobstore; store = blobstore.LocalStore(sys.argv[1]); "
-        "store.publish = lambda *_: 1 / 0; "
-        "blobstore.save({'x': numpy.ones(1 << 20)}, 'm', store=store, background=True)"
-    )
+@pytest.mark.parametrize(
+    ("end", "is_reported"),
+    [
+        ("", True),  # the interpreter waits for it
+        ("wait([future])", True),
+        ("sys.exit(0)", True),
+        ("future.exception()", False),
+        ("future.add_done_callback(lambda it: it.exception())", False),
+        ("asyncio.run(asked(future))", False),
+    ],
+)
+@pytest.mark.parametrize(
+    "error", ["blobstore.BlobstoreError('the disk\\nis full')", "ZeroDivisionError"]
+)
+def test_an_error_of_a_background_save_that_nobody_asks_for_fails_the_process(
+    tmp_path: Path, error: str, end: str, *, is_reported: bool
+) -> None:
+    program = f"""
+import asyncio, atexit, sys, numpy, blobstore
+from concurrent.futures import wait
+from blobstore.store.names import Names
+
+async def asked(future):
+    await asyncio.wait([asyncio.wrap_future(future)])
+
+def fail(*_, **__):
+    raise {error}
+
+atexit.register(print, "what others do at exit")
+store = blobstore.LocalStore(sys.argv[1])
+Names.publish = fail
+future = blobstore.save({{"x": numpy.ones(1 << 20)}}, "m", store=store, background=True)
+{end}
+"""
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=True, text=True
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False, text=True
     )
-    assert "ZeroDivisionError" in done.stderr
+    assert done.stdout == "what others do at exit\n"
+    *traceback, line = done.stderr.splitlines() if is_reported else ("",)
+    if is_reported:
+        assert line.startswith("blobstore: error: saving m:latest in the background failed: ")
+        assert bool(traceback) == (error == "ZeroDivisionError")
+    else:
+        assert done.stderr == ""
+    assert done.returncode == (120 if is_reported else 0)
+
+
+def test_a_background_save_that_succeeds_or_was_asked_for_is_not_kept(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(TENSORS, "m", store=store, background=True).result()
+    monkeypatch.setattr(Names, "publish", lambda *_, **__: 1 / 0)
+    future = save(TENSORS, "m", store=store, background=True)
+    with pytest.raises(ZeroDivisionError):
+        future.result()
+    assert not _SAVES
+    assert not future.cancel()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_tensor_that_is_replaced_while_it_is_saved_is_named(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, *, background: bool
+) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros(1000)
+
+    def swap(*_: object) -> None:  # as another thread does
+        tensor.data = torch.zeros(10)
+
+    monkeypatch.setattr("blobstore.safetensors.torch.wait_for_devices", swap)
+    with pytest.raises(
+        DamagedSource, match="tensor 'x' has 40 bytes, and had 4000: it was replaced"
+    ):
+        save({"x": tensor}, "m", store=store, background=background)  # type: ignore[call-overload]
+    assert not list(store.references())
+
+
+def test_what_a_framework_raises_is_an_error_of_the_save(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.safetensors.numpy.file_bytes", lambda _: 1 / 0)
+    for background in (False, True):
+        with pytest.raises(DamagedSource, match="tensor 'x' cannot be read: division by zero"):
+            save({"x": np.ones(3)}, "m", store=store, background=background)  # type: ignore[call-overload]
+
+
+def test_no_memory_for_the_copy_is_an_error_of_the_save(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr(memory, "new_buffer", fail)
+    with pytest.raises(
+        BlobstoreError, match=r"no memory .* 24 bytes; save without background=True"
+    ):
+        save({"x": np.ones(3)}, "m", store=store, background=True)
+
+
+def test_arguments_of_other_kinds_are_named(store: LocalStore) -> None:
+    torch = pytest.importorskip("torch")
+    wrong: list[tuple[Any, Any, str]] = [
+        (torch.nn.Linear(2, 2), "m", r"got 'Linear'; pass its state_dict\(\)"),
+        ("m", TENSORS, "tensors is a state dict, got 'str'"),
+        (TENSORS, TENSORS, "a name is a text, got 'dict'"),
+    ]
+    for tensors, name, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            save(tensors, name, store=store)
+    with pytest.raises(UsageError, match="files is a dict of small files, got 'list'"):
+        save(TENSORS, "m", files=[], store=store)  # type: ignore[call-overload]
