@@ -225,7 +225,8 @@ def main() -> None:
     try:
         program(prog_name="blobstore")
     except Stopped as stopped:
-        click.echo("blobstore: interrupted", err=True)
+        if not stopped.is_noted:
+            click.echo("blobstore: interrupted", err=True)
         # Not sys.exit, which would wait for the calls that were left behind. All output is flushed.
         os._exit(stopped.exit_code)
 

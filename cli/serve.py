@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from blobstore.cli import arguments, options, output
+from blobstore.core import interrupts
 
 if TYPE_CHECKING:
     from blobstore.store.local import LocalStore
@@ -71,6 +72,14 @@ if TYPE_CHECKING:
     callback=options.parse_size,
     help="Keep at most SIZE of the upstream's models, such as 2TB; the least recently used go first.",
 )
+@click.option(
+    "--drain",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    metavar="SECONDS",
+    help="End so long after Ctrl-C or SIGTERM at the latest; responses that are being sent go on until then.",
+)
 @click.option("--anonymous", is_flag=True, help="Serve everyone who reaches the address.")
 def command(
     store: LocalStore,
@@ -83,6 +92,7 @@ def command(
     peers: list[str],
     fresh: float,
     max_size: int | None,
+    drain: float,
     anonymous: bool,
 ) -> None:
     """Serve the models of the store over HTTP until Ctrl-C. Needs 'tensor-blobstore[serve]'.
@@ -96,18 +106,23 @@ def command(
 
     if upstream is None and not peers:  # these fill a store that is not there yet
         output.show_note(*arguments.store_notes(store))
-    serve(
-        store,
-        host=host,
-        port=port,
-        allow=allow,
-        token_file=token_file,
-        anonymous=anonymous,
-        upstream=upstream,
-        upstream_token_file=upstream_token_file,
-        peers=peers,
-        fresh=fresh,
-        max_size=max_size,
-        on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
-        log=None if output.is_quiet() else output.show_line,
-    )
+    try:
+        serve(
+            store,
+            host=host,
+            port=port,
+            allow=allow,
+            token_file=token_file,
+            anonymous=anonymous,
+            upstream=upstream,
+            upstream_token_file=upstream_token_file,
+            peers=peers,
+            fresh=fresh,
+            max_size=max_size,
+            drain=drain,
+            on_ready=lambda address: output.show(f"serving {address}; stop with Ctrl-C"),
+            log=None if output.is_quiet() else output.show_line,
+        )
+    except interrupts.Stopped as stopped:
+        stopped.is_noted = not output.is_quiet()  # in the log, all of whose lines are JSON
+        raise

@@ -45,6 +45,8 @@ class Stopped(BaseException):
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
         self.exit_code = 128 + signal_number
+        self.is_noted = False
+        """Whether something else than the last line of the program reports it."""
 
 
 class _State:
@@ -122,6 +124,21 @@ def _ignore() -> None:
 def is_requested() -> bool:
     """Return whether the process is to end."""
     return _State.number != 0
+
+
+def signal_name() -> str:
+    """Return the name of the signal that asks the process to end; empty if none does."""
+    return signal.Signals(_State.number).name if _State.number else ""
+
+
+def exit_after(seconds: float) -> None:
+    """End the process after a request as SIGKILL does, unless it has ended in so many seconds.
+
+    That is for programs whose clean-up a disk, a lock or a pipe may block, and which nothing else would end.
+    """
+    timer = threading.Timer(seconds, os._exit, [128 + _State.number])
+    timer.daemon = True
+    timer.start()
 
 
 def cause(error: BaseException) -> Stopped | None:

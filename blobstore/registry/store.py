@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.core import limits
+from blobstore.core import capacity, limits
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from blobstore.core.digest import Digest
     from blobstore.registry.manifest import RemoteManifest
 
-_STREAMS: Final = 8
+_STREAMS: Final = capacity.TAGS.most
 _ABOUT_A_MODEL = re.compile(r"sha256-[0-9a-f]{64}(\.|$)")
 """Tags of lists of referrers and of cosign's signatures, and not of models."""
 

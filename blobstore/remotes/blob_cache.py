@@ -11,10 +11,10 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import capacity
 from blobstore.core.digest import BlobId, Digest
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.store.reachability import ReachableBlobs
@@ -49,7 +49,7 @@ class BlobCache:
         self._limit = limit
         self._is_off = False
         self._claims: BlobClaims | None = None
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="blobstore-cache")
+        self._background = capacity.KEPT.executor()
 
     def begin(self) -> None:
         """Note that the model is used, and remove others if the cache is too large."""

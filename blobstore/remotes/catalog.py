@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from blobstore.core import capacity
 from blobstore.core.digest import Digest
 from blobstore.core.workers import WorkerPool
 from blobstore.errors import BlobstoreError, Damaged, ModelNotFound, RemoteRefused
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from blobstore.objects.store import ObjectStore
     from blobstore.registry.reference import RemoteReference
 
-_STREAMS: Final = 8
+_STREAMS: Final = capacity.CATALOG.most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import struct
 from itertools import chain
 from typing import TYPE_CHECKING, Final, Protocol
 
-from blobstore.core import limits, strict_json
+from blobstore.core import capacity, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 HEADER_REQUEST: Final = 64 * 2**10
 """Bytes of a blob that are fetched to read its header; larger headers take a second request."""
 _LENGTH = struct.Struct("<Q")
-_STREAMS: Final = 8
+_STREAMS: Final = capacity.HEADERS.most
 
 
 class RemoteClient(Protocol):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from blobstore.compression.base import BaseBlob
 from blobstore.compression.decoder import ColdBlobDecoder
 from blobstore.compression.delta import MAX_CHAIN
+from blobstore.core import capacity
 from blobstore.core.digest import BlobId, Digest, Digester
 from blobstore.core.mmap import new_buffer
 from blobstore.core.workers import Cancelled, WorkerPool
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 PART: Final = 8 << 20
 """Bytes of a request."""
-STREAMS: Final = 16
+STREAMS: Final = capacity.RANGES.most
 """Concurrent requests."""
 _GAP: Final = 256 << 10
 """Gaps of at most so many bytes are read too, which costs less than another request."""

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
+from blobstore.core import capacity
 from blobstore.core.digest import Digest
 from blobstore.core.files import make_folders
 from blobstore.core.workers import Cancelled, WorkerPool
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
 
-_DOWNLOADS: Final = 8
+_DOWNLOADS: Final = capacity.DOWNLOADS.most
 """Files that are fetched at once: as many as a client of the Hub asks for at once."""
 _MAX_FILES: Final = 2000
 """Files of a model, each of which is open until the model is imported."""

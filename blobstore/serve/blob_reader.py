@@ -7,6 +7,7 @@ has a checksum, too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -56,7 +57,8 @@ class BlobReader:
         self._bases: dict[str, Digest | None] = {}
         """The bases of the cold blobs among them."""
         self._local = threading.local()
-        self._caches: list[VerifiedBlobs] = []
+        self._caches: list[tuple[VerifiedBlobs, threading.Lock]] = []
+        """The cache of each thread, and what that thread holds while it uses it."""
 
     def open(self, part: BlobPart) -> OpenBlob:
         """Open the file of a blob.
@@ -98,13 +100,16 @@ class BlobReader:
         Raises:
             BlobDamaged: the digest differs. Otherwise as :meth:`open`.
         """
+        with self._cache() as cache:
+            return self._verify(cache, digest, size)
+
+    def _verify(self, cache: VerifiedBlobs, digest: Digest, size: int) -> object:
         try:
             descriptor = self._store.open_hot(digest, size)
         except BlobMissing:
             if not self._store.has_cold(digest):
                 raise
-            return self._verify_cold(digest, size)
-        cache = self._cache()
+            return self._verify_cold(cache, digest, size)
         try:
             before = FileVersion.of_status(os.fstat(descriptor))
             if not cache.has(digest, size):
@@ -117,9 +122,8 @@ class BlobReader:
         self._save(cache)
         return before
 
-    def _verify_cold(self, digest: Digest, size: int) -> object:
+    def _verify_cold(self, cache: VerifiedBlobs, digest: Digest, size: int) -> object:
         # The checksums of chunks find accidents. Only the digest says that the bytes are those of the blob.
-        cache = self._cache()
         blob, before = cache.open_cold(digest, size)
         if not cache.has_cold(digest, size):
             try:
@@ -171,9 +175,13 @@ class BlobReader:
                 yield bytes(piece)
 
     def save(self) -> None:
-        """Keep what was found intact for the next process. No thread may be verifying."""
-        for cache in self._caches:
-            cache.save()
+        """Keep what was found intact for the next process, except by threads that are verifying now."""
+        for cache, lock in self._caches:
+            if lock.acquire(blocking=False):
+                try:
+                    cache.save()
+                finally:
+                    lock.release()
 
     def _save(self, cache: VerifiedBlobs) -> None:
         """Keep what this thread has found, from time to time."""
@@ -181,13 +189,15 @@ class BlobReader:
             cache.save()
             self._local.saved = time.monotonic()
 
-    def _cache(self) -> VerifiedBlobs:
-        """Return the cache of this thread: an instance is not made for several."""
+    @contextlib.contextmanager
+    def _cache(self) -> Iterator[VerifiedBlobs]:
+        """Give a block the cache of this thread: an instance is not made for several."""
         if not hasattr(self._local, "cache"):
             self._local.cache, self._local.saved = self._store.verified_blobs(), time.monotonic()
-            self._caches.append(self._local.cache)
-        cache: VerifiedBlobs = self._local.cache
-        return cache
+            self._local.lock = threading.Lock()
+            self._caches.append((self._local.cache, self._local.lock))
+        with self._local.lock:
+            yield self._local.cache
 
 
 def _pieces(descriptor: int, size: int) -> Generator[memoryview, None, None]:

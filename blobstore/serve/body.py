@@ -1,25 +1,27 @@
 """Sends the parts of a response: ranges of files by sendfile, others as bytes.
 
-Nothing that may wait for a disk or a processor runs on the thread of the event loop. Every window has a time in
-which the client has to take it, so that a slow reader does not keep a connection for ever.
+Nothing that may wait for a disk or a processor runs on the thread of the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from blobstore.core import capacity
 from blobstore.core.system import is_in_page_cache
 from blobstore.errors import BlobstoreError, StoreError
 from blobstore.serve.blob_reader import read_ahead
 from blobstore.serve.messages import BlobPart, FilePart, StoredPart
+from blobstore.serve.shared_work import Busy, SharedWork
 from blobstore.store.cold import LOOKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from concurrent.futures import Executor
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from typing import Protocol
 
     from blobstore.serve.blob_reader import BlobReader, OpenBlob
@@ -34,24 +36,30 @@ if TYPE_CHECKING:
 
 
 WINDOW = 4 << 20
-"""Bytes that the client has :data:`STALL_SECONDS` for."""
-STALL_SECONDS = 120.0
+"""Bytes that are sent between two looks at whether the client takes them."""
 _SMALL = 64 << 10
 """Ranges of files below this are read: sendfile would cost more than the copy."""
-_LOOK_SECONDS = 1.0
-"""How often a response that waits for an upstream looks whether its client is still there."""
-_DECODED = 32
-"""Pieces of cold blobs that are in memory at once, in all responses together."""
+_DECODED = capacity.DECODED.most
+_GRACE_SECONDS = 2.0
+"""How long a client may take for a decoded piece, if another one needs the memory."""
 
 
 class BodySender:
-    """Sends bodies. One for each server."""
+    """Sends bodies. One for each server.
 
-    def __init__(self, blobs: BlobReader, executor: Executor) -> None:
+    It waits for clients as long as they like: the server ends its work for one that leaves, or takes nothing.
+    """
+
+    def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
-        self._executor = executor
-        self._decoding = asyncio.Semaphore(_DECODED)
-        self._verifying: dict[object, asyncio.Future[object]] = {}
+        self._reads = SharedWork(capacity.SEND)
+        self._verifications = SharedWork(capacity.VERIFY)
+        self._pieces = _Pieces()
+
+    def close(self) -> None:
+        """Begin no more work on threads."""
+        self._reads.close()
+        self._verifications.close()
 
     async def first(self, parts: Sequence[Part]) -> None:
         """Check the first blob of a body, before anything is sent. Raises as :meth:`send`."""
@@ -73,28 +81,29 @@ class BodySender:
 
         Raises:
             BlobMissing, BlobDamaged, StoreError: a blob is missing or damaged. No wrong byte was sent.
-            ConnectionError: the client has left.
-            TimeoutError: it takes too long.
+            OSError: the client has left, or a file cannot be read.
         """
         for number, part in enumerate(parts):
             if isinstance(part, bytes):
-                async with asyncio.timeout(STALL_SECONDS):
-                    await writer.write(part)
+                await writer.write(part)
                 on_sent(len(part))
                 continue
             if isinstance(part, FilePart):
                 await self._send_arriving(part, writer, transport, on_sent)
                 continue
             descriptor = await self._open(part)
-            self._verify_ahead(parts, number + 1)
-            if descriptor is None:
-                await self._send_cold(cast("BlobPart", part), writer, on_sent)
-                continue
             try:
-                end = part.begin + part.length
-                await self._send_file(descriptor, part.begin, end, writer, transport, on_sent)
+                with self._verified_ahead(parts, number + 1):
+                    if descriptor is None:
+                        await self._send_cold(cast("BlobPart", part), writer, transport, on_sent)
+                    else:
+                        end = part.begin + part.length
+                        await self._send_file(
+                            descriptor, part.begin, end, writer, transport, on_sent
+                        )
             finally:
-                os.close(descriptor)
+                if descriptor is not None:
+                    os.close(descriptor)
 
     async def _open(self, part: BlobPart | StoredPart) -> int | None:
         """Open a file whose bytes are right, and return its descriptor; None if they have to be decoded."""
@@ -105,7 +114,8 @@ class BodySender:
             if blob.is_verified:
                 return blob.descriptor
             try:
-                state = await asyncio.shield(self._verification(part))
+                with self._verification(part) as running:
+                    state = await asyncio.shield(running)
             except BaseException:
                 _close(blob)
                 raise
@@ -114,35 +124,24 @@ class BodySender:
             _close(blob)  # it was frozen, thawed or replaced in the meantime
         raise StoreError(f"blob {part.digest} changes again and again")
 
-    def _verification(self, part: BlobPart) -> asyncio.Future[object]:
-        """Return the check of a blob, of which all responses share one."""
-        key = (part.digest, part.size)
-        running = self._verifying.get(key)
-        if running is None:
-            loop = asyncio.get_running_loop()
-            running = loop.run_in_executor(self._executor, self._blobs.verify, *key)
-            self._verifying[key] = running
+    def _verification(self, part: BlobPart) -> AbstractContextManager[asyncio.Future[object]]:
+        """Give a block the check of a blob, of which all responses share one."""
+        blob = part.digest, part.size
+        return self._verifications.joined(blob, self._blobs.verify, *blob)
 
-            def forget(done: asyncio.Future[object]) -> None:
-                del self._verifying[key]
-                if not done.cancelled():
-                    done.exception()  # read it: maybe nobody waits for this check
-
-            running.add_done_callback(forget)
-        return running
-
-    def _verify_ahead(self, parts: Sequence[Part], number: int) -> None:
-        """Begin to check the next blob, while this one is sent."""
+    @contextlib.contextmanager
+    def _verified_ahead(self, parts: Sequence[Part], number: int) -> Iterator[None]:
+        """Check the next blob in a block that sends this one."""
         part = parts[number] if number < len(parts) else b""
-        if not isinstance(part, BlobPart):
-            return
-        try:
-            blob = self._blobs.open(part)
-        except (BlobstoreError, OSError):  # reported when the blob is sent
-            return
-        _close(blob)
-        if not blob.is_verified:
-            self._verification(part)
+        with contextlib.ExitStack() as stack:
+            # What is wrong with it is reported when it is sent.
+            with contextlib.suppress(BlobstoreError, OSError, Busy):
+                if isinstance(part, BlobPart):
+                    blob = self._blobs.open(part)
+                    _close(blob)
+                    if not blob.is_verified:
+                        stack.enter_context(self._verification(part))
+            yield
 
     async def _send_arriving(
         self,
@@ -164,10 +163,7 @@ class BodySender:
                     await self._send_file(descriptor, begin, ready, writer, transport, on_sent)
                     begin = ready
                     continue
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), _LOOK_SECONDS)
-                if transport.is_closing():
-                    raise ConnectionResetError("the client has left")
+                await changed.wait()
 
     async def _send_file(
         self,
@@ -183,46 +179,66 @@ class BodySender:
             for begin in range(first, end, WINDOW):
                 count = min(WINDOW, end - begin)
                 if not is_in_page_cache(descriptor, begin, count):
-                    await loop.run_in_executor(self._executor, read_ahead, descriptor, begin, count)
-                async with asyncio.timeout(STALL_SECONDS):
-                    if count < _SMALL:
-                        data = os.pread(descriptor, count, begin)
-                        await writer.write(data)
-                        sent = len(data)
-                    else:
-                        sent = await loop.sendfile(transport, file, begin, count)
+                    # If the client leaves, the thread reads to the end, maybe of another file, for nobody.
+                    await self._reads.call(read_ahead, descriptor, begin, count)
+                if count < _SMALL:
+                    data = os.pread(descriptor, count, begin)
+                    await writer.write(data)
+                    sent = len(data)
+                else:
+                    sent = await loop.sendfile(transport, file, begin, count)
                 if sent != count:  # the file has become shorter
                     raise ConnectionAbortedError("a blob ended early")
                 on_sent(sent)
 
     async def _send_cold(
-        self, part: BlobPart, writer: Writer, on_sent: Callable[[int], object]
+        self,
+        part: BlobPart,
+        writer: Writer,
+        transport: asyncio.Transport,
+        on_sent: Callable[[int], object],
     ) -> None:
-        loop = asyncio.get_running_loop()
         pieces = self._blobs.cold_pieces(part)
-        waiting: asyncio.Future[Any] | None = None
+        while True:
+            async with self._pieces.one(transport) as wrote:
+                piece = await self._reads.call(next, pieces, None)
+                if piece is None:
+                    return
+                wrote()
+                await writer.write(piece)
+            on_sent(len(piece))
 
-        async def decode() -> asyncio.Future[Any]:
-            await self._decoding.acquire()
-            future = loop.run_in_executor(self._executor, next, pieces, None)
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return future
 
-        held = 0
+class _Pieces:
+    """The memory of decoded pieces. A response has one at most, and has sent it before it gets another."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(_DECODED)
+        self._sending: dict[asyncio.Transport, float] = {}
+        """Since when a client has not taken its piece, the longest time first."""
+
+    @contextlib.asynccontextmanager
+    async def one(self, transport: asyncio.Transport) -> AsyncIterator[Callable[[], object]]:
+        """Give a block the memory of a piece, and what it calls when it begins to send that.
+
+        If all have one, the connection ends that has not taken its piece for the longest time.
+        """
+        clock = asyncio.get_running_loop().time
+        while True:
+            try:
+                async with asyncio.timeout(_GRACE_SECONDS):
+                    await self._free.acquire()
+                break
+            except TimeoutError:
+                slowest, since = next(iter(self._sending.items()), (None, math.inf))
+                if slowest is not None and clock() - since >= _GRACE_SECONDS:
+                    slowest.abort()
+                    del self._sending[slowest]
         try:
-            waiting, held = await decode(), 1
-            while (piece := await waiting) is not None:
-                waiting, held = await decode(), held + 1
-                async with asyncio.timeout(STALL_SECONDS):
-                    await writer.write(piece)
-                on_sent(len(piece))
-                self._decoding.release()
-                held -= 1
+            yield lambda: self._sending.__setitem__(transport, clock())
         finally:
-            if waiting is not None and not waiting.done():
-                await asyncio.wait([waiting])  # a generator cannot be left while it runs
-            for _ in range(held):
-                self._decoding.release()
+            self._sending.pop(transport, None)
+            self._free.release()
 
 
 def _close(blob: OpenBlob) -> None:

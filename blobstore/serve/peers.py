@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from blobstore.core import limits, strict_json
+from blobstore.core import capacity, limits, strict_json
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote, quote_place
 from blobstore.core.workers import WorkerPool
@@ -61,9 +61,9 @@ PATIENCE: Final = Patience(stall=5, slowest=1 << 20, attempts=2, first=0.1, long
 """A peer that cannot be reached costs one timeout, and one that sends less than 1 MiB/s is left."""
 SKIP_SECONDS: Final = 60.0
 """How long a peer that did not answer is not asked."""
-_STREAMS: Final = 8
+_STREAMS: Final = capacity.PEER_BLOBS.most
 _PIECE: Final = 1 << 20
-_PROBES: Final = 64
+_PROBES: Final = capacity.PROBES.most
 """Peers that are asked at once."""
 _SPARE: Final = 64 << 20
 """Bytes of a model that are in no file."""

@@ -15,7 +15,7 @@ from blobstore.errors import BlobstoreError, UsageError
 from blobstore.serve.access import Access, parse_tokens
 from blobstore.serve.answer import answer
 from blobstore.serve.library import Library
-from blobstore.serve.server import run_server
+from blobstore.serve.server import DRAIN_SECONDS, run_server
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def serve(
     peers: Sequence[str] = (),
     fresh: float = FRESH_SECONDS,
     max_size: int | None = None,
+    drain: float = DRAIN_SECONDS,
     on_ready: Callable[[str], object] = lambda _: None,
     log: Callable[[str], object] | None = None,
 ) -> None:
@@ -65,6 +66,8 @@ def serve(
         fresh: seconds after which ``upstream`` is asked again what a tag is, and whether a client may read it.
         max_size: bytes that the models of ``upstream`` may have in the store; those that were not used for
             the longest time are removed. None for no limit.
+        drain: seconds after which the process has ended that was asked to stop; until then, responses that are
+            being sent go on.
         on_ready: called with the server's address, once the port is open.
         log: called with lines of JSON for requests and errors.
 
@@ -128,6 +131,7 @@ def serve(
             on_ready=on_ready,
             tidy=library.release_idle,
             log=log,
+            drain=drain,
         )
 
 

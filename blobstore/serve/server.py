@@ -1,7 +1,11 @@
 """The server: sockets, threads and time around :func:`~blobstore.serve.answer.answer`.
 
 This is the only module that imports aiohttp, whose low-level server parses requests and keeps connections. It
-finishes the responses that are being sent when it is asked to stop.
+finishes the responses that are being sent when it is asked to stop, as far as they are in time.
+
+A request has two ends besides its own: aiohttp cancels its task when the client leaves, and so does a deadline
+that only bytes which are sent move. All that is done for a client is awaited in that task, so nothing here or
+below waits for a client, a thread or another server for ever.
 """
 
 from __future__ import annotations
@@ -9,16 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from blobstore.core import interrupts
+from blobstore.core import capacity, interrupts
 from blobstore.core.escape import escape
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
@@ -27,6 +28,8 @@ from blobstore.serve.body import BodySender
 from blobstore.serve.library import NotFetched, NotPrepared, UnknownSource
 from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
+from blobstore.serve.shared_work import Busy, SharedWork
+from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     Log = Callable[[str], object]
     """Writes lines of a log. It is called on a thread of its own."""
 
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = capacity.CONNECTIONS.most
 _OTHER_FILES = 64
 """Files that are open in any case. A connection needs two more: its socket, and the blob that is sent."""
 MAX_HEAD = 16 << 10
@@ -53,22 +56,21 @@ MAX_BODY = 1 << 20
 IDLE_SECONDS = 75.0
 """How long a connection may say nothing, before its first request too."""
 BODY_SECONDS = 30.0
+STALL_SECONDS = 120.0
+"""How long a request may take in which no byte is sent. A window of :mod:`blobstore.serve.body` is sent in one go."""
+DRAIN_SECONDS = 30.0
+"""How long a server that is asked to stop may take."""
+_CLEANUP_SECONDS = 2.0
+"""Of that, what remains when the responses have ended or are broken off."""
+_BREAK_SECONDS = 0.2
 PATIENCE_SECONDS = 8.0
 """How long a client waits for a model that is not prepared. Those of the Hub give up after ten."""
 _RETRY_AFTER = "5"
 _STEPS = 16
 """How often one request may need something else that is not prepared."""
-_PREPARERS = 4
-"""Models that are prepared at once. Those that are sent already have other threads."""
-_WAITERS = 64
-"""Threads that wait for other servers, so that no model of the store waits for these."""
-_MAX_PREPARING = 1000
-"""Work that is begun or waits, beyond which no other server is asked."""
 _CLIENT_LEFT = 499
 """What nginx logs, too, if there was nobody to send a response to."""
 _LOG_SECONDS = 0.25
-_WATCH_SECONDS = 0.25
-"""Between two looks at a manifest that a client waits for."""
 _TIDY_SECONDS = 30.0
 _HEADERS = (
     *("range", "if-range", "if-none-match", "host", "authorization", "accept"),
@@ -87,25 +89,38 @@ class _Exchange:
     sent: int = 0
     """Bytes of the body."""
     begun: float = field(default_factory=time.monotonic)
+    deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(STALL_SECONDS))
+
+    def add(self, size: int) -> None:
+        """Note that bytes of the body were sent, which gives the client time for the next ones."""
+        self.sent += size
+        self.deadline.reschedule(asyncio.get_running_loop().time() + STALL_SECONDS)
 
 
 class Server:
     """A server while it runs."""
 
-    def __init__(self, store: LocalStore, log: Log | None, *, in_threads: bool = False) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        log: Log | None,
+        *,
+        in_threads: bool = False,
+        drain: float = DRAIN_SECONDS,
+    ) -> None:
         """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
 
-        With ``in_threads``, requests are answered on threads, because that takes its time.
+        With ``in_threads``, requests are answered on threads, because that takes its time. When the server is asked
+        to stop, responses that take longer than ``drain`` seconds from then are broken off.
         """
-        self._in_threads = in_threads
-        threads = max(4, min(16, 2 * (os.cpu_count() or 1)))
+        self._in_threads, self._drain = in_threads, drain
         self.metrics = Metrics()
-        self._executor = ThreadPoolExecutor(threads, "serve")
-        self._preparers = ThreadPoolExecutor(_PREPARERS, "prepare")
-        self._waiters = ThreadPoolExecutor(_WAITERS, "wait")
+        self._answers = SharedWork(capacity.ANSWER)
+        self._preparations = SharedWork(capacity.PREPARE)
+        self._fetches = SharedWork(capacity.FETCH)
+        self._watches = Watches()
         self._blobs = BlobReader(store, self._count_verified)
-        self._sender = BodySender(self._blobs, self._executor)
-        self._preparing: dict[object, asyncio.Future[Any]] = {}
+        self._sender = BodySender(self._blobs)
         self._log = log
         self._lines: deque[str] = deque()
         self._connections: Callable[[], int] = lambda: 0
@@ -118,7 +133,7 @@ class Server:
         on_ready: Callable[[], object],
         tidy: Callable[[], object],
     ) -> None:
-        """Serve until the process is asked to stop, and finish what was begun.
+        """Serve until the process is asked to stop, and finish what was begun, as far as it is in time.
 
         ``tidy`` is called from time to time on a thread.
         """
@@ -129,6 +144,7 @@ class Server:
 
         manager = web.Server(
             handle,
+            handler_cancellation=True,
             access_log=None,
             logger=_ErrorLog(self._note),
             keepalive_timeout=IDLE_SECONDS,
@@ -155,31 +171,52 @@ class Server:
             on_ready()
             await _until(interrupts.is_requested)
         finally:
+            if request := interrupts.signal_name():
+                # Whatever blocks a thread: a disk, a log that nobody reads.
+                interrupts.exit_after(self._drain)
+                self._note(stopping=request, open_requests=self.metrics.open_requests)
             listening.close()
             manager.pre_shutdown()  # closes what is idle, and the others after their response
-            await _until(lambda: not self.metrics.open_requests)
-            await manager.shutdown(1)
+            self._watches.close()
+            await self._idle(self._drain - _CLEANUP_SECONDS)
+            await manager.shutdown(_BREAK_SECONDS)  # breaks off the others
+            await self._idle(_BREAK_SECONDS)
             for chore in chores:
                 chore.cancel()
-            for executor in (self._executor, self._preparers):
-                shutdown = partial(executor.shutdown, cancel_futures=True)
-                await loop.run_in_executor(None, shutdown)
-            # The caller ends what these do.
-            self._waiters.shutdown(wait=False, cancel_futures=True)
+            for work in (self._sender, self._answers, self._preparations, self._fetches):
+                work.close()
             self._blobs.save()
             self._flush()
 
+    async def _idle(self, seconds: float) -> None:
+        """Wait until no request is answered any more, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(seconds, 0)):
+                await _until(lambda: not self.metrics.open_requests)
+
     async def _handle(self, raw: web.BaseRequest, answer: Answer) -> web.StreamResponse:
-        """Answer a request, and note what came of it."""
+        """Answer a request, and note what came of it. Raises ConnectionError if the client has not got all of it."""
         exchange = _Exchange(Request(raw.method, raw.raw_path, _headers_of(raw)))
+        transport = raw.transport
         self.metrics.open_requests += 1
+        is_sent = False
         try:
-            return await self._answer(raw, exchange, answer)
-        except (ConnectionError, asyncio.CancelledError):
-            self.metrics.broken += 1
-            exchange.status = exchange.status or _CLIENT_LEFT
-            raise
+            async with exchange.deadline:
+                response = await self._answer(raw, exchange, answer)
+                await response.write_eof()
+                is_sent = True
+                return response
+        except Exception as error:
+            if exchange.deadline.expired() and transport is not None:
+                transport.abort()
+            # The library, the loop and the system each say in another way that a connection has ended.
+            elif not (transport is None or transport.is_closing()):
+                raise
+            raise ConnectionResetError("the client has left, or is too slow") from error
         finally:
+            if not is_sent:
+                self.metrics.broken += 1
+                exchange.status = exchange.status or _CLIENT_LEFT
             self.metrics.open_requests -= 1
             self.metrics.bytes_sent += exchange.sent
             self.metrics.requests[_known_method(raw.method), exchange.status] += 1
@@ -190,28 +227,33 @@ class Server:
     ) -> web.StreamResponse:
         from aiohttp import web
 
+        transport = raw.transport
+        if transport is None:
+            raise ConnectionResetError("the client has left")
+        transport.set_write_buffer_limits(0)  # what is written has left this process
         if raw.method == "POST":
             body = await self._body(raw)
             if body is None:
                 exchange.status = 413
-                return web.Response(status=413)
+                return await _begun(raw, web.Response(status=413))
             exchange.request = replace(exchange.request, body=body)
         response = await self._response(exchange.request, answer)
         if response.wait is not None:
-            response = await self._awaited(raw, exchange.request, response, answer)
+            response = await self._awaited(exchange.request, response, answer)
         if any(not isinstance(part, bytes) for part in response.parts):
             response = await self._checked(exchange.request, response)
         exchange.status = response.status
         if all(isinstance(part, bytes) for part in response.parts):
-            body = b"".join(cast("Sequence[bytes]", response.parts))
-            exchange.sent = len(body)
-            return web.Response(status=response.status, headers=_named(response), body=body or None)
-        stream = web.StreamResponse(status=response.status, headers=_named(response))
-        await stream.prepare(raw)
-        if raw.transport is None:
-            raise ConnectionResetError("the client has left")
-        await self._send(exchange, response, stream, raw.transport)
-        await stream.write_eof()
+            data = b"".join(cast("Sequence[bytes]", response.parts))
+            exchange.sent = len(data)
+            headers = _named(response)
+            return await _begun(
+                raw, web.Response(status=response.status, headers=headers, body=data or None)
+            )
+        stream = await _begun(
+            raw, web.StreamResponse(status=response.status, headers=_named(response))
+        )
+        await self._send(exchange, response, stream, transport)
         return stream
 
     async def _send(
@@ -221,98 +263,69 @@ class Server:
         stream: web.StreamResponse,
         transport: asyncio.Transport,
     ) -> None:
-        """Send the body of a response, or end the connection. Raises ConnectionError."""
+        """Send the body of a response, or end the connection."""
 
         def count(size: int) -> None:
-            exchange.sent += size
+            exchange.add(size)
             response.in_use()
 
         try:
             await self._sender.send(response.parts, stream, transport, count)
-        except BlobstoreError as error:
+        except (ConnectionError, TimeoutError):
+            raise
+        except (BlobstoreError, Busy, OSError) as error:
+            if transport.is_closing():
+                raise
             # What was sent is right, so the client may go on there when the blob is repaired.
+            if not isinstance(error, BlobstoreError):
+                error = BlobstoreError(f"a blob cannot be read: {error}")
             self._note_error(exchange.request, error)
             transport.close()
-            raise ConnectionResetError("a blob is damaged") from error
-        except ConnectionError:
             raise
-        except TimeoutError:
-            transport.abort()
-            raise ConnectionResetError("the client is too slow") from None
-        except OSError as error:
-            self._note_error(exchange.request, BlobstoreError(f"a blob cannot be read: {error}"))
-            transport.close()
-            raise ConnectionResetError("a blob cannot be read") from error
 
     async def _checked(self, request: Request, response: Response) -> Response:
         """Return the response, or that of an error if its first blob is missing or damaged."""
         try:
             await self._sender.first(response.parts)
+        except Busy:
+            return _busy(request)
         except BlobstoreError as error:
             return self._failed(request, error)
         return response
 
-    async def _awaited(
-        self, raw: web.BaseRequest, request: Request, response: Response, answer: Answer
-    ) -> Response:
+    async def _awaited(self, request: Request, response: Response, answer: Answer) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
         end = None
         while (wait := response.wait) is not None:
             end = end or time.monotonic() + wait.seconds
-            while not wait.is_over():
-                has_left = raw.transport is None or raw.transport.is_closing()
-                if time.monotonic() >= end or has_left or interrupts.is_requested():
-                    return response
-                await asyncio.sleep(_WATCH_SECONDS)
+            if not await self._watches.wait(wait.is_over, end - time.monotonic()):
+                return response
             response = await self._response(request, answer)
         return response
 
     async def _response(self, request: Request, answer: Answer) -> Response:
         """Return the response to a request, after preparing what it needs."""
-        for _ in range(_STEPS):
-            try:
-                if not self._in_threads:
-                    return answer(request, self._metrics_text)
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(
-                    self._executor, answer, request, self._metrics_text
-                )
-            except NotPrepared as first:
-                future = self._prepared(first)
-                if future is None:
-                    break
-                done, _ = await asyncio.wait([future], timeout=PATIENCE_SECONDS)
-                if not done:
-                    break
+        with contextlib.suppress(Busy, TimeoutError):
+            for _ in range(_STEPS):
                 try:
-                    future.result()
+                    if not self._in_threads:
+                        return answer(request, self._metrics_text)
+                    return await self._answers.call(answer, request, self._metrics_text)
+                except NotPrepared as first:
+                    try:
+                        await self._prepare(first)
+                    except BlobstoreError as error:
+                        return self._failed(request, error)
                 except BlobstoreError as error:
                     return self._failed(request, error)
-            except BlobstoreError as error:
-                return self._failed(request, error)
-        message = "the model is being prepared; ask again in a moment"
-        return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
+        return _busy(request)
 
-    def _prepared(self, first: NotPrepared) -> asyncio.Future[Any] | None:
-        """Return the work that has to be done, which all requests share; None if there is too much of it."""
-        running = self._preparing.get(first.key)
-        if running is None:
-            is_elsewhere = isinstance(first, NotFetched)
-            if is_elsewhere and len(self._preparing) >= _MAX_PREPARING:
-                return None
-            self.metrics.prepared += not isinstance(first, UnknownSource)
-            loop = asyncio.get_running_loop()
-            executor = self._waiters if is_elsewhere else self._preparers
-            running = loop.run_in_executor(executor, first.prepare)
-            self._preparing[first.key] = running
-
-            def forget(done: asyncio.Future[Any]) -> None:
-                del self._preparing[first.key]
-                if not done.cancelled():
-                    done.exception()
-
-            running.add_done_callback(forget)
-        return running
+    async def _prepare(self, first: NotPrepared) -> None:
+        """Wait for the work that has to be done, which all requests share. Raises Busy, TimeoutError, or as that."""
+        work = self._fetches if isinstance(first, NotFetched) else self._preparations
+        self.metrics.prepared += not (isinstance(first, UnknownSource) or work.has(first.key))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await work.result(first.key, first.prepare)
 
     def _failed(self, request: Request, error: BlobstoreError) -> Response:
         """Return the response to a request that an error of the store has stopped."""
@@ -436,6 +449,12 @@ class _Refusal(asyncio.Protocol):
         stream.close()
 
 
+async def _begun(raw: web.BaseRequest, response: web.StreamResponse) -> web.StreamResponse:
+    """Return a response whose head is on its way, or waits for the beginning of the body."""
+    await response.prepare(raw)
+    return response
+
+
 def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
     found = {name: value for name in _HEADERS if (value := raw.headers.get(name)) is not None}
     if "accept" in found:  # some clients send a line for each type
@@ -445,6 +464,11 @@ def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
         name: value.encode(errors="surrogateescape").decode(errors="replace")
         for name, value in found.items()
     }
+
+
+def _busy(request: Request) -> Response:
+    message = "the model is being prepared; ask again in a moment"
+    return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
 
 
 def _named(response: Response) -> dict[str, str]:
@@ -490,6 +514,7 @@ def run_server(
     tidy: Callable[[], object] = lambda: None,
     log: Log | None = None,
     in_threads: bool = False,
+    drain: float = DRAIN_SECONDS,
 ) -> None:
     """Serve until the process is asked to stop.
 
@@ -502,6 +527,7 @@ def run_server(
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
         in_threads: call ``answer`` on threads, because it takes its time.
+        drain: seconds that responses may take after that.
 
     Raises:
         MissingLibrary: aiohttp is not installed.
@@ -515,7 +541,7 @@ def run_server(
     async def run(listener: socket.socket) -> None:
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
-        await Server(store, log, in_threads=in_threads).run(
+        await Server(store, log, in_threads=in_threads, drain=drain).run(
             answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
         )
 

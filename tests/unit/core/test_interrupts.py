@@ -255,3 +255,16 @@ print("goes on", flush=True)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGTERM
     assert ended.stdout == b"begins\ncleans up\n"
+
+
+def test_a_clean_up_that_is_blocked_does_not_keep_a_program_from_ending() -> None:
+    result = _run(
+        """
+assert interrupts.signal_name() == ""
+send(signal.SIGTERM)
+assert interrupts.signal_name() == "SIGTERM"
+interrupts.exit_after(0.01)
+threading.Event().wait()
+"""
+    )
+    assert (result.returncode, result.stderr) == (143, "")

@@ -6,9 +6,12 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from blobstore.core import capacity
+from blobstore.core.capacity import Capacity
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
 from blobstore.registry.client import RegistryClient
@@ -220,6 +223,32 @@ def test_rejected_token_is_replaced_once_for_all_threads() -> None:
 
     assert replaced == ["Bearer t2"] * 8
     assert len(realm.requests) == 2
+
+
+@pytest.mark.parametrize("row", [capacity.TOKEN, capacity.TRIAL])
+@pytest.mark.parametrize("more", [1, 40])
+def test_threads_beyond_the_one_that_asks_wait_for_what_it_learns(row: Capacity, more: int) -> None:
+    realm = Realm()
+    authorizer = realm.authorizer()
+    is_token = row is capacity.TOKEN
+    challenge = BEARER if is_token else Challenge("basic")
+    authorizer.learn(challenge, PULL, None)
+    trying = threading.Semaphore(row.most)
+    accepted = threading.Event()
+
+    def send(_: int) -> str | None:
+        with authorizer.authorized(PULL) as header:
+            if not is_token and not accepted.is_set():
+                assert trying.acquire(blocking=False), "two try a password at once"
+                accepted.set()
+                trying.release()
+                authorizer.judge(header, 200)
+            return header
+
+    with ThreadPoolExecutor(row.most + more) as threads:
+        headers = set(threads.map(send, range(row.most + more)))
+    assert headers == ({"Bearer t1"} if is_token else {LOGIN.basic})
+    assert len(realm.requests) == is_token
 
 
 def test_scopes_that_the_registry_asks_for_are_added() -> None:

@@ -1,0 +1,57 @@
+"""All that is counted while a server answers, or while a remote is read: threads, connections, jobs and buffers.
+
+No client may stop the others, so each row says what happens when it is full, and three rules hold:
+
+- A task that has a part of a row never waits for another part of it.
+- What a client waits for ends when the client leaves, or when nothing has moved for a while. One place sees to
+  that: :meth:`blobstore.serve.server.Server.run` asks aiohttp to cancel what it does for a client that leaves, and
+  every request runs under one deadline, which only bytes that are sent move.
+- Work on threads has no client. All who need it share it, and it is not begun if they have left by then.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal, NamedTuple
+
+
+class Capacity(NamedTuple):
+    """How many there are of something, and what happens to one more."""
+
+    most: int
+    when_full: Literal["refused", "queued", "yields"]
+    """Refused at once; or waits for its turn; or the one that did nothing for the longest time is ended for it."""
+    what: str
+
+    def executor(self) -> ThreadPoolExecutor:
+        """Return so many threads, which begin when there is work."""
+        return ThreadPoolExecutor(self.most, self.what.partition(" ")[0])
+
+
+# A server
+CONNECTIONS: Final = Capacity(4096, "refused", "connections that are open")
+JOBS: Final = Capacity(1000, "refused", "jobs of a kind of work that are begun or wait")
+ANSWER: Final = Capacity(8, "queued", "answers that take their time")
+SEND: Final = Capacity(
+    8, "queued", "sends: reads of files, and pieces of frozen blobs that are decoded"
+)
+VERIFY: Final = Capacity(4, "queued", "verifications of blobs before they are sent")
+PREPARE: Final = Capacity(4, "queued", "preparations of models of the store")
+FETCH: Final = Capacity(64, "queued", "fetches: questions to other servers, and waits for these")
+WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")
+DECODED: Final = Capacity(32, "yields", "decoded pieces of frozen blobs that are being sent")
+DOWNLOADS: Final = Capacity(8, "queued", "downloads: files of a model that are fetched at once")
+PROBES: Final = Capacity(64, "queued", "probes: peers that are asked for a model at once")
+PEER_BLOBS: Final = Capacity(8, "queued", "blobs that are fetched from peers for a model at once")
+
+# Models of other servers and of object storage
+RANGES: Final = Capacity(16, "queued", "ranges of blobs that a load reads at once")
+HEADERS: Final = Capacity(8, "queued", "headers that are read at once when a model is opened")
+CATALOG: Final = Capacity(8, "queued", "names that a list of models reads at once")
+TAGS: Final = Capacity(8, "queued", "tags of a registry that a list reads at once")
+KEPT: Final = Capacity(1, "queued", "kept: loads whose blobs get their names in the background")
+TRIAL: Final = Capacity(1, "queued", "trials of a password that a registry has not accepted yet")
+TOKEN: Final = Capacity(1, "queued", "tokens that are fetched from a registry at once")
+
+ALL: Final = {name: value for name, value in globals().items() if isinstance(value, Capacity)}
+"""The table, which tests go through."""

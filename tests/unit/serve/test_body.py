@@ -1,0 +1,113 @@
+"""Bodies that are sent to many clients at once, to slow ones, and to some that leave. The model is frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.core import capacity
+from blobstore.operations.create.create import create
+from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.store.local import LocalStore
+from tests.support.models import write_folder
+from tests.support.serve_process import SECONDS, Serving, connect, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+FILE = "/model/resolve/main/model.safetensors"
+REQUEST = f"GET {FILE} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+
+
+def frozen(store: LocalStore, folder: Path, values: int) -> bytes:
+    """Add a frozen model of one tensor, whose blob is larger than a piece, and return its file."""
+    weights = np.random.default_rng(0).standard_normal((values // 1024, 1024), dtype=np.float32)
+    source = write_folder(folder / "source", {"weight": weights})
+    create(source, "model", store=store)
+    freeze_models(["model"], store=store)
+    return (source / "model.safetensors").read_bytes()
+
+
+def received(client: socket.socket) -> bytes:
+    """Return the body of the response that a connection gets, or its beginning if it is broken off."""
+    data = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while piece := client.recv(1 << 20):
+            data += piece
+    return bytes(data).partition(b"\r\n\r\n")[2]
+
+
+@contextlib.contextmanager
+def asked(server: Serving, count: int) -> Iterator[list[socket.socket]]:
+    """Give a block so many connections that have asked for the file, and read nothing yet."""
+    with contextlib.ExitStack() as held:
+        clients = [held.enter_context(connect(server)) for _ in range(count)]
+        for client in clients:
+            client.sendall(REQUEST)
+        yield clients
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_more_clients_than_pieces_get_a_frozen_model(
+    store: LocalStore, tmp_path: Path, more: int
+) -> None:
+    data = frozen(store, tmp_path, 1 << 19)
+    count = capacity.DECODED.most + more
+    with serving(store, tmp_path) as server, asked(server, count) as clients:
+        with ThreadPoolExecutor(count) as threads:
+            assert all(body == data for body in threads.map(received, clients))
+        assert server.request(FILE)[2] == data
+
+
+def test_clients_that_leave_give_their_pieces_back(store: LocalStore, tmp_path: Path) -> None:
+    data = frozen(store, tmp_path, 1 << 20)
+    with serving(store, tmp_path) as server:
+        with asked(server, capacity.DECODED.most + 40) as clients:
+            for client in clients:
+                client.recv(100)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for _ in range(2):
+            assert server.request(FILE)[2] == data
+        assert not [entry for entry in server.log() if "error" in entry]
+
+
+def test_clients_that_take_nothing_yield_their_pieces(store: LocalStore, tmp_path: Path) -> None:
+    # The file is larger than what the system takes for a client that reads nothing.
+    data = frozen(store, tmp_path, 6 << 20)
+    limits = {"body._DECODED": 2, "body._GRACE_SECONDS": 0.05}
+    with (
+        serving(store, tmp_path, limits=limits) as server,
+        asked(server, 3) as silent,
+    ):
+        assert server.request(FILE)[2] == data
+        assert server.metric("broken_responses_total") >= 1  # of those who read nothing
+        for client in silent:
+            assert data.startswith(received(client))
+
+
+def test_a_server_ends_in_time_whatever_clients_do(store: LocalStore, tmp_path: Path) -> None:
+    frozen(store, tmp_path, 6 << 20)
+    limits = {
+        "server.STALL_SECONDS": 10 * SECONDS,
+        "server.IDLE_SECONDS": 10 * SECONDS,
+        "server._CLEANUP_SECONDS": 59.9,  # so that the responses have a tenth of a second
+    }
+    with (
+        serving(store, tmp_path, "--drain=60", limits=limits) as server,
+        asked(server, 2) as silent,
+        connect(server) as slow,
+    ):
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: loc")  # a head without an end
+        assert silent[0].recv(100)
+        assert server.stop() == 143
+        entry = server.wait_for_log("stopping")
+        assert entry["stopping"] == "SIGTERM"
+        assert entry["open_requests"] >= 1
+        lines = server.log_file.read_text().splitlines()
+        assert all(line.startswith("{") for line in lines)

@@ -1,0 +1,162 @@
+"""Work that requests share, with more of it than there are threads, and with clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+
+import pytest
+
+from blobstore.core import capacity
+from blobstore.core.capacity import Capacity
+from blobstore.serve.shared_work import Busy, SharedWork
+
+ROWS = ("ANSWER", "SEND", "VERIFY", "PREPARE", "FETCH", "WATCH")
+SECONDS = 120.0
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(SECONDS):
+            await test
+
+    asyncio.run(limited())
+
+
+async def begun(tasks: Sequence[object]) -> None:
+    """Let tasks run until they wait."""
+    for _ in tasks:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("more", [1, 40])
+def test_work_beyond_the_threads_is_done_in_its_turn(name: str, more: int) -> None:
+    row = capacity.ALL[name]
+
+    async def test() -> None:
+        work, go_on = SharedWork(row), threading.Event()
+
+        def job(number: int) -> int:
+            assert go_on.wait(SECONDS)
+            return number
+
+        numbers = range(row.most + more)
+        tasks = [asyncio.create_task(work.result(one, job, one)) for one in numbers]
+        await begun(tasks)
+        go_on.set()
+        assert await asyncio.gather(*tasks) == list(numbers)
+        work.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("more", [1, 40])
+def test_work_is_not_begun_for_clients_that_have_left(name: str, more: int) -> None:
+    row = capacity.ALL[name]
+
+    async def test() -> None:
+        work, go_on, done = SharedWork(row), threading.Event(), list[int]()
+        all_run = threading.Barrier(row.most + 1)
+
+        def job(number: int) -> int:
+            all_run.wait(SECONDS)
+            assert go_on.wait(SECONDS)
+            done.append(number)
+            return number
+
+        numbers = range(row.most + more)
+        tasks = [asyncio.create_task(work.result(one, job, one)) for one in numbers]
+        await begun(tasks)
+        await asyncio.to_thread(all_run.wait, SECONDS)  # all threads are busy
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(work.has(one) == (one < row.most) for one in numbers)
+        go_on.set()
+        assert await work.call(lambda: 7) == 7  # the threads serve others
+        while any(map(work.has, numbers)):  # noqa: ASYNC110 - nothing else reports it
+            await asyncio.sleep(0)
+        assert sorted(done) == list(range(row.most))
+        work.close()
+
+    run(test())
+
+
+def test_work_of_one_key_is_done_once_for_all_who_wait_for_it() -> None:
+    async def test() -> None:
+        work, go_on, calls = SharedWork(Capacity(1, "queued", "tests")), threading.Event(), []
+
+        def job() -> int:
+            calls.append(1)
+            assert go_on.wait(SECONDS)
+            return len(calls)
+
+        tasks = [asyncio.create_task(work.result("key", job)) for _ in range(5)]
+        await begun(tasks)
+        tasks[0].cancel()  # the others still wait
+        go_on.set()
+        assert await asyncio.gather(*tasks[1:]) == [1, 1, 1, 1]
+        assert await work.result("key", job) == 2
+        work.close()
+
+    run(test())
+
+
+def test_who_comes_after_all_others_have_left_gets_the_work_all_the_same() -> None:
+    async def test() -> None:
+        work, go_on = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+        first = asyncio.create_task(work.result("first", go_on.wait, SECONDS))
+        second = asyncio.create_task(work.result("second", lambda: 2))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        again = asyncio.create_task(work.result("second", lambda: 3))
+        await asyncio.sleep(0)
+        go_on.set()
+        assert (await first, await again) == (True, 3)
+        work.close()
+
+    run(test())
+
+
+def test_an_error_reaches_all_who_wait() -> None:
+    async def test() -> None:
+        work = SharedWork(Capacity(1, "queued", "tests"))
+
+        def fail() -> None:
+            raise OSError("no disk")
+
+        tasks = [asyncio.create_task(work.result("key", fail)) for _ in range(2)]
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in errors] == ["no disk", "no disk"]
+        work.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_work_beyond_the_limit_of_jobs_is_refused(more: int) -> None:
+    most = capacity.JOBS.most
+
+    async def test() -> None:
+        work, go_on = SharedWork(Capacity(1, "queued", "tests")), threading.Event()
+
+        def job() -> bool:
+            return go_on.wait(SECONDS)
+
+        tasks = [asyncio.create_task(work.result(number, job)) for number in range(most + more)]
+        await begun(tasks)
+        await asyncio.sleep(0)
+        refused = [task for task in tasks if task.done() and isinstance(task.exception(), Busy)]
+        assert refused == tasks[most:]
+        joined = asyncio.create_task(work.result(most - 1, job))  # it waits already
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await joined
+        await asyncio.gather(*tasks[:most])
+        work.close()
+
+    run(test())
