@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,13 +32,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import IO
 
-_COMMANDS = (
-    *("create", "ingest", "list", "show", "info", "find", "cat"),
-    *("verify", "export", "link", "compare", "inspect", "convert"),
-    *("rm", "cp", "tag", "mv", "history", "restore", "du", "page", "diff", "gc", "repair"),
-    *("freeze", "thaw", "pack", "unpack", "push", "pull", "follow", "lock", "sync"),
-    *("login", "logout", "sign", "run", "serve", "bench", "completion"),
-)
+GROUPS = {
+    "Import models": ("create", "ingest", "inspect", "convert"),
+    "Look at models": (*("list", "show", "info", "cat", "find", "du", "page", "diff", "compare"),),
+    "Use models": ("run", "link", "export", "serve", "bench"),
+    "Manage names": ("cp", "tag", "mv", "history", "restore", "rm"),
+    "Keep a store in order": ("verify", "repair", "gc", "freeze", "thaw", "sign"),
+    "Move models": (
+        *("push", "pull", "login", "logout", "lock", "sync", "follow", "pack", "unpack"),
+    ),
+    "Shell": ("completion",),
+}
+"""The commands under the headings of the help, as the table and the navigation of the documents have them."""
+_COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 _ALIASES = {"ls": "list", "df": "du", "log": "history", "search": "find", "describe": "info"}
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -122,6 +129,16 @@ class _UsageError(click.UsageError):
 class _Program(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(_COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        longest = max(map(len, _COMMANDS))
+        limit = formatter.width - 6 - longest
+        for heading, names in GROUPS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(n.ljust(longest), one.get_short_help_str(limit)) for n, one in found if one]
+                )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         name = _ALIASES.get(cmd_name, cmd_name)

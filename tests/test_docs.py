@@ -12,7 +12,7 @@ import click
 import pytest
 
 import blobstore
-from blobstore.cli.main import program
+from blobstore.cli.main import GROUPS, program
 from tests.faults.processes import workspace
 from tests.support.objects import ObjectServer
 from tests.support.ports import free_port
@@ -154,12 +154,30 @@ def test_every_command_has_an_example_and_a_page() -> None:
     }
 
 
-def test_every_page_of_commands_is_in_the_navigation_and_in_the_table_of_tasks() -> None:
-    table = (ROOT / COMMANDS / "index.md").read_text(encoding="utf-8")
-    written = set((ROOT / COMMANDS).glob("*.md"))
-    linked = {ROOT / COMMANDS / page for page in re.findall(r"\]\(([\w-]+\.md)\)", table)}
-    assert written == set(pages(COMMANDS))
-    assert written == linked | {ROOT / COMMANDS / "index.md"}
+def test_the_help_the_table_of_tasks_and_the_navigation_have_the_same_groups() -> None:
+    def grouped(heading: str, page: str, text: str) -> dict[str, tuple[str, ...]]:
+        """Return the commands of the pages under each heading."""
+        found: dict[str, tuple[str, ...]] = {}
+        name = ""
+        for match in re.finditer(f"{heading}|{page}", text):
+            name = match["heading"] or name
+            if match["page"]:
+                found[name] = (*found.get(name, ()), *match["page"].split("-"))
+        return found
+
+    table = (ROOT / COMMANDS / "index.md").read_text(encoding="utf-8").split("\n## ")[0]
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("commands/index.md")[1]
+    page = r"(?P<page>[a-z-]+)\.md"
+    of_table = grouped(r"(?m:^\| (?P<heading>[A-Z][\w ]+) \|)", rf"\]\({page}\)", table)
+    of_site = grouped(r"- (?P<heading>[A-Z][\w ]+):", f"reference/commands/{page}", navigation)
+    ours = {heading: tuple(names) for heading, names in GROUPS.items()}
+
+    assert of_table == ours
+    assert of_site == ours
+    assert list(of_table) == list(of_site) == list(ours)
+    assert {path.name for path in (ROOT / COMMANDS).glob("*.md")} == {
+        path.name for path in pages(COMMANDS)
+    }
 
 
 @pytest.mark.parametrize("place", python_examples())
