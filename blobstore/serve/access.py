@@ -51,6 +51,11 @@ class Access:
             )
         return None
 
+    @staticmethod
+    def has_token(request: Request) -> bool:
+        """Return whether a client has a token or a password; who passes :meth:`refusal` has a right one."""
+        return bool(_presented(request))
+
     def upstream_token(self, request: Request) -> str:
         """Return the token that a client has for an upstream; empty if it has none, or one that is malformed.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from blobstore.serve.hub import ROUTES, hub_response
+from blobstore.serve.hub import ROUTES, hub_response, whoami
 from blobstore.serve.hub_routes import READS
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.metrics import METRICS_TYPE
@@ -54,10 +54,8 @@ def answer(
         return bytes_response(request, b"ok\n")
     if (refused := access.refusal(request, target)) is not None:
         return refused
-    if target.segments == ("",):
-        return bytes_response(request, _WELCOME)
-    if target.segments == ("metrics",):
-        return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
+    if (page := _page(request, target, access, metrics)) is not None:
+        return page
     call = _understood(request, target)
     if isinstance(call, Response):
         return call
@@ -82,6 +80,21 @@ def _in_origin_form(request: Request) -> Request:
     if host is None:
         return request
     return replace(request, target=target, headers={**request.headers, "host": host})
+
+
+def _page(
+    request: Request, target: Target, access: Access, metrics: Callable[[], str]
+) -> Response | None:
+    """Return the response to a request that is about no model; None for others."""
+    if request.method not in READS:
+        return None
+    if target.segments == ("",):
+        return bytes_response(request, _WELCOME)
+    if target.segments == ("metrics",):
+        return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
+    if target.segments == ("api", "whoami-v2"):
+        return whoami(request, has_token=access.has_token(request))
+    return None
 
 
 def _understood(request: Request, target: Target) -> Call | Response | None:

@@ -12,7 +12,7 @@ from blobstore.serve.answer import answer
 from blobstore.serve.library import Library, NotPrepared
 from blobstore.serve.messages import Request
 from blobstore.store.local import LocalStore
-from tests.support.serve import ask, body_of
+from tests.support.serve import ask, body_of, json_of
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,20 @@ def test_the_root_says_what_the_server_is(library: Library) -> None:
     assert ask(library, "/", access=Access(tokens=[b"a-long-token"])).status == 401
 
 
+def test_a_token_has_an_owner_if_the_server_takes_it(library: Library) -> None:
+    access, target = Access(tokens=[b"a-long-token"]), "/api/whoami-v2"
+    right, wrong = {"authorization": "Bearer a-long-token"}, {"authorization": "Bearer hf_wrong"}
+    owner = json_of(ask(library, target, headers=right, access=access))
+    assert (owner["type"], owner["name"]) == ("user", "blobstore")
+    assert owner["auth"]["accessToken"] == {"displayName": "blobstore", "role": "read"}
+    assert ask(library, target, headers=wrong, access=access).status == 401
+    assert ask(library, target, access=access).status == 401
+    # A server without tokens takes any, and says so to nobody who has none.
+    assert ask(library, target, headers=wrong).status == 200
+    assert ask(library, target).status == 401
+    assert ask(library, target, "POST", headers=right, access=access).status == 405
+
+
 def test_a_target_may_name_the_host(library: Library) -> None:
     path = "/org/model/resolve/main/config.json"
     expected = ask(library, path)
@@ -61,7 +75,7 @@ def test_an_unknown_address_is_absent(library: Library) -> None:
     for target in (
         "/none",
         "/api",
-        "/api/whoami-v2",
+        "/api/whoami",
         "/favicon.ico",
         "/../x",
         "//",
