@@ -29,6 +29,7 @@ from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, Stor
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.cache_limit import CacheLimit
+from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
 from blobstore.serve.hub_routes import tag_of
 from blobstore.serve.library import MAIN, NotFetched, any_tag, name_of
@@ -192,6 +193,9 @@ class PullThrough:
         if found is None or found[0].host != DEFAULT_HOST:
             return everyone
         repository, revision = found
+        is_choice = is_registry and wants_gguf(request)
+        if is_choice:
+            revision = MAIN
         if not self._library.may_have(repository):
             raise no_model()
         asked = None if revision is None else _asked(repository, revision)
@@ -199,7 +203,7 @@ class PullThrough:
             return self._repository(repository, token, everyone)
         if self._is_settled(asked, everyone):
             return everyone
-        return self._version(asked, token, needs_all=is_registry)
+        return self._version(asked, token, needs_all=is_registry and not is_choice)
 
     def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Visible:
         """Return what a client may read of a version, which is there. Raises as :meth:`visible`."""

@@ -19,6 +19,7 @@ from blobstore.errors import InvalidDigest, InvalidReference
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
+from blobstore.serve.gguf_choice import gguf_choice, wants_gguf
 from blobstore.serve.library import IMAGE, MAIN, repository_of
 from blobstore.serve.messages import (
     Response,
@@ -79,6 +80,8 @@ def _part(
     """Return the response to a request for a manifest or a blob, or for what refers to one."""
     action, what = place
     if action == "manifests":
+        if wants_gguf(request):
+            return gguf_choice(request, repository, what, library)
         return _manifest(request, repository, what, library)
     try:
         digest = Digest.parse(what)
