@@ -107,7 +107,7 @@ def recorded_library(folder: Path) -> Library:
 def load_log(path: Path, library: Library) -> list[dict[str, Any]]:
     """Return the entries of a log, with the commits and manifests that the library has now."""
     text = path.read_text(encoding="utf-8")
-    for real, placeholder in _placeholders(library).items():
+    for real, placeholder in placeholders(library).items():
         text = text.replace(placeholder, real)
     found: list[dict[str, Any]] = json.loads(text)
     return found
@@ -117,7 +117,7 @@ def save_log(name: str, entries: list[dict[str, Any]], library: Library) -> None
     """Write a log. Equal requests are in it once."""
     lines = sorted({json.dumps(entry, sort_keys=True) for entry in entries})
     text = "[\n" + ",\n".join(lines) + "\n]\n"
-    for real, placeholder in _placeholders(library).items():
+    for real, placeholder in placeholders(library).items():
         text = text.replace(real, placeholder)
     (LOGS / f"{name}.json").write_text(text, encoding="utf-8")
 
@@ -131,7 +131,7 @@ def answered(library: Library, entry: dict[str, Any]) -> dict[str, Any]:
     return entry | {"status": response.status, "answer": dict(response.headers)}
 
 
-def _placeholders(library: Library) -> dict[str, str]:
+def placeholders(library: Library) -> dict[str, str]:
     """Return what stands in logs for digests of what this project writes, which may change."""
     found: dict[str, str] = {}
     for reference in sorted(library.store.references()):
