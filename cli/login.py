@@ -34,9 +34,9 @@ def command(registry: str, username: str | None, password_stdin: bool, out: Outp
     helper that Docker's configuration names, or in that file. It is kept only if the registry does
     not refuse it.
     """
+    from blobstore.http.protocol import Login
     from blobstore.registry.client import RegistryClient
     from blobstore.registry.credentials import GivenLogin, LoginFiles, check_user
-    from blobstore.registry.protocol import Login
     from blobstore.registry.reference import host_in, split_scheme
 
     host = host_in(registry)

@@ -23,7 +23,10 @@ from blobstore.errors import (
     RemoteError,
     RemoteRefused,
 )
-from blobstore.registry import protocol, request_rules, upload
+from blobstore.http import protocol
+from blobstore.http.protocol import Reply, Request, TransientError
+from blobstore.http.retry import Patience
+from blobstore.registry import request_rules, upload
 from blobstore.registry.credentials import Credentials, LoginFiles
 from blobstore.registry.manifest import (
     ACCEPTED,
@@ -33,7 +36,6 @@ from blobstore.registry.manifest import (
     RemoteDescriptor,
     RemoteManifest,
 )
-from blobstore.registry.protocol import Reply, Request, TransientError
 from blobstore.registry.reference import (
     check_host,
     check_reference,
@@ -41,7 +43,6 @@ from blobstore.registry.reference import (
     is_repository,
     is_tag,
 )
-from blobstore.registry.retry import Patience
 from blobstore.registry.upload import Upload, UploadSession
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from blobstore.core.rate_limit import RateLimiter
-    from blobstore.registry.request_rules import Rule
+    from blobstore.http.rules import Rule
 
 _ADVANCE: Final = 2**20
 """Bytes of a blob after which earlier failures no longer count."""
@@ -97,7 +98,7 @@ class RegistryClient:
         """
         check_host(host)
         with optional_libraries():  # here: a push to object storage imports this module too
-            from blobstore.registry.transport import Transport
+            from blobstore.http.transport import Transport
         self.host, self._part_size = host, part_size
         known = credentials or LoginFiles()
         api_host = _API_HOSTS.get(host, host)

@@ -25,7 +25,7 @@ from blobstore.core import interrupts, strict_json
 from blobstore.core.escape import escape, quote
 from blobstore.core.files import read_regular, write_file
 from blobstore.errors import BlobstoreError, UsageError
-from blobstore.registry.protocol import IDENTITY_TOKEN, Login
+from blobstore.http.protocol import IDENTITY_TOKEN, Login
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -5,67 +5,27 @@ error. A hint only saves work. If it is refused or fails, the command continues 
 404, and the next needed request shows whether rights are missing. Real registries answer hints with 401, 403,
 405 and 500 where the specification says 404.
 
-Statuses of neither kind are judged by :func:`blobstore.registry.protocol.failure`: some are tried again
-(:data:`TRANSIENT`), all others are final. ``push`` and ``Upload`` fall back after some refusals;
+Statuses of neither kind are judged by :func:`blobstore.http.protocol.failure`: some are tried again
+(:data:`~blobstore.http.rules.TRANSIENT`), all others are final. ``push`` and ``Upload`` fall back after some refusals;
 :func:`is_gone` and :func:`names_missing_blobs` say which.
 """
 
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+from blobstore.http.rules import Rule
 
 if TYPE_CHECKING:
     from blobstore.errors import RemoteError
 
-TRANSIENT: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses after which a request is sent again."""
-HINT_ATTEMPTS: Final = 3
-"""How often a hint is sent at most: what it saves is not worth a long wait."""
-KEEPS_METHOD: Final = frozenset({HTTPStatus.TEMPORARY_REDIRECT, HTTPStatus.PERMANENT_REDIRECT})
-"""Redirects that a request with a body follows, within the registry."""
-ERROR_CODES: Final = frozenset(
-    {
-        "BLOB_UNKNOWN",
-        "BLOB_UPLOAD_INVALID",
-        "BLOB_UPLOAD_UNKNOWN",
-        "DIGEST_INVALID",
-        "MANIFEST_BLOB_UNKNOWN",
-        "MANIFEST_INVALID",
-        "MANIFEST_UNKNOWN",
-        "NAME_INVALID",
-        "NAME_UNKNOWN",
-        "SIZE_INVALID",
-        "UNAUTHORIZED",
-        "DENIED",
-        "UNSUPPORTED",
-        "TOOMANYREQUESTS",
-    }
-)
-"""https://github.com/opencontainers/distribution-spec/blob/v1.1.1/spec.md#error-codes"""
 _UPLOAD_CODES: Final = frozenset({"BLOB_UPLOAD_INVALID", "BLOB_UPLOAD_UNKNOWN"})
 _BLOB_CODES: Final = frozenset({"BLOB_UNKNOWN", "MANIFEST_BLOB_UNKNOWN"})
 _FORM_CODES: Final = frozenset({"MANIFEST_INVALID", "UNSUPPORTED"})
 
-
-class Rule(NamedTuple):
-    """What the responses to one kind of request mean."""
-
-    is_hint: bool
-    success: tuple[int, ...]
-    absent: tuple[int, ...] = ()
-    """The registry does not have it."""
-
-    @property
-    def answers(self) -> tuple[int, ...]:
-        """The statuses that answer the question."""
-        return self.success + self.absent
-
-
 BASE: Final = Rule(is_hint=False, success=(200,))
 """GET /v2/: checks a login."""
-TOKEN: Final = Rule(is_hint=False, success=(200,))
-"""GET or POST at the realm of a challenge."""
 MANIFEST: Final = Rule(is_hint=False, success=(200,), absent=(404,))
 """GET of a manifest."""
 MANIFEST_LOOK: Final = Rule(is_hint=True, success=(200,), absent=(404,))

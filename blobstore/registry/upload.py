@@ -13,15 +13,16 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
-from blobstore.registry import protocol, request_rules
-from blobstore.registry.protocol import Reply, Request, TransientError
+from blobstore.http import protocol
+from blobstore.http.protocol import Reply, Request, TransientError
+from blobstore.registry import request_rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import Digest
-    from blobstore.registry.request_rules import Rule
-    from blobstore.registry.transport import Transport
+    from blobstore.http.rules import Rule
+    from blobstore.http.transport import Transport
 
 PART: Final = 64 * 2**20
 _MAX_FAILURES: Final = 2

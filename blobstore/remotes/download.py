@@ -18,8 +18,8 @@ from blobstore.core.files import write_all
 from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, DamagedSource, RemoteError
+from blobstore.http.protocol import DAMAGED_ADVICE
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.registry.protocol import DAMAGED_ADVICE
 from blobstore.remotes.cold_layers import COLD, decode_base
 
 if TYPE_CHECKING:

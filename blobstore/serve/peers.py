@@ -29,15 +29,15 @@ from blobstore.errors import (
     StoreError,
     UsageError,
 )
+from blobstore.http.protocol import Login
+from blobstore.http.retry import Patience
 from blobstore.manifests.media_types import SOURCE
 from blobstore.manifests.reference import DEFAULT_NAMESPACE, DEFAULT_TAG
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin, LoginFiles
-from blobstore.registry.protocol import Login
 from blobstore.registry.reference import RemoteReference
-from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.remotes.cold_manifests import usable_layers
 from blobstore.remotes.download import Download

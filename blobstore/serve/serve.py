@@ -99,7 +99,7 @@ def serve(
         through = None
         if upstream is not None or peers:
             with optional_libraries():
-                import blobstore.registry.transport  # noqa: F401 - httpx2 is missed here, not by the first request
+                import blobstore.http.transport  # noqa: F401 - httpx2 is missed here, not by the first request
                 from blobstore.serve.peers import Peer
                 from blobstore.serve.pull_through import PullThrough
                 from blobstore.serve.upstream import Upstream

@@ -16,10 +16,10 @@ from blobstore.core import limits, strict_json
 from blobstore.core.escape import quote, quote_place
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
-from blobstore.registry import protocol
-from blobstore.registry.protocol import Request, TransientError
-from blobstore.registry.request_rules import Rule
-from blobstore.registry.retry import Patience
+from blobstore.http import protocol
+from blobstore.http.protocol import Request, TransientError
+from blobstore.http.retry import Patience
+from blobstore.http.rules import Rule
 from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.refusal import REFUSALS, Refusal
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
@@ -28,7 +28,7 @@ from blobstore.sources.sharded import WEIGHTS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from blobstore.registry.retry import Retry
+    from blobstore.http.retry import Retry
 
 PATIENT: Final = Patience(attempts=8, longest=120)
 """How long a fetch waits for an upstream that is busy or gone."""
@@ -110,7 +110,7 @@ class UpstreamClient:
         self._url = upstream.url
         # Not above: a server without an upstream needs no HTTP client.
         with optional_libraries():
-            from blobstore.registry.transport import Transport
+            from blobstore.http.transport import Transport
         self._transport = Transport(
             parts.netloc,
             plain_http=parts.scheme == "http",

@@ -21,7 +21,7 @@ from blobstore.serve.upstream import IMPATIENT, PATIENT, Upstream, UpstreamClien
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from blobstore.registry.retry import Patience
+    from blobstore.http.retry import Patience
     from blobstore.serve.peers import Peers
 
 

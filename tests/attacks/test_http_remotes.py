@@ -16,10 +16,10 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, BlobstoreError, RemoteError
+from blobstore.http.protocol import Login
+from blobstore.http.retry import Patience
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.registry.credentials import LoginFiles
-from blobstore.registry.protocol import Login
-from blobstore.registry.retry import Patience
 from blobstore.store.local import LocalStore
 from tests.support import frozen
 from tests.support.altered_server import Change, altered

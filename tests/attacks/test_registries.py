@@ -22,11 +22,11 @@ from blobstore.errors import (
     RemoteError,
     RemoteRefused,
 )
+from blobstore.http.protocol import Login
+from blobstore.http.retry import Patience
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import DOCKER_MANIFEST, OCI_INDEX, RemoteManifest
-from blobstore.registry.protocol import Login
-from blobstore.registry.retry import Patience
 from tests.support.ports import free_port
 from tests.support.raw_server import Answer, RawServer, Received, reply
 

@@ -14,19 +14,19 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.http import transport as transport_module
+from blobstore.http.certificates import tls_context
+from blobstore.http.retry import Patience
+from blobstore.http.rules import Rule
 from blobstore.operations.describe.show import describe_model
 from blobstore.operations.transfer.push import Pushed
 from blobstore.registry import client as client_module
 from blobstore.registry import request_rules
-from blobstore.registry import transport as transport_module
 from blobstore.registry import upload as upload_module
-from blobstore.registry.certificates import tls_context
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
 from blobstore.registry.manifest import OCI_INDEX, OCI_MANIFEST, RemoteManifest
 from blobstore.registry.reference import is_tag
-from blobstore.registry.request_rules import Rule
-from blobstore.registry.retry import Patience
 from blobstore.registry.store import list_tags
 from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore

@@ -11,10 +11,10 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobMissing, ModelNotFound, RemoteError, RemoteRefused
+from blobstore.http.retry import Patience
 from blobstore.registry import upload
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.retry import Patience
 from blobstore.registry.upload import UploadSession
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob

@@ -14,10 +14,10 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.http.protocol import Login
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin, LoginFiles
-from blobstore.registry.protocol import Login
 from blobstore.registry.store import list_tags
 from blobstore.store.local import LocalStore
 from tests.support.models import add_blobs, blob

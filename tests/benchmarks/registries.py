@@ -31,6 +31,7 @@ import numpy as np
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DTYPES, TensorSpec
+from blobstore.http.transport import Transport
 from blobstore.manifests import media_types
 from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
@@ -38,7 +39,6 @@ from blobstore.operations.transfer.push import push_model
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.reference import RemoteReference
 from blobstore.registry.store import RemoteSource
-from blobstore.registry.transport import Transport
 from blobstore.remotes.model_reader import HEADER_REQUEST, RemoteReader
 from blobstore.store.local import LocalStore
 from tests.benchmarks import common

@@ -108,8 +108,8 @@ def _part(size: int) -> None:
 
 def _impatience(seconds: float) -> None:
     """Let a registry that fails be asked again after so many seconds for the first time."""
+    from blobstore.http.retry import Patience
     from blobstore.registry import client
-    from blobstore.registry.retry import Patience
 
     client.Patience = functools.partial(Patience, first=seconds)  # type: ignore[misc,assignment,attr-defined]
 

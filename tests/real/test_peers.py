@@ -15,6 +15,7 @@ import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import RemoteError, UsageError
+from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.operations.create.create import create, import_source
@@ -24,7 +25,6 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.registry.client import RegistryClient
-from blobstore.registry.retry import Patience
 from blobstore.registry.store import RemoteSource
 from blobstore.serve import peers
 from blobstore.serve.messages import BlobPart, Content

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import RemoteError, RemoteRefused, UsageError
+from blobstore.http.protocol import Login
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.operations.maintenance.remote_names import remove_remote, tag_remote
@@ -28,7 +29,6 @@ from blobstore.operations.sign.sign import sign_model
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry.credentials import LoginFiles
-from blobstore.registry.protocol import Login
 from blobstore.remotes.catalog import read_remote_catalog
 from blobstore.store.local import LocalStore
 from tests.real import record_clients

@@ -55,7 +55,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def remote(server: Server, request: pytest.FixtureRequest) -> str:
+def repository(request: pytest.FixtureRequest) -> str:
+    """Return a repository that no other test uses."""
+    return "tests/" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
+
+
+@pytest.fixture
+def remote(server: Server, repository: str) -> str:
     """Return the address of a repository that no other test uses."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")
-    return f"{server.host}/tests/{name}"
+    return f"{server.host}/{repository}"

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import interrupts
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
+from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.places import Target, find_place
 from blobstore.operations.follow.trainer import SCHEMES, TrainerFolder
 from blobstore.operations.maintenance.names import copy_model, remove_models
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.operations.transfer.pull import STREAMS
-from blobstore.registry.retry import Patience
 from blobstore.store.local import LocalStore, StoreLike
 
 if TYPE_CHECKING:

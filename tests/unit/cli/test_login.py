@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.http.protocol import Login
 from blobstore.registry.credentials import LoginFiles
-from blobstore.registry.protocol import Login
 from blobstore.store.local import LocalStore
 from tests.support.frozen import put
 from tests.support.raw_server import RawServer, Received, reply

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.registry import protocol
+from blobstore.http import protocol
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.store.local import LocalStore
 from blobstore.store.partial import bytes_done

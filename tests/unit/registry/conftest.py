@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -21,9 +20,3 @@ def open_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(open_registry: Server) -> Iterator[RegistryClient]:
     with RegistryClient(open_registry.host) as client:
         yield client
-
-
-@pytest.fixture
-def repository(request: pytest.FixtureRequest) -> str:
-    """Return a repository that no other test uses."""
-    return "tests/" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")

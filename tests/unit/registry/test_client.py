@@ -9,6 +9,7 @@ import pytest
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, BlobMissing, ModelNotFound, RemoteRefused
+from blobstore.http.protocol import TransientError
 from blobstore.registry import upload
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.manifest import (
@@ -17,7 +18,6 @@ from blobstore.registry.manifest import (
     RemoteDescriptor,
     RemoteManifest,
 )
-from blobstore.registry.protocol import TransientError
 from blobstore.registry.upload import UploadSession
 from tests.support.registry import Server
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from blobstore.errors import BlobstoreError, UsageError
+from blobstore.http.protocol import Login
 from blobstore.registry.credentials import LoginFile, LoginFiles, check_user
-from blobstore.registry.protocol import Login
 
 LOGIN = Login("alice", "se:cret")
 PACKED = base64.b64encode(b"alice:se:cret").decode()

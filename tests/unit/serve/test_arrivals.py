@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from blobstore.errors import NameConflict, RemoteError
+from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
-from blobstore.registry.retry import Patience
 from blobstore.serve import upstreams
 from blobstore.serve.arrivals import Arrival
 from blobstore.serve.library import Library

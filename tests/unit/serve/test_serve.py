@@ -37,7 +37,7 @@ def test_a_library_that_peers_need_is_missed_before_the_port_is_open(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "httpx2", None)
-    monkeypatch.delitem(sys.modules, "blobstore.registry.transport", raising=False)
+    monkeypatch.delitem(sys.modules, "blobstore.http.transport", raising=False)
 
     with pytest.raises(MissingLibrary, match="httpx2"):
         serve(store, peers=["http://localhost:1"], port=0, on_ready=pytest.fail)

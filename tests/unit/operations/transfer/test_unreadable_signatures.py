@@ -10,9 +10,9 @@ import pytest
 
 import blobstore
 from blobstore.errors import NotTrusted
+from blobstore.http.retry import Patience
 from blobstore.operations.transfer.push import push_model
 from blobstore.registry import client as client_module
-from blobstore.registry.retry import Patience
 from blobstore.store.local import LocalStore
 from tests.attacks.test_request_rules import Registry
 from tests.support.hostile_s3 import HostileS3, failure, hostile_s3

@@ -18,13 +18,13 @@ from urllib.parse import urlencode, urljoin, urlsplit
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import join_some, quote, quote_url
 from blobstore.errors import BlobDamaged, RemoteError, RemoteRefused
-from blobstore.registry import request_rules
+from blobstore.http import rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from datetime import datetime
 
-    from blobstore.registry.request_rules import Rule
+    from blobstore.http.rules import Rule
 
 MAX_URL: Final = 16 * 2**10
 """Characters; signed URLs of object stores have up to 3,000."""
@@ -341,7 +341,7 @@ def token_request(
             what=what,
             method="GET",
             url=url,
-            rule=request_rules.TOKEN,
+            rule=rules.TOKEN,
             headers=headers,
             scopes=scopes,
             is_for_token=True,
@@ -357,7 +357,7 @@ def token_request(
         what=what,
         method="POST",
         url=realm,
-        rule=request_rules.TOKEN,
+        rule=rules.TOKEN,
         headers={"content-type": "application/x-www-form-urlencoded"},
         body=lambda: (form,),
         size=len(form),
@@ -470,7 +470,7 @@ def failure(
     """
     explained, code = explanation(body), code_of(body)
     message = f"{what}: status {status}{f': {explained}' if explained else ''}"
-    if status in request_rules.TRANSIENT:
+    if status in rules.TRANSIENT:
         wait = retry_after(headers.get("retry-after"), now)
         return TransientError(message, retry_after=wait, status=status, code=code)
     kind = RemoteRefused if status in _REFUSALS else RemoteError
@@ -483,7 +483,7 @@ def failure(
 def code_of(body: bytes) -> str:
     """Return the first error code of the specification in the document of an error, or nothing."""
     codes = (error["code"] for error in _errors_in(body))
-    return next((code for code in codes if code in request_rules.ERROR_CODES), "")
+    return next((code for code in codes if code in rules.ERROR_CODES), "")
 
 
 def explanation(body: bytes) -> str:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from blobstore.registry.retry import Patience
+from blobstore.http.retry import Patience
 
 
 def test_waits_grow_and_end() -> None:

@@ -28,12 +28,12 @@ import httpx2
 from blobstore.core import interrupts, limits
 from blobstore.core.escape import quote
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
-from blobstore.registry import protocol
-from blobstore.registry.certificates import certificates_in_use, speaks_tls, tls_context
-from blobstore.registry.protocol import Login, Reply, Request, TransientError
-from blobstore.registry.request_rules import HINT_ATTEMPTS, KEEPS_METHOD
-from blobstore.registry.retry import Patience, Retry
-from blobstore.registry.tokens import Authorizer
+from blobstore.http import protocol
+from blobstore.http.certificates import certificates_in_use, speaks_tls, tls_context
+from blobstore.http.protocol import Login, Reply, Request, TransientError
+from blobstore.http.retry import Patience, Retry
+from blobstore.http.rules import HINT_ATTEMPTS, KEEPS_METHOD
+from blobstore.http.tokens import Authorizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

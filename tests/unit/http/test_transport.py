@@ -24,11 +24,11 @@ from blobstore.core.digest import Digest
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import Cancelled
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
-from blobstore.registry import transport
-from blobstore.registry.certificates import tls_context
+from blobstore.http import transport
+from blobstore.http.certificates import tls_context
+from blobstore.http.retry import Patience
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.retry import Patience
 from tests.support.raw_server import Answer, RawServer, Received, reply
 from tests.support.stub_registry import StubRegistry
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from blobstore.errors import RemoteError, RemoteRefused
+from blobstore.http.retry import Patience
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.retry import Patience
 from tests.support.raw_server import RawServer, reply
 
 

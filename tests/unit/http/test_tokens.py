@@ -14,10 +14,10 @@ from blobstore.core import capacity
 from blobstore.core.capacity import Capacity
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused
+from blobstore.http.protocol import Challenge, Login, Reply, Request
+from blobstore.http.tokens import Authorizer
 from blobstore.registry.client import RegistryClient
 from blobstore.registry.credentials import GivenLogin
-from blobstore.registry.protocol import Challenge, Login, Reply, Request
-from blobstore.registry.tokens import Authorizer
 from tests.support.registry import Server, htpasswd_registry, token_registry
 from tests.support.token_server import TokenServer
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError
-from blobstore.registry.protocol import TransientError
+from blobstore.http.protocol import TransientError
 
 if TYPE_CHECKING:
     import threading

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core.escape import quote
 from blobstore.errors import BlobstoreError, RemoteRefused
-from blobstore.registry import protocol
+from blobstore.http import protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from blobstore.registry.protocol import Challenge, Login, Reply, Request
+    from blobstore.http.protocol import Challenge, Login, Reply, Request
 
 _RENEWED: Final = 0.8
 """Share of a token's lifetime after which it is replaced."""

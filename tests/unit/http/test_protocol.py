@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.errors import BlobDamaged, BlobstoreError, RemoteError, RemoteRefused
-from blobstore.registry import protocol
-from blobstore.registry.protocol import Challenge, Span, TransientError
+from blobstore.http import protocol
+from blobstore.http.protocol import Challenge, Span, TransientError
 
 BASE = "https://registry.example/v2/a/blobs/uploads/"
 NOW = datetime(2026, 11, 23, 3, 0, tzinfo=UTC)
