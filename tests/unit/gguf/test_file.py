@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,15 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 def test_other_files_are_not_gguf(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"GGU")
     assert not any(map(is_gguf, (tmp_path, tmp_path / "x", tmp_path / "nothing")))
+
+
+def test_a_look_leaves_no_file_open(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(gguf_file([], [("a", 0, [1], bytes(4))]))
+    (tmp_path / "x").write_bytes(b"GGUF")
+    before = os.listdir("/proc/self/fd")
+    assert is_gguf(path)
+    read_file_header(path)
+    with pytest.raises(InvalidGguf):
+        read_file_header(tmp_path / "x")
+    assert os.listdir("/proc/self/fd") == before

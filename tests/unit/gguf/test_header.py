@@ -10,9 +10,9 @@ import gguf
 import numpy as np
 import pytest
 
-from blobstore.gguf.header import GgufArray, GgufHeader, InvalidGguf, read_header
+from blobstore.gguf.header import MAX_HEADER, GgufArray, GgufHeader, InvalidGguf, read_header
 from blobstore.gguf.types import TYPES
-from tests.support.gguf_files import ARRAY, BOOL, U32, gguf_file, texts
+from tests.support.gguf_files import ARRAY, BOOL, TEXT, U32, gguf_file, text, texts
 from tests.support.hostile_gguf import F32_TENSOR, HOSTILE, NAME
 
 
@@ -159,3 +159,48 @@ def test_a_size_is_that_of_complete_blocks() -> None:
     tensor = header.tensors["a"]
     assert tensor.shape == (2, 3, 512)
     assert tensor.size == math.prod(tensor.shape) // 256 * 210
+
+
+def test_a_version_that_is_newer_is_refused_with_what_to_do() -> None:
+    with pytest.raises(InvalidGguf, match="version 4 of GGUF is not read") as caught:
+        parsed(gguf_file(version=4))
+    assert "'create --keep' stores the file as it is" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("counts", "what"), [((200_001, 0), "200001 tensors"), ((0, 100_001), "100001 values")]
+)
+def test_a_count_above_the_limit_is_refused_before_anything_is_read(
+    counts: tuple[int, int], what: str
+) -> None:
+    with pytest.raises(InvalidGguf, match=f"says that it has {what}, expected at most"):
+        parsed(gguf_file(counts=counts))
+
+
+def test_no_more_is_read_of_a_header_that_is_too_large() -> None:
+    start = gguf_file(counts=(0, 1)) + text("k") + struct.pack("<IQ", TEXT, MAX_HEADER)
+    reads: list[tuple[int, int]] = []
+
+    def read(begin: int, end: int) -> bytes:
+        reads.append((begin, end))
+        assert end <= 1 << 20
+        return start.ljust(end, b"\0")[begin:end]
+
+    with pytest.raises(InvalidGguf, match="the header has more than 256 MiB"):
+        read_header(read, 4 * MAX_HEADER)
+    assert len(reads) == 1
+
+
+def test_types_up_to_39_have_one_meaning_and_later_ones_may_be_those_of_a_fork() -> None:
+    # The second tensor begins later than the first one ends by the sizes of llama.cpp.
+    def header(number: int) -> GgufHeader:
+        size = TYPES[number].size
+        tensors = [
+            ("a", number, [TYPES[number].weights], bytes(size + 64)),
+            ("b", 0, [1], bytes(4)),
+        ]
+        return parsed(gguf_file([], tensors))
+
+    with pytest.raises(InvalidGguf, match="the tensor after 'a' has offset"):
+        header(39)
+    assert header(40).tensors["a"].type is None
