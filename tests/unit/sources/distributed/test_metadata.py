@@ -178,6 +178,10 @@ WRONG: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda it: it.storage_data.pop(MetadataIndex("n")),
         "entry 'n': it has 0 items, not one",
     ),
+    "a value with two items": (
+        lambda it: it.storage_data.update({MetadataIndex("n", (0,)): _StorageInfo("x", 0, 1)}),
+        "entry 'n': it has 2 items, not one",
+    ),
     "no type": (
         lambda it: with_attribute(tensor_of(it), "properties", 5),
         "its properties are not TensorProperties",
@@ -326,3 +330,11 @@ def test_refuses_a_call_of_a_class() -> None:
         parse_metadata(b"\x80\x02" + name + b")R.")
     with pytest.raises(BlobstoreError, match="the pickle has no attributes"):
         parse_metadata(b"\x80\x02" + name + b")\x81.")
+
+
+def test_refuses_an_object_that_is_made_with_arguments() -> None:
+    data = pickle.dumps(example(), 2)
+    made = b"Metadata\nq\x00)\x81"
+    assert data.count(made) == 1
+    with pytest.raises(DamagedSource, match="the pickle is not a Metadata, as torch writes it"):
+        parse_metadata(data.replace(made, b"Metadata\nq\x00K\x01\x85\x81"))
