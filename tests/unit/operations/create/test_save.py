@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import numpy as np
 import pytest
 
 import blobstore
-from blobstore.errors import BlobstoreError, DamagedSource, UnsupportedSource, UsageError
+from blobstore.errors import (
+    BlobstoreError,
+    DamagedSource,
+    NameConflict,
+    UnsupportedSource,
+    UsageError,
+)
 from blobstore.operations.create.create import create
 from blobstore.operations.create.save import _SAVES, save
 from blobstore.safetensors import numpy as arrays
@@ -27,7 +34,7 @@ TENSORS = {
     "step": np.array(7, np.int64),
     "empty": np.zeros((0, 3), np.float16),
 }
-CONFIG = {"model_type": "toy"}
+CONFIG = {"model_type": "toy", "author": "Zoë"}
 
 
 def converted(framework: str, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def test_has_the_blobs_of_an_import_of_the_same_tensors_and_is_exported_as_that_
     folder = tmp_path / "source"
     folder.mkdir()
     arrays.save_file(TENSORS, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2, ensure_ascii=False) + "\n")
     create(folder, "created", store=store)
     saved = save(TENSORS, "saved", files={"config.json": CONFIG}, store=store)
     assert saved.bytes_written < 1500  # the record and the config of the manifest
@@ -123,7 +130,7 @@ def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> Non
     save(TENSORS, "m", files=files, store=store)
     read = [blobstore.read_file("m", name, store=store) for name in files]
     assert read[:2] == [b"a", b"[1]"]
-    assert json.loads(read[2]) == CONFIG
+    assert read[2].decode() == json.dumps(CONFIG, indent=2, ensure_ascii=False) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +141,7 @@ def test_files_are_bytes_paths_or_json(store: LocalStore, tmp_path: Path) -> Non
         ({"config.json": b"{"}, "config.json: "),
         ({"config.json": {"x": object()}}, "file 'config.json': .*not JSON serializable"),
         ({"x": Path("/nothing")}, "file 'x': .*No such file"),
+        ({"x": Path("/dev/null")}, "file 'x': .*is not a regular file"),
         ({"x": 7}, "file 'x': "),
     ],
 )
@@ -222,6 +230,20 @@ def test_a_tensor_that_changes_while_it_is_saved_does_not_make_a_wrong_blob(
 
     save({"x": tensor}, "m", store=store, progress=change)
     assert not blobstore.verify("m", store=store).faults
+
+
+def test_wrong_arguments_of_a_background_save_are_refused_at_once(store: LocalStore) -> None:
+    save(TENSORS, "org/m", store=store)
+    with pytest.raises(NameConflict):
+        save(TENSORS, "Org/m", store=store, background=True)
+    with pytest.raises(UsageError, match="jobs"):
+        save(TENSORS, "n", store=store, jobs=0, background=True)
+
+
+def test_a_save_counts_its_own_time(store: LocalStore) -> None:
+    started = time.monotonic()
+    saved = save(TENSORS, "m", store=store)
+    assert 0 < saved.seconds <= time.monotonic() - started
 
 
 def test_background_saves_of_one_name_keep_their_order(store: LocalStore) -> None:
