@@ -42,6 +42,8 @@ class StubRegistry(HttpServer):
         """Changes the bytes of a blob on their way, given its digest, their offset and the bytes."""
         self.cut_after: Counter[str] = Counter()
         """Bytes of a blob after which its connection breaks, once."""
+        self.refused: set[tuple[str, str]] = set()
+        """Manifests that this client may not read, by repository, and by tag or digest."""
         self.pause = 0.0
         """Seconds before each 16 KiB."""
         super().__init__(type("Handler", (_Handler,), {"registry": self}))
@@ -92,7 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK if tags else HTTPStatus.NOT_FOUND, body)
         elif match["kind"] == "manifests":
             manifest = self.registry.manifests.get((match["repository"], match["reference"]))
-            if manifest is None:
+            if (match["repository"], match["reference"]) in self.registry.refused:
+                self._answer(HTTPStatus.FORBIDDEN, b"{}")
+            elif manifest is None:
                 self._answer(HTTPStatus.NOT_FOUND, b"{}")
             else:
                 self._answer(

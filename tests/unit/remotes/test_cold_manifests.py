@@ -134,6 +134,15 @@ def cut(bases: dict[int, int | None]) -> set[int]:
     return {number for number, one in ids.items() if one.digest in found}
 
 
+def test_a_form_that_states_another_size_of_its_blob_is_not_used() -> None:
+    blob = BlobId(Digest.of(b"blob"), 100)
+    form = ColdLayer(blob, BlobId(Digest.of(b"form"), 10))
+    forged = form._replace(blob=blob._replace(size=90))
+    store, missing = LocalStore("/nowhere"), [Descriptor(media_types.TENSOR, *blob)]
+    for offered, expected in ((form, {blob.digest: form}), (forged, {})):
+        assert usable_layers(store, {blob.digest: offered}, missing, bool).layers == expected
+
+
 def test_very_long_chains_and_cycles_take_one_walk() -> None:
     many = 10_000
     chain: dict[int, int | None] = {number: number - 1 for number in range(1, many)}

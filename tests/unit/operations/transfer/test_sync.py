@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobDamaged, ModelNotFound, NameTaken, UnsupportedSource
+from blobstore.manifests.model import MAX_MANIFEST_SIZE
 from blobstore.operations.transfer.lock_file import LockedModel, format_lock, parse_lock
 from blobstore.operations.transfer.many import push_models
 from blobstore.operations.transfer.pull import pull_model
@@ -117,3 +120,30 @@ def test_bases_come_before_what_is_compressed_against_them(
     ]
     started = dict.fromkeys(step.partition(":")[0] for step in steps)
     assert list(started) == ["1 of 2 models, one", "2 of 2 models, fine-tune"]
+
+
+@pytest.mark.parametrize("is_registry", [True, False])
+def test_another_manifest_than_that_of_the_lock_file_is_an_error(
+    is_registry: bool, local: LocalStore, other: LocalStore, remote: str, bucket: str
+) -> None:
+    push_model("one", f"{remote}:v1", store=local)
+    pull_model(f"{remote}:v1", "one", store=local)
+    (locked,) = lock_models(["one"], store=local)
+    address = locked.remote if is_registry else f"{bucket}/one:latest"
+    forged = replace(locked, remote=address, manifest=Digest.of(b"another"))
+    (result,) = sync_models([forged], store=other)
+    assert isinstance(result.error, BlobDamaged)
+    assert f"and the lock file says {forged.manifest.short}" in str(result.error)
+
+
+def test_a_name_whose_manifest_is_damaged_is_fetched_again(
+    local: LocalStore, bucket: str, other: LocalStore
+) -> None:
+    locked = lock_models(["one"], remote=bucket, store=local)
+    sync_models(locked, store=other)
+    path = other.manifest_path(locked[0].reference)
+    path.chmod(0o600)
+    os.truncate(path, MAX_MANIFEST_SIZE + 1)
+    assert states(locked, other, check=True) == ["missing"]
+    assert states(locked, other) == ["fetched"]
+    assert other.read_manifest("one") == local.read_manifest("one")

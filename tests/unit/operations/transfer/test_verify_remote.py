@@ -8,7 +8,7 @@ import pytest
 
 import blobstore
 from blobstore.core.digest import Digest
-from blobstore.errors import ModelNotFound, UsageError
+from blobstore.errors import ModelNotFound, RemoteRefused, UsageError
 from blobstore.operations.transfer.verify_remote import verify_remote
 from blobstore.registry.layouts.ollama import plan_ollama
 from blobstore.registry.manifest import OCI_MANIFEST
@@ -87,6 +87,17 @@ def test_all_models_of_a_registry_are_read_and_each_blob_once_in_each_repository
     (fault,) = verify_remote(f"oci://{registry.host}").faults
     assert (fault.reference, fault.layer) == (f"{registry.host}/team/b:v2", "manifest")
     assert remote.startswith(registry.host)
+
+
+def test_a_model_of_a_registry_that_cannot_be_asked_for_is_no_intact_one(
+    remote: str, origin: LocalStore, registry: StubRegistry
+) -> None:
+    registry.put(origin, plan_ollama(origin.read_manifest("a")), "team/b", "latest")
+    digest = str(Digest.of(origin.read_manifest("a")))
+    registry.refused = {("team/b", "latest"), ("team/b", digest)}
+    with pytest.raises(RemoteRefused):
+        verify_remote(f"oci://{registry.host}")
+    assert not verify_remote(remote).faults
 
 
 def test_a_blob_that_only_one_of_two_repositories_has_lost_is_a_fault(
