@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,3 +88,20 @@ def test_a_file_that_changes_is_reported(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"other")
     with pytest.raises(DamagedSource, match="changed while it was read"):
         list(read_assembled((20,), 1, pieces, memoryview(bytearray(10))))
+
+
+@pytest.mark.parametrize("count", [16, 40])
+def test_a_tensor_in_many_files_keeps_few_of_them_open(tmp_path: Path, count: int) -> None:
+    array = np.arange(4 * count, dtype=np.uint8).reshape(4, count)
+    pieces = []
+    for column in range(count):
+        box = ((0, column), (4, 1))
+        pieces += pieces_of(tmp_path / str(column), array, [box])
+    before = len(os.listdir("/proc/self/fd"))
+    parts = read_assembled(array.shape, 1, pieces, memoryview(bytearray(count)))
+    found = b""
+    for part in parts:
+        found += part
+        assert len(os.listdir("/proc/self/fd")) <= before + 16
+    assert found == array.tobytes()
+    assert len(os.listdir("/proc/self/fd")) == before
