@@ -100,3 +100,51 @@ def test_the_window_of_a_frame_is_limited() -> None:
     frame = made.compress(bytes(100)) + made.flush()
     with pytest.raises(DamagedSource, match="not a frame of zstd"):
         applied(patch(frame, "xor", bytes(100)), bytes(100), 100)
+
+
+def overwrite(positions: list[int], values: bytes, count: int | None = None) -> bytes:
+    """Return what a frame of this encoding has; ``count`` replaces the one that is right."""
+    head = np.array([len(positions) if count is None else count, *positions], "<u4")
+    return head.tobytes() + values
+
+
+@pytest.mark.parametrize(
+    ("encoding", "payload", "message"),
+    [
+        ("xor", bytes(7), "the change ends too early"),
+        ("xor", bytes(9), "the change is larger than the tensor"),
+        ("overwrite", b"\1\0", "the change ends too early"),
+        ("overwrite", overwrite([], b"", 9), "9 bytes change of a tensor of 8 bytes"),
+        ("overwrite", overwrite([1, 8], b"ab"), "byte 8 changes of a tensor of 8 bytes"),
+        ("overwrite", overwrite([8, 1], b"ab"), "byte 8 changes of a tensor of 8 bytes"),
+        ("overwrite", overwrite([1, 2], b"a"), "the change ends too early"),
+        ("overwrite", overwrite([1], b"\0\0"), "the change is larger than the tensor"),
+    ],
+)
+def test_a_change_of_another_size_is_refused(
+    encoding: Encoding, payload: bytes, message: str
+) -> None:
+    frame = zstandard.ZstdCompressor().compress(payload)
+    with pytest.raises(DamagedSource, match=f"^here: {message}"):
+        applied(patch(frame, encoding, bytes(8)), bytes(8), 5)
+
+
+def test_new_bytes_with_another_checksum_are_refused() -> None:
+    frame = zstandard.ZstdCompressor().compress(bytes(8))
+    with pytest.raises(DamagedSource, match="the new bytes have the checksum"):
+        applied(patch(frame, "xor", b"expected"), bytes(8), 5)
+
+
+def test_nothing_is_encoded_where_nothing_changes() -> None:
+    assert encode_change(memoryview(b"abc"), memoryview(b"abc"), "overwrite") is None
+
+
+def test_of_many_unordered_positions_the_last_value_of_each_counts() -> None:
+    # More than numpy sorts by insertion, which keeps the order of equal ones by itself.
+    positions = [number % 7 for number in range(700)]
+    values = bytes(number % 251 for number in range(700))
+    new = bytearray(700)
+    for at, value in zip(positions, values, strict=True):
+        new[at] = value
+    frame = zstandard.ZstdCompressor().compress(overwrite(positions, values))
+    assert applied(patch(frame, "overwrite", bytes(new)), bytes(700), 50) == new
