@@ -180,6 +180,15 @@ def test_blobs_of_another_repository_are_mounted(origin: LocalStore, remote: str
     assert (second.bytes_sent, second.bytes_mounted) == (0, first.bytes_sent)
 
 
+def test_no_blob_is_mounted_from_the_repository_itself(
+    origin: LocalStore, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_calls(monkeypatch, "mount_blob")
+    pushed = push(origin, remote, mount_from=[RemoteReference.parse(remote).repository])
+    assert pushed.bytes_sent
+    assert calls == {"mount_blob": 0}
+
+
 def test_blobs_are_mounted_from_a_given_repository(
     origin: LocalStore, remote: str, tmp_path: Path
 ) -> None:
