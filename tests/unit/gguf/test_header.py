@@ -177,8 +177,16 @@ def test_a_count_above_the_limit_is_refused_before_anything_is_read(
         parsed(gguf_file(counts=counts))
 
 
-def test_no_more_is_read_of_a_header_that_is_too_large() -> None:
-    start = gguf_file(counts=(0, 1)) + text("k") + struct.pack("<IQ", TEXT, MAX_HEADER)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (struct.pack("<IQ", TEXT, MAX_HEADER), "the header has more than 256 MiB"),
+        (struct.pack("<IIQ", ARRAY, TEXT, MAX_HEADER), "the file ends at byte"),
+    ],
+    ids=["a long text", "many texts"],
+)
+def test_no_more_is_read_of_a_header_that_cannot_be_right(value: bytes, message: str) -> None:
+    start = gguf_file(counts=(0, 1)) + text("k") + value
     reads: list[tuple[int, int]] = []
 
     def read(begin: int, end: int) -> bytes:
@@ -186,7 +194,7 @@ def test_no_more_is_read_of_a_header_that_is_too_large() -> None:
         assert end <= 1 << 20
         return start.ljust(end, b"\0")[begin:end]
 
-    with pytest.raises(InvalidGguf, match="the header has more than 256 MiB"):
+    with pytest.raises(InvalidGguf, match=message):
         read_header(read, 4 * MAX_HEADER)
     assert len(reads) == 1
 
