@@ -7,6 +7,7 @@ When the model is imported, the folder is removed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import threading
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import capacity
 from blobstore.core.digest import Digest
+from blobstore.core.escape import quote
 from blobstore.core.files import make_folders
 from blobstore.core.workers import Cancelled, WorkerPool
 from blobstore.errors import (
@@ -23,6 +25,7 @@ from blobstore.errors import (
     DamagedSource,
     RemoteError,
     SourceError,
+    StoreBusy,
     StoreError,
 )
 from blobstore.operations.create.create import import_source
@@ -37,6 +40,7 @@ from blobstore.sources.base import DEFAULT_OPTIONS, SourceFile
 from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.selection import select_files
+from blobstore.store.locks import try_lock
 from blobstore.store.scan import walk_files
 
 if TYPE_CHECKING:
@@ -315,6 +319,21 @@ class Arrival:
     def _check_stopped(self, *_: object) -> None:
         if self._is_stopped:
             raise Cancelled("stopped")
+
+
+def lock_arrivals(store: LocalStore) -> int:
+    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
+    folder = store.folder("arrivals")
+    with store.writing():
+        make_folders(folder, store.root)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if try_lock(descriptor, fcntl.LOCK_EX, store.root):
+            return descriptor
+        os.close(descriptor)
+    raise StoreBusy(
+        f"another server fetches models into the store {quote(store.root)}",
+        advice="stop it, or let this one ask it: --upstream with the address of that server",
+    )
 
 
 class _Tree(FileTree):

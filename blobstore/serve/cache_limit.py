@@ -22,7 +22,7 @@ from blobstore.errors import BlobstoreError, StoreError
 from blobstore.manifests.model import Manifest
 from blobstore.operations.maintenance.gc import remove_blobs
 from blobstore.serve.arriving_file import Claim
-from blobstore.serve.library import name_of, repository_of
+from blobstore.serve.names import name_of, repository_of
 from blobstore.serve.pulled import source_of
 from blobstore.serve.refusal import Refusal
 from blobstore.store.scan import scan_folder, walk_files

@@ -22,8 +22,8 @@ from blobstore.serve.hub_files import (
 )
 from blobstore.serve.hub_models import info, list_models
 from blobstore.serve.hub_routes import ANY, Call, Route, Routes
-from blobstore.serve.library import MAIN, repository_of
 from blobstore.serve.messages import Content, content_response, json_response
+from blobstore.serve.names import MAIN, name_of, repository_of
 from blobstore.serve.refusal import Refusal, no_model, unauthorized
 from blobstore.serve.targets import InvalidTarget
 from blobstore.sources.sharded import WEIGHTS
@@ -47,6 +47,9 @@ def hub_response(call: Call, library: Visible) -> Response:
         NotPrepared: see there.
         BlobstoreError: the model is damaged.
     """
+    asked = repository_of(*call.name) if call.name else None
+    if asked is not None:
+        call = call._replace(name=name_of(library.spelled(asked)).split("/"))
     try:
         return call.route.answer(call, library)
     except InvalidTarget as error:

@@ -17,8 +17,8 @@ from blobstore.core import strict_json
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 from blobstore.serve.hub_routes import refused, tag_of
-from blobstore.serve.library import any_tag, repository_of
 from blobstore.serve.messages import JSON, json_response
+from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.targets import InvalidTarget, parse_form
 

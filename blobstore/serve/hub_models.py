@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
 from blobstore.serve.hub_files import date_of, file_entry, model_of, page_of, repository
-from blobstore.serve.library import any_tag, name_of, repository_of
 from blobstore.serve.messages import json_response
+from blobstore.serve.names import any_tag, name_of, repository_of
 from blobstore.serve.targets import InvalidTarget
 
 if TYPE_CHECKING:

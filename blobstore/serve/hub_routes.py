@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
-from blobstore.serve.library import MAIN
 from blobstore.serve.messages import json_response
+from blobstore.serve.names import MAIN
 from blobstore.serve.targets import InvalidTarget
 
 if TYPE_CHECKING:

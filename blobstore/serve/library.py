@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -20,9 +19,6 @@ from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidReference
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import (
-    DEFAULT_HOST,
-    DEFAULT_NAMESPACE,
-    DEFAULT_TAG,
     Reference,
     name_matches,
 )
@@ -31,11 +27,13 @@ from blobstore.serve.cold_files import cold_version, find_cold_files, is_current
 from blobstore.serve.description import Description, describe
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
+from blobstore.serve.names import IMAGE, any_tag, name_of
 from blobstore.serve.pulled import PulledModels, source_of
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
@@ -44,14 +42,12 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-IMAGE = ".image"
-"""The end of tags of images, which have the name of a model before it."""
-MAIN = "main"
-"""The branch of the Hub that the tag ``latest`` is."""
 MAX_MODELS = 64
 """Models whose files are kept in memory."""
 LEASE_SECONDS = 600.0
 """How long the blobs of a model are kept from gc after it was last asked for."""
+_ABSENT_SECONDS = 1.0
+"""How long a commit is absent before it is looked for again. A request may ask more than once."""
 _DAMAGED_SECONDS = 5.0
 """How long it is not looked again what a damaged model was fetched from."""
 
@@ -134,7 +130,8 @@ class Library:
         self._sources: dict[Reference, tuple[FileVersion, Commit | None, float]] = {}
         """The commits that names were imported from, with the versions of their manifests, and until when that holds."""
         self._descriptions: dict[Reference, tuple[FileVersion, Description]] = {}
-        self._commits: dict[tuple[Reference, str], list[Version]] = {}
+        self._commits: dict[tuple[Reference, str], tuple[list[Version], float]] = {}
+        """The versions that are served as a commit, and until when that holds."""
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
@@ -194,11 +191,9 @@ class Library:
 
         Raises as :meth:`model`.
         """
-        found = self._commits.get((repository, commit))
-        if found is None:
+        found, until = self._commits.get((repository, commit), ([], 0.0))
+        if time.monotonic() >= until:
             raise NotPrepared(self._find_commit, repository, commit)
-        if not found:
-            del self._commits[repository, commit]  # look again next time
         return found
 
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
@@ -270,21 +265,26 @@ class Library:
         )
 
     def spelled(self, repository: Reference) -> Reference:
-        """Return the repository whose name differs from this one in case only: registries have small letters."""
-        if self.stored_tags(repository) or self.arriving_in(repository):
+        """Return the repository whose name differs from this one in case only, or else this one.
+
+        Names of the Hub have no case, and those of registries have small letters.
+        """
+        if self._has_tags(repository):
             return repository
-        folder = self.store.manifest_path(repository).parents[2]
-        parts = list(repository.parts)
-        for number in (1, 2):
-            with contextlib.suppress(BlobstoreError):
-                for name in list_names(folder):
-                    if name.casefold() == parts[number].casefold():
-                        parts[number] = name
-            folder /= parts[number]
-        try:
-            return Reference(*parts)
-        except InvalidReference:
-            return repository
+        host = self.store.manifest_path(repository).parents[2]
+        for namespace in _alike(host, repository.namespace):
+            for model in _alike(host / namespace, repository.model):
+                with contextlib.suppress(InvalidReference):
+                    found = Reference(repository.host, namespace, model, repository.tag)
+                    if self._has_tags(found):
+                        return found
+        several = (one for one in list(self.arriving) if _folded(one) == _folded(repository))
+        return next((any_tag(one) for one in several), repository)
+
+    def _has_tags(self, repository: Reference) -> bool:
+        with contextlib.suppress(BlobstoreError):
+            return bool(list_names(self.store.manifest_path(repository).parent))
+        return False
 
     def stored_tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository in the store that are served to somebody."""
@@ -467,7 +467,8 @@ class Library:
                     found.append(Version(reference, key, origin))
         if len(self._commits) >= _MAX_COMMITS:
             self._commits.clear()
-        self._commits[repository, commit] = found
+        until = math.inf if found else time.monotonic() + _ABSENT_SECONDS
+        self._commits[repository, commit] = found, until
 
     def _read_version(self, reference: Reference, key: Digest) -> None:
         for data in self._versions(reference):
@@ -548,38 +549,14 @@ class _Kept(Generic[_Key, _Value]):
 
 
 _MAX_COMMITS = 10_000
-_PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
 
 
-def repository_of(*parts: str) -> Reference | None:
-    """Return the repository that the parts of a path name, with any tag; None if it names none.
-
-    Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
-    namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
-    """
-    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a host, a namespace and a model
-        return None
-    *first, model = parts
-    host, separator, namespace = "/".join(first or [DEFAULT_NAMESPACE]).rpartition(
-        "/" if len(first) > 1 else "."
-    )
-    host = _PORT.sub(r":\1", host) if separator else DEFAULT_HOST
-    try:
-        return Reference(host, namespace, model, DEFAULT_TAG)
-    except InvalidReference:
-        return None
+def _alike(folder: Path, name: str) -> list[str]:
+    """Return the names in a folder that differ from this one in case at most."""
+    with contextlib.suppress(BlobstoreError):
+        return [one for one in list_names(folder) if one.casefold() == name.casefold()]
+    return []
 
 
-def name_of(repository: Reference) -> str:
-    """Return the name that clients of the Hub know a repository by; see :func:`repository_of`."""
-    if repository.host != DEFAULT_HOST:
-        host = repository.host.replace(":", "_")
-        return f"{host}.{repository.namespace}/{repository.model}"
-    if repository.namespace == DEFAULT_NAMESPACE:
-        return repository.model
-    return f"{repository.namespace}/{repository.model}"
-
-
-def any_tag(reference: Reference) -> Reference:
-    """Return the repository of a name."""
-    return Reference(*reference.parts[:3], DEFAULT_TAG)
+def _folded(repository: Reference) -> list[str]:
+    return [part.casefold() for part in repository.parts[:3]]

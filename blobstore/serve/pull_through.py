@@ -15,7 +15,6 @@ upstream alone, and is kept as a digest.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import threading
@@ -23,17 +22,23 @@ import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from blobstore.core.escape import escape, quote
-from blobstore.core.files import make_folders
-from blobstore.errors import BlobstoreError, InvalidReference, RemoteError, StoreBusy, StoreError
+from blobstore.core.escape import escape
+from blobstore.errors import (
+    BlobstoreError,
+    InvalidReference,
+    ModelNotFound,
+    RemoteError,
+    StoreError,
+)
 from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference
-from blobstore.serve.arrivals import Arrival
+from blobstore.serve.arrivals import Arrival, lock_arrivals
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
 from blobstore.serve.hub_routes import tag_of
-from blobstore.serve.library import MAIN, NotFetched, any_tag, name_of
+from blobstore.serve.library import NotFetched
 from blobstore.serve.messages import PEER
+from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
@@ -42,7 +47,6 @@ from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
 from blobstore.sources.hub_listing import COMMIT
-from blobstore.store.locks import try_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
     from blobstore.serve.upstreams import FoundAt
-    from blobstore.store.local import LocalStore
 
 _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
@@ -87,6 +90,12 @@ class _Asked(NamedTuple):
     @property
     def is_commit(self) -> bool:
         return COMMIT.fullmatch(self.revision) is not None
+
+    def called(self, repository: str) -> _Asked:
+        """Return the same of a repository by another name."""
+        name = repository_of(*repository.split("/")) or self.reference
+        reference = Reference(*name.parts[:3], self.reference.tag)
+        return _Asked(reference, repository, self.revision)
 
 
 class PullThrough:
@@ -125,6 +134,8 @@ class PullThrough:
         self._upstreams = Upstreams(upstream, token, self.peers)
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
+        self._renamed: dict[Reference, tuple[Reference, float]] = {}
+        """What the upstream calls repositories that were asked for by other names, and until when that holds."""
         self._rights = Rights(library.pulled)
         self._refusals: dict[tuple[Reference, str], tuple[Refusal, float]] = {}
         self._failures: dict[tuple[str, str], tuple[Refusal, float]] = {}
@@ -139,7 +150,7 @@ class PullThrough:
         self._is_closed = False
         self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._removed)
-        self._folder = _locked(self._store)
+        self._folder = lock_arrivals(self._store)
         library.pulled.own()
         self._limit.forget_removed()
 
@@ -188,22 +199,41 @@ class PullThrough:
         everyone = Visible.of(self._library)
         if PEER in request.headers:
             return everyone
-        is_registry = target.is_of_registry
-        found = asked_of_registry(target, everyone) if is_registry else asked_for(target.segments)
+        found = asked_of_registry(target) if target.is_of_registry else asked_for(target.segments)
         if found is None or found[0].host != DEFAULT_HOST:
             return everyone
-        repository, revision = found
+        requested, revision = found
+        is_registry = target.is_of_registry
         is_choice = is_registry and wants_gguf(request)
         if is_choice:
             revision = MAIN
-        if not self._library.may_have(repository):
-            raise no_model()
+        repository = self._library.spelled(requested)
+        visible = self._settled(repository, revision, everyone)
+        if visible is None:
+            spelled, repository = repository, self._called(repository, is_whole=revision is None)
+            if repository != spelled:
+                visible = self._settled(repository, revision, everyone)
+        if visible is None:
+            asked = self._asked(repository, revision)
+            if asked is None:
+                visible = self._repository(repository, token, everyone)
+            else:
+                visible = self._version(asked, token, needs_all=is_registry and not is_choice)
+        return visible.named(requested, repository)
+
+    def _asked(self, repository: Reference, revision: str | None) -> _Asked | None:
+        """Return what is asked for; None if that is not a version, or one that no served model can have."""
         asked = None if revision is None else _asked(repository, revision)
-        if asked is None or not self._library.is_allowed(asked.reference):
-            return self._repository(repository, token, everyone)
-        if self._is_settled(asked, everyone):
-            return everyone
-        return self._version(asked, token, needs_all=is_registry and not is_choice)
+        return asked if asked is not None and self._library.is_allowed(asked.reference) else None
+
+    def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
+        """Return what the upstream has lately called a repository, of which no version is asked for if ``is_whole``."""
+        name, until = self._renamed.get(any_tag(repository), (repository, 0.0))
+        if name == repository or time.monotonic() >= until:
+            return repository
+        tags = self._library.stored_tags(repository) if is_whole else []
+        origins = self._library.origins(tags)
+        return name if all(origins.get(tag) for tag in tags) else repository
 
     def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Visible:
         """Return what a client may read of a version, which is there. Raises as :meth:`visible`."""
@@ -249,17 +279,29 @@ class PullThrough:
         if refusal is not None and time.monotonic() < until:
             raise refusal.again()
 
-    def _is_settled(self, asked: _Asked, everyone: Visible) -> bool:
-        """Return whether the store alone decides what a name is."""
-        if self._upstreams.has_upstream and not asked.is_commit:
+    def _settled(
+        self, repository: Reference, revision: str | None, everyone: Visible
+    ) -> Visible | None:
+        """Return what everyone may read if the store alone decides about a repository or a version of it.
+
+        Raises as :meth:`visible`.
+        """
+        if not self._library.may_have(repository):
+            raise no_model()
+        asked, has_upstream = self._asked(repository, revision), self._upstreams.has_upstream
+        if asked is None:
+            is_settled = not has_upstream or self._is_own(repository)
+        elif has_upstream and not asked.is_commit:
             # Of the store's own. It is not read here: one that is damaged shows that it is there.
             is_there = self._store.manifest_version(asked.reference) is not None
-            return is_there and self._library.origin(asked.reference) is None
-        held = _held(asked, everyone)
-        if held is None or held.origin is None:
-            return held is not None
-        # Peers do not: each would give its version to the others.
-        return held.manifest is not None and not self._upstreams.has_upstream
+            is_settled = is_there and self._library.origin(asked.reference) is None
+        else:
+            held = _held(asked, everyone)
+            # Peers do not decide what the store has: each would give its version to the others.
+            is_settled = held is not None and (
+                held.origin is None or (held.manifest is not None and not has_upstream)
+            )
+        return everyone if is_settled else None
 
     def _repository(self, repository: Reference, token: str, everyone: Visible) -> Visible:
         """Return what a client may read of a repository, of which it names no version. Raises as :meth:`visible`.
@@ -267,9 +309,7 @@ class PullThrough:
         The upstream is asked about a repository that is absent, too, so that its answer is that to one that is not.
         """
         name, client = name_of(repository), client_of(token)
-        recorded = list(self._library.pulled.of_repository(name))
-        if not self._upstreams.has_upstream or self._is_own(repository, recorded):
-            return everyone
+        recorded = self._library.pulled.of_repository(name)
         revision = next((one.commit for one in recorded if not one.peer), MAIN)
         asked = _Asked(Reference(*repository.parts[:3], revision), name, revision)
         if (right := self._right(asked, client)) is not None:
@@ -282,10 +322,11 @@ class PullThrough:
             raise
         raise NotFetched(self._ask, asked, token)
 
-    def _is_own(self, repository: Reference, recorded: Sequence[Origin]) -> bool:
+    def _is_own(self, repository: Reference) -> bool:
         """Return whether the store has a repository, and nothing of it was fetched. Raises NotPrepared."""
         tags = self._library.stored_tags(repository)
-        return bool(tags) and not recorded and not any(self._library.origins(tags).values())
+        is_recorded = self._library.pulled.of_repository(name_of(repository))
+        return bool(tags) and not is_recorded and not any(self._library.origins(tags).values())
 
     # What takes its time
 
@@ -293,7 +334,9 @@ class PullThrough:
         """Ask the upstream what a revision is and whether this client may read it, and fetch it."""
         found = self._ask(asked, token)
         if found is not None:
-            self._begin(asked, found.commit, found)
+            asked = asked.called(found.repository)
+            if asked.is_commit or not self._has_own(asked.reference):
+                self._begin(asked, found.commit, found)
 
     def _ask(self, asked: _Asked, token: str) -> FoundAt | None:
         """Ask the upstream what a revision is and whether this client may read it; None if it cannot be fetched."""
@@ -314,9 +357,7 @@ class PullThrough:
             self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)
             self._refuse(asked, client, refusal)
             if refusal.is_of_repository and self._upstreams.has_upstream:
-                self._rights.take_back(asked.repository, client)
-                if client == EVERYONE:
-                    self._rights.note_public(asked.repository)
+                self._refused(asked, client)
         except RemoteError as error:
             self._note(model=asked.repository, error=str(error))
             if origin is not None and has_answer:
@@ -339,12 +380,15 @@ class PullThrough:
         """Remember what a revision is, and who may read it: this client, or everyone."""
         # At least as long as it takes to ask for what was just found out.
         until = time.monotonic() + max(self._fresh, 1)
+        if found.repository != asked.repository:
+            requested, asked = any_tag(asked.reference), asked.called(found.repository)
+            bounded(self._renamed)[requested] = any_tag(asked.reference), until
         giver = found.peer.name if found.is_peer and found.peer else UPSTREAM
         client = EVERYONE if found.is_peer else client
         self._give(giver, client, asked.repository, found.commit, now, until)
         bounded(self._tags)[asked.reference] = _Known(found.commit, until)
         if giver == UPSTREAM and self._library.pulled.of_repository(asked.repository):
-            self._judge(asked.repository, found)
+            self._judge(found)
             self._rights.note_public(asked.repository)
 
     def _give(
@@ -353,12 +397,21 @@ class PullThrough:
         only = "" if giver == UPSTREAM else commit
         self._rights.give(Right(giver, client, repository, only, asked, until))
 
-    def _judge(self, repository: str, found: FoundAt) -> None:
+    def _refused(self, asked: _Asked, client: str) -> None:
+        """Take back rights to a repository that the upstream refuses, also under the name that it had lately."""
+        name, _ = self._renamed.pop(any_tag(asked.reference), (asked.reference, 0.0))
+        for repository in {asked.repository, name_of(name)}:
+            self._rights.take_back(repository, client)
+            if client == EVERYONE:
+                self._rights.note_public(repository)
+
+    def _judge(self, found: FoundAt) -> None:
         """Ask whether everyone may read a repository that one client may read, unless that is known."""
+        repository = found.repository
         if self._rights.of(EVERYONE, repository) is None:
             now = time.monotonic()
             try:
-                self._upstreams.check_public(found, repository)
+                self._upstreams.check_public(found)
             except Refusal:
                 self._rights.take_back(repository, EVERYONE)
             except RemoteError:
@@ -370,6 +423,15 @@ class PullThrough:
     def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
         bounded(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
+
+    def _has_own(self, reference: Reference) -> bool:
+        """Return whether a name is that of a model of the store's own."""
+        try:
+            return self._library.pulled.origin(self._store.resolve(reference)) is None
+        except ModelNotFound:
+            return False
+        except BlobstoreError:  # it cannot be read
+            return not self._library.pulled.of_repository(name_of(reference))
 
     def _stored(self, asked: _Asked) -> Origin | None:
         """Return what the store has of a revision, which was fetched earlier."""
@@ -429,7 +491,7 @@ class PullThrough:
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
         """See :class:`ArrivalHost`."""
         if not origin.peer:
-            self._judge(arrival.repository, self._begun[arrival.repository, arrival.commit][1])
+            self._judge(self._begun[arrival.repository, arrival.commit][1])
         self._rights.note_public(arrival.repository, origin)
 
     def files_listed(self, arrival: Arrival) -> None:
@@ -441,10 +503,8 @@ class PullThrough:
 
     def importing(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
-        with contextlib.suppress(BlobstoreError):
-            manifest = self._store.resolve(arrival.reference)
-            if self._library.pulled.origin(manifest) is None:
-                raise StoreError(f"{arrival.reference} is a model of the store's own by now")
+        if self._has_own(arrival.reference):
+            raise StoreError(f"{arrival.reference} is a model of the store's own by now")
 
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -489,21 +549,6 @@ class PullThrough:
                 if value != ""
             }
             self._log(json.dumps({"time": round(time.time(), 3), **shown}))
-
-
-def _locked(store: LocalStore) -> int:
-    """Return the descriptor of the folder of what arrives, locked until it is closed. Raises StoreError."""
-    folder = store.folder("arrivals")
-    with store.writing():
-        make_folders(folder, store.root)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        if try_lock(descriptor, fcntl.LOCK_EX, store.root):
-            return descriptor
-        os.close(descriptor)
-    raise StoreBusy(
-        f"another server fetches models into the store {quote(store.root)}",
-        advice="stop it, or let this one ask it: --upstream with the address of that server",
-    )
 
 
 def _asked(repository: Reference, revision: str) -> _Asked | None:

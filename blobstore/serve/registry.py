@@ -20,7 +20,6 @@ from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAU
 from blobstore.registry.manifest import OCI_INDEX
 from blobstore.registry.reference import is_repository
 from blobstore.serve.gguf_choice import gguf_choice, wants_gguf
-from blobstore.serve.library import IMAGE, MAIN, repository_of
 from blobstore.serve.messages import (
     Response,
     Wait,
@@ -29,6 +28,7 @@ from blobstore.serve.messages import (
     has_tag,
     json_response,
 )
+from blobstore.serve.names import IMAGE, MAIN, repository_of
 from blobstore.serve.refusal import API_VERSION, error_response, no_model
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
     if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
         return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
     *name, action, what = segments[1:]
-    repository = _repository(name, target.first("ns"), library)
+    asked = _repository(name, target.first("ns"))
+    repository = None if asked is None else library.spelled(asked)
     if repository is None or not library.tags(repository):
         raise no_model()
     if action == "tags":
@@ -92,7 +93,7 @@ def _part(
     return _referrers(request, target, repository, digest, library)
 
 
-def asked_of_registry(target: Target, library: Visible) -> tuple[Reference, str | None] | None:
+def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
     """Return the repository and the revision that a target is about; None for targets of another kind.
 
     The revision is None if the target is about a manifest or a blob by its digest.
@@ -100,7 +101,7 @@ def asked_of_registry(target: Target, library: Visible) -> tuple[Reference, str 
     if len(target.segments) < 4 or target.segments[-2] not in _ACTIONS:  # noqa: PLR2004 - as below
         return None
     *name, action, what = target.segments[1:]
-    repository = _repository(name, target.first("ns"), library)
+    repository = _repository(name, target.first("ns"))
     if repository is None:
         return None
     if action not in ("tags", "manifests") or ":" in what or what.startswith("sha256-"):
@@ -109,15 +110,14 @@ def asked_of_registry(target: Target, library: Visible) -> tuple[Reference, str 
     return repository, MAIN if tag == DEFAULT_TAG else tag
 
 
-def _repository(name: Sequence[str], host: str, library: Visible) -> Reference | None:
+def _repository(name: Sequence[str], host: str) -> Reference | None:
     """Return the repository of a name; None if the name is malformed.
 
     containerd asks a mirror for what it would ask ``host`` for: the model of another host is not that one.
     """
     if host:
         name = [host, *name] if len(name) > 1 else [host, DEFAULT_NAMESPACE, *name]
-    found = repository_of(*name)
-    return None if found is None else library.spelled(found)
+    return repository_of(*name)
 
 
 def _manifest(request: Request, repository: Reference, what: str, library: Visible) -> Response:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from urllib.parse import quote as percent_encoded
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from blobstore.core import limits, strict_json
 from blobstore.core.escape import quote, quote_place
@@ -21,6 +21,7 @@ from blobstore.http.protocol import Request, TransientError
 from blobstore.http.retry import Patience
 from blobstore.http.rules import Rule
 from blobstore.serve.description import NOTHING, Description
+from blobstore.serve.names import is_name
 from blobstore.serve.refusal import REFUSALS, Refusal
 from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
 from blobstore.sources.sharded import WEIGHTS
@@ -51,6 +52,8 @@ class Revision(NamedTuple):
     commit: str
     names: Sequence[str]
     """Those of its files."""
+    repository: str
+    """What the upstream calls the repository, which may be asked for by another name."""
     description: Description = NOTHING
 
     @property
@@ -107,7 +110,7 @@ class UpstreamClient:
         self.is_blobstore = False
         """Whether the last answer came from a server of our kind."""
         parts = urlsplit(upstream.url)
-        self._url = upstream.url
+        self._url = self._answered = upstream.url
         # Not above: a server without an upstream needs no HTTP client.
         with optional_libraries():
             from blobstore.http.transport import Transport
@@ -155,7 +158,8 @@ class UpstreamClient:
             raise self._malformed(repository)
         if not names:
             raise Refusal(404, "EntryNotFound", "the model has no files")
-        return Revision(commit, names, Description.from_info(info))
+        name = self._name_of(info, repository)
+        return Revision(commit, names, name, Description.from_info(info))
 
     def check_access(self, repository: str, revision: Revision) -> None:
         """Check that this client may read the files of a model. Raises as :meth:`revision`."""
@@ -217,6 +221,7 @@ class UpstreamClient:
             reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
             self._check(reply.status, reply.headers)
             self.is_blobstore = reply.headers.get("server") == "blobstore"
+            self._answered = reply.url
             following = protocol.next_page(reply.headers.get("link"), reply.url)
             page = [reply.body]
             del reply
@@ -225,6 +230,16 @@ class UpstreamClient:
                 return
             url = following
         raise self._malformed(path)
+
+    def _name_of(self, info: Mapping[str, Any], asked: str) -> str:
+        """Return what the upstream calls a repository: as it states, or else where it has redirected.
+
+        If no repository can have that name, it is the one that was asked for.
+        """
+        base = f"{self._url}/api/models/"
+        place = self._answered if self._answered.startswith(base) else base + asked
+        target = unquote(place.removeprefix(base).partition("/revision/")[0])
+        return next((one for one in (info.get("id"), target) if is_name(one)), asked)
 
     @staticmethod
     def _check(status: int, headers: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
+from blobstore.core.escape import quote
 from blobstore.core.workers import Cancelled
 from blobstore.errors import RemoteError, UsageError
 from blobstore.serve.description import NOTHING, Description
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 class FoundAt(NamedTuple):
     """A commit, and the server that has it."""
 
+    repository: str
+    """Its name there, which may be another than the one that was asked for."""
     commit: str
     upstream: Upstream
     token: str
@@ -104,10 +107,14 @@ class Upstreams:
             except RemoteError as error:
                 failure = error
         for peer in self.peers.alive() if with_peers else ():
-            one = FoundAt(revision, Upstream(peer.name), peer.token(), peer, is_peer=True)
+            place = Upstream(peer.name)
+            one = FoundAt(repository, revision, place, peer.token(), peer, is_peer=True)
             try:
                 with self._client(one) as client:
                     there = client.revision(repository, revision)
+                # Any other name may be that of a model of the upstream.
+                is_spelling = there.repository.casefold() == repository.casefold()
+                one = one._replace(repository=there.repository if is_spelling else repository)
                 return one._replace(commit=there.commit, description=there.description)
             except Refusal:
                 continue
@@ -115,18 +122,19 @@ class Upstreams:
                 self.peers.failed(peer, error)
         raise failure or Refusal(404, "RepoNotFound")
 
-    def check_public(self, found: FoundAt, repository: str) -> None:
+    def check_public(self, found: FoundAt) -> None:
         """Check that the upstream gives a commit to everyone: to those who have no token of their own.
 
         Raises as :meth:`find`.
         """
         with self._client(found._replace(token=self._token), IMPATIENT) as client:
-            client.check_access(repository, client.revision(repository, found.commit))
+            there = client.revision(found.repository, found.commit)
+            client.check_access(found.repository, there)
 
     def _ask(
         self, upstream: Upstream, repository: str, revision: str, token: str, patience: Patience
     ) -> FoundAt:
-        found = FoundAt(revision, upstream, token, None)
+        found = FoundAt(repository, revision, upstream, token, None)
         with self._client(found, patience) as client:
             try:
                 there = client.revision(repository, revision)
@@ -134,9 +142,15 @@ class Upstreams:
                 if not refusal.is_of_repository:
                     client.check_repository(repository)
                 raise
+            if there.repository != repository:
+                # It was renamed, or has another case. What counts is what is said about the one that is named.
+                repository, there = there.repository, client.revision(there.repository, revision)
+                if there.repository != repository:
+                    raise RemoteError(f"{quote(repository)}: the upstream calls it by other names")
             client.check_access(repository, there)
             peer = None
             if client.is_blobstore:
                 with contextlib.suppress(UsageError):  # it has a path
                     peer = Peer.parse(upstream.url, token)
-        return found._replace(commit=there.commit, peer=peer, description=there.description)
+        found = found._replace(repository=repository, commit=there.commit)
+        return found._replace(peer=peer, description=there.description)

@@ -6,10 +6,10 @@ and nothing about a model that is hidden is prepared, read or counted before tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from blobstore.serve.library import any_tag
+from blobstore.serve.names import any_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -33,11 +33,19 @@ class Visible:
     """The repositories of the upstream that are not for everyone."""
     _opened: str = ""
     """That of them which the client may read."""
+    _asked: Reference | None = None
+    """The repository that the client asks for, and"""
+    _named: Reference | None = None
+    """what it is called here."""
 
     @classmethod
     def of(cls, library: Library, opened: str = "") -> Visible:
         """Return what everyone may read, and the repository ``opened``. Raises StoreError."""
         return cls(library, library.pulled.restricted(), opened)
+
+    def named(self, asked: Reference, name: Reference) -> Visible:
+        """Return the same for a client that asks for a repository which has another name here."""
+        return replace(self, _asked=asked, _named=name)
 
     def shows(self, origin: Origin | None) -> bool:
         """Return whether the client may read what was fetched from there; None is what the store has of its own."""
@@ -67,7 +75,9 @@ class Visible:
         return sorted(found.union(self._seen(self._library.stored_tags(repository))))
 
     def spelled(self, repository: Reference) -> Reference:
-        """See :meth:`Library.spelled`."""
+        """Return what the repository that a client asks for is called here."""
+        if self._named is not None and repository == self._asked:
+            return self._named
         return self._library.spelled(repository)
 
     def modified(self, reference: Reference) -> int | None:

@@ -106,6 +106,10 @@ class HubServer(HttpServer):
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
+        self.renamed: dict[str, str] = {}
+        """Names of repositories that have another one: requests are redirected, as the Hub does."""
+        self.ids: dict[str, object] = {}
+        """What repositories are called in their infos, if not as they were asked for."""
         self.requests: Counter[str] = Counter()
         """How often each path was asked for, with its method in front."""
         server = self
@@ -163,7 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
         # Matched before unquoting: the slashes of a revision come quoted.
         found = _ROUTE.fullmatch(url.path)
         parts = {key: unquote(part) for key, part in found.groupdict("").items()} if found else {}
-        known = self.hub.repos.get(parts.get("repo", "") or parts.get("owner", ""))
+        asked = parts.get("repo", "") or parts.get("owner", "")
+        if name := self.hub.renamed.get(asked):
+            self._send(
+                HTTPStatus.TEMPORARY_REDIRECT, {"Location": self.path.replace(asked, name, 1)}
+            )
+            return
+        known = self.hub.repos.get(asked)
         if known is None:
             self._error(HTTPStatus.UNAUTHORIZED, "RepoNotFound")
             return
@@ -214,7 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
                 value = value[start : start + repo.page]
         else:
             siblings = [{"rfilename": name} for name in repo.files()]
-            value = {"id": parts["repo"], "sha": repo.commit, "siblings": siblings}
+            name = self.hub.ids.get(parts["repo"], parts["repo"])
+            value = {"id": name, "sha": repo.commit, "siblings": siblings}
         headers["Content-Type"] = "application/json"
         self._send(HTTPStatus.OK, headers, repo.raw.get(what, json.dumps(value).encode()))
 

@@ -49,4 +49,4 @@ def test_other_addresses_are_refused(url: str) -> None:
     ],
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
-    assert Revision("a" * 40, names).probe == probe
+    assert Revision("a" * 40, names, "org/model").probe == probe

@@ -1,0 +1,55 @@
+"""The names of repositories and tags, as clients of the Hub and of registries know them."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeGuard
+
+from blobstore.errors import InvalidReference
+from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_NAMESPACE, DEFAULT_TAG, Reference
+
+IMAGE = ".image"
+"""The end of tags of images, which have the name of a model before it."""
+MAIN = "main"
+"""The branch of the Hub that the tag ``latest`` is."""
+_PORT = re.compile(r"_(\d{1,5})$", re.ASCII)
+
+
+def repository_of(*parts: str) -> Reference | None:
+    """Return the repository that the parts of a path name, with any tag; None if it names none.
+
+    Clients of the Hub know names of two parts: ``ghcr.io.team/llama`` is ``ghcr.io/team/llama`` for them. No
+    namespace has a dot, so no other model has that name. No name has a colon: ``localhost_5000`` is ``localhost:5000``.
+    """
+    if not 1 <= len(parts) <= 3:  # noqa: PLR2004 - a host, a namespace and a model
+        return None
+    *first, model = parts
+    host, separator, namespace = "/".join(first or [DEFAULT_NAMESPACE]).rpartition(
+        "/" if len(first) > 1 else "."
+    )
+    host = _PORT.sub(r":\1", host) if separator else DEFAULT_HOST
+    try:
+        return Reference(host, namespace, model, DEFAULT_TAG)
+    except InvalidReference:
+        return None
+
+
+def name_of(repository: Reference) -> str:
+    """Return the name that clients of the Hub know a repository by; see :func:`repository_of`."""
+    if repository.host != DEFAULT_HOST:
+        host = repository.host.replace(":", "_")
+        return f"{host}.{repository.namespace}/{repository.model}"
+    if repository.namespace == DEFAULT_NAMESPACE:
+        return repository.model
+    return f"{repository.namespace}/{repository.model}"
+
+
+def any_tag(reference: Reference) -> Reference:
+    """Return the repository of a name."""
+    return Reference(*reference.parts[:3], DEFAULT_TAG)
+
+
+def is_name(value: object) -> TypeGuard[str]:
+    """Return whether clients of the Hub can know a repository without a host by this name."""
+    found = repository_of(*value.split("/")) if isinstance(value, str) else None
+    return found is not None and found.host == DEFAULT_HOST and name_of(found) == value

@@ -1,0 +1,178 @@
+"""Names of models that ``serve --upstream`` fetches: the upstream gives them, and a client may ask by others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from blobstore.operations.create.create import create
+from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer
+from tests.support.models import write_folder
+from tests.support.serve_process import Serving, serving
+
+pytest.importorskip("aiohttp", reason="it is in the test group, and in the extra [serve]")
+
+NAME, OTHER = "Org/Model", "org/model"
+FILE = "/{}/resolve/main/model.safetensors"
+RIGHT = "Bearer hf_right"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add(NAME, made(tmp_path / "model", 1))
+        server.renamed[OTHER] = NAME
+        yield server
+
+
+def made(folder: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+    return write_folder(folder, {"weight": random.standard_normal((64, 64), dtype=np.float32)})
+
+
+def weights(hub: HubServer, name: str = NAME) -> bytes:
+    return (hub.repos[name].folder / "model.safetensors").read_bytes()
+
+
+def fetch(server: Serving, name: str) -> bytes:
+    status, _, data = server.request(FILE.format(name))
+    assert status == 200
+    server.wait_for_log("written")
+    return data
+
+
+def names(store: LocalStore) -> list[str]:
+    return [str(reference) for reference in store.references()]
+
+
+def until(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("has_id", [True, False])
+def test_the_upstream_names_a_model_and_both_spellings_find_it(
+    hub: HubServer, store: LocalStore, tmp_path: Path, *, has_id: bool
+) -> None:
+    if not has_id:
+        hub.ids[NAME] = None  # where it redirects says it
+    hub.add("Org/Next", made(tmp_path / "next", 2))
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert fetch(server, OTHER) == weights(hub)
+        assert names(store) == [f"{NAME}:latest"]
+        for name in (NAME, OTHER, "oRG/mODEL"):
+            assert server.request(FILE.format(name))[2] == weights(hub)
+            assert server.request(f"/v2/{name}/manifests/latest")[0] == 200
+            assert b'"id":"Org/Model"' in server.request(f"/api/models/{name}")[2]
+        assert server.request(FILE.format("Org/Next"))[2] == weights(hub, "Org/Next")
+        assert server.request(FILE.format("org/none"))[0] == 401
+        until(lambda: server.metric("upstream_models_total") == 2)
+
+
+def test_two_spellings_at_the_same_time_are_one_model(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    with serving(store, tmp_path, "--upstream", hub.url) as server, ThreadPoolExecutor(8) as pool:
+        several = [FILE.format(name) for name in (OTHER, NAME) * 4]
+        for status, _, data in pool.map(server.request, several):
+            assert (status, data) == (200, weights(hub))
+        server.wait_for_log("written")
+        assert server.metric("upstream_models_total") == 1
+        assert hub.sent == sum(path.stat().st_size for path in hub.repos[NAME].folder.iterdir())
+    assert names(store) == [f"{NAME}:latest"]
+
+
+def test_a_renamed_repository_is_fetched_once_and_found_under_both_names(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.renamed["Org/Old"] = NAME
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        fetch(server, NAME)
+        sent = hub.sent
+        status, headers, data = server.request(FILE.format("Org/Old"))
+        assert (status, data) == (200, weights(hub))
+        commit = headers["x-repo-commit"]
+        assert server.request(f"/Org/Old/resolve/{commit}/model.safetensors")[2] == weights(hub)
+        hub.renamed["org/old"] = NAME
+        assert server.request("/v2/org/old/tags/list")[0] == 200
+        assert hub.sent == sent
+    assert names(store) == [f"{NAME}:latest"]
+
+
+def test_another_name_is_believed_for_as_long_as_answers_hold(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add("Org/New", made(tmp_path / "new", 2))
+    hub.renamed["Org/Old"] = NAME
+    with serving(store, tmp_path, "--upstream", hub.url, "--fresh=0") as server:
+        fetch(server, "Org/Old")
+        hub.renamed["Org/Old"] = "Org/New"
+        until(lambda: server.request(FILE.format("Org/Old"))[2] == weights(hub, "Org/New"))
+        assert server.request(FILE.format(NAME))[2] == weights(hub)
+        del hub.renamed["Org/Old"]
+        until(lambda: server.request(FILE.format("Org/Old"))[0] == 401)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b/c", "", "a b", "ghcr.io.x/y", 5, None, ["Org/Model"]]
+)
+def test_a_name_that_no_repository_can_have_is_not_taken(
+    hub: HubServer, store: LocalStore, tmp_path: Path, name: object
+) -> None:
+    hub.ids[NAME] = name
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        fetch(server, NAME)
+    assert names(store) == [f"{NAME}:latest"]
+
+
+def test_a_name_opens_no_other_repository(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.add("Org/Open", made(tmp_path / "open", 2))
+    hub.repos[NAME].token, hub.ids["Org/Open"] = "hf_right", NAME
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        assert server.request(FILE.format(NAME), Authorization=RIGHT)[0] == 200
+        server.wait_for_log("written")
+        for name in ("Org/Open", NAME, OTHER):
+            assert server.request(FILE.format(name))[0] == 401, name
+            assert server.request(f"/v2/{name}/tags/list")[0] == 401, name
+        hub.ids[NAME] = "Org/Open"  # in a circle
+        hub.repos[NAME].token = ""
+        assert server.request(FILE.format("Org/Open").replace("main", "v1"))[0] in {404, 502}
+
+
+def test_a_refusal_of_another_name_is_one_of_the_repository(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.renamed["Org/Old"] = NAME
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        fetch(server, "Org/Old")
+        hub.repos[NAME].token = "hf_right"
+        assert server.request(FILE.format("Org/Old").replace("main", "v1"))[0] == 401
+        assert server.request(FILE.format(NAME), X_Blobstore_Peer="1")[0] == 404
+        assert server.request(FILE.format(NAME))[0] == 401
+
+
+def test_a_model_of_the_stores_own_stays_what_its_name_is(
+    hub: HubServer, store: LocalStore, tmp_path: Path
+) -> None:
+    hub.renamed["Org/Old"] = NAME
+    create(made(tmp_path / "mine", 3), NAME, store=store)
+    create(made(tmp_path / "mine2", 4), "Org/Old:mine", store=store)
+    before = store.read_manifest(NAME)
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        (blob,) = store.resolve("Org/Old:mine").layers[:1]
+        for _ in range(2):  # before and after the upstream has said how the repository is called
+            assert server.request(FILE.format("Org/Old"))[2] == server.request(FILE.format(NAME))[2]
+            assert server.request("/Org/Old/resolve/mine/model.safetensors")[0] == 200
+            assert server.request(f"/v2/org/old/blobs/{blob.digest}")[0] == 200
+        assert server.metric("upstream_models_total") == 0
+    assert store.read_manifest(NAME) == before
