@@ -115,3 +115,10 @@ def test_wrong_arguments_are_refused() -> None:
     for out in (np.zeros((2, 32), np.float32), np.zeros((2, 64)), np.zeros((64, 2), "f4").T):
         with pytest.raises(UsageError, match=r"contiguous float32 \[2, 64\]"):
             dequantize("Q4_0", blocks, out)
+
+
+def test_a_single_block_more_than_the_jobs_have_is_decoded() -> None:
+    kind = KINDS["Q8_0"]
+    blocks = np.zeros(((1 << 20) // kind.weights + 1, kind.size), np.uint8)
+    blocks[-1] = random_blocks("Q8_0", 1)
+    assert_same_bits(dequantize("Q8_0", blocks)[-1], dequantize("Q8_0", blocks[-1]))

@@ -212,3 +212,10 @@ def test_types_up_to_39_have_one_meaning_and_later_ones_may_be_those_of_a_fork()
     with pytest.raises(InvalidGguf, match="the tensor after 'a' has offset"):
         header(39)
     assert header(40).tensors["a"].type is None
+
+
+def test_keys_differ_by_case_and_an_architecture_is_a_text() -> None:
+    number = struct.pack("<I", 7)
+    header = parsed(gguf_file([("a", U32, bytes(4)), ("A", U32, number)]))
+    assert header.metadata == {"a": 0, "A": 7}
+    assert parsed(gguf_file([("general.architecture", U32, number)])).architecture == ""

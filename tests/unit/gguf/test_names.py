@@ -107,3 +107,14 @@ def test_one_is_added_to_the_norms_of_gemma(architecture: str, expected: list[bo
     names = ("output_norm", "blk.0.attn_q_norm", "token_embd", "blk.0.ffn_up")
     origins = [origin_of(f"{name}.weight", ARCHITECTURES[architecture], {}) for name in names]
     assert [origin is not None and origin.adds_one for origin in origins] == expected
+
+
+def test_only_embeddings_and_heads_have_a_row_per_token() -> None:
+    names = ("token_embd.weight", "output.weight", "output_norm.weight", "blk.0.attn_v.weight")
+    origins = [origin_of(name, ARCHITECTURES["llama"], {}) for name in names]
+    assert [origin is not None and origin.is_vocabulary for origin in origins] == [
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -140,7 +140,8 @@ def test_wrong_arguments_are_refused() -> None:
     weights = np.zeros((2, 64), np.float32)
     with pytest.raises(UnsupportedDType, match="to type 'Q4_K'; expected one of MXFP4"):
         quantize("Q4_K", weights)
-    for wrong in (weights[:, :63], weights.astype("f8"), weights.T, np.zeros((), np.float32)):
+    square = np.zeros((64, 64), np.float32).T
+    for wrong in (weights[:, :63], weights.astype("f8"), square, np.zeros((), np.float32)):
         with pytest.raises(UsageError, match="rows of a multiple of 32"):
             quantize("Q4_0", wrong)
     for out in (np.zeros((2, 18), "u1"), np.zeros((2, 36), "i1"), np.zeros((36, 2), "u1").T):
