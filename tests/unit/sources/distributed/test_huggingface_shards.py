@@ -139,9 +139,18 @@ def test_a_missing_file_of_all_processes_is_noticed(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
+def test_a_missing_last_file_of_all_processes_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path / shard(1, 1, 2), {"x": (MATRIX, [0, 0])})
+    with pytest.raises(DamagedSource, match="complete set: model-00002 is missing"):
+        open_source(tmp_path)
+
+
 def test_shards_of_two_checkpoints_are_noticed(folder: Path) -> None:
     write(folder / shard(1, 1, 2), {"x": (MATRIX, [0, 0])})
     with pytest.raises(DamagedSource, match="complete set: "):
+        open_source(folder)
+    write(folder / shard(1, 2, 2), {"y": (MATRIX, [0, 0])})
+    with pytest.raises(DamagedSource, match="complete set: the names have different counts"):
         open_source(folder)
 
 

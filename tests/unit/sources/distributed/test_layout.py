@@ -68,6 +68,12 @@ def test_other_sources_are_left_to_others(tmp_path: Path) -> None:
         open_distributed(tmp_path / "step", options)
 
 
+def test_shards_next_to_other_weights_are_not_joined(tmp_path: Path) -> None:
+    touch(tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    touch(tmp_path / "model.safetensors", tmp_path / "config.json")
+    assert open_distributed(tmp_path, SourceOptions()) is None
+
+
 def test_a_folder_without_anything_has_no_weights(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="is empty"):
         open_source(tmp_path)

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from blobstore.errors import DamagedSource, SourceError, UnsupportedSource, UsageError
 from blobstore.sources.base import SourceOptions, TensorSource
-from blobstore.sources.distributed.torch_folder import TorchFolder
+from blobstore.sources.distributed import torch_folder
+from blobstore.sources.distributed.torch_folder import TorchFolder, read_metadata
 from blobstore.sources.open import open_source
 from tests.support.distributed_folders import Box, data_name, grid, write_folder
 from tests.support.torch_files import every_type, raw
@@ -228,6 +229,33 @@ def test_values_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert source.notices == ["left out: 'step': values that cannot be read, or are too large"]
 
 
+def test_values_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {("a",): 1, ("b",): 2, ("c",): 3}
+    folder = write_folder(tmp_path / "step", model(1), values, ranks=1)
+    size = read_metadata(folder / ".metadata").values["a"].size
+    monkeypatch.setattr(torch_folder, "_MAX_VALUES_SIZE", 2 * size + 1)
+    source = opened(folder)
+    assert source.files[0].content is not None
+    assert json.loads(source.files[0].content) == {"a": 1, "b": 2}
+    assert source.notices == ["left out: 'c': values that cannot be read, or are too large"]
+
+
+def test_a_value_that_cannot_be_read_counts_for_more_than_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "step", model(1), {("a",): 1, ("b",): 2}, ranks=1)
+    path = folder / data_name(0)
+    path.write_bytes(b"XX" + path.read_bytes()[2:])  # "a" is the first item
+    monkeypatch.setattr(torch_folder, "_MAX_VALUES_SIZE", 2**20)
+    assert "left out: 'a', 'b': values" in opened(folder).notices[0]
+
+
+def test_a_name_that_is_not_unicode_is_refused(tmp_path: Path) -> None:
+    tensors = {("model", "\udc80"): (torch.ones(2), grid((2,)))}
+    with pytest.raises(UnsupportedSource, match=r"'\\udc80' of a tensor is not Unicode"):
+        opened(write_folder(tmp_path / "step", tensors))
+
+
 def test_types_that_safetensors_lacks_can_be_skipped(tmp_path: Path) -> None:
     tensors = model(1) | {("model", "z"): (torch.ones(2, dtype=torch.complex128), grid((2,)))}
     folder = write_folder(tmp_path / "step", tensors)
@@ -253,6 +281,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (folder / data_name(1)).unlink()
     with pytest.raises(DamagedSource, match="data file '.*__1_0.distcp' is missing"):
         opened(folder)
+
+
+def test_a_file_that_is_left_out_is_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "step", model(2))
+    with pytest.raises(DamagedSource, match="data file '.*__1_0.distcp' is missing"):
+        opened(folder, exclude=(data_name(1),))
 
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,17 @@ def test_an_optimizer_of_another_kind_is_unsupported(
 def test_an_object_among_the_parameters_is_unsupported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnsupported, match=r"an object of .* at 'b', not a tensor"):
         read_model_states(model(tmp_path, module={"b": _Called()}))
+
+
+def test_big_endian_values_are_unsupported(tmp_path: Path) -> None:
+    file = optimizer(tmp_path)
+    changed = tmp_path / "changed.pt"
+    with zipfile.ZipFile(file.path) as source, zipfile.ZipFile(changed, "w") as target:
+        for name in source.namelist():
+            data = b"big" if name.endswith("byteorder") else source.read(name)
+            target.writestr(name, data)
+    with pytest.raises(CheckpointUnsupported, match="its values are big-endian"):
+        read_optimizer_states(DataFile(changed))
 
 
 class _Called:

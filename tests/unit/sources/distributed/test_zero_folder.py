@@ -190,8 +190,9 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     data[at] ^= 1
     path.write_bytes(data)
     source = open_source(folder)
-    with pytest.raises(DamagedSource, match="CRC"):
-        content(source, "e")
+    for _ in range(2):
+        with pytest.raises(DamagedSource, match="CRC"):
+            content(source, "e")
 
 
 @STAGES
@@ -279,3 +280,30 @@ def test_tied_parameters_that_grow_without_end_are_refused(tmp_path: Path) -> No
     big = [{"a": torch.ones(1000, 100)}]
     folder = write_zero(tmp_path / "x", 2, 1, big, change_model=tie)
     assert "more than 16 times" in refusal(folder, UnsupportedSource)
+
+
+def test_another_name_of_a_parameter_without_values_is_an_error(tmp_path: Path) -> None:
+    def tie(_: int, states: dict[str, Any]) -> None:
+        states["module"]["tied"] = torch.empty(0)
+        states["shared_params"] = {"tied": "nothing"}
+
+    folder = write_zero(tmp_path / "x", 3, 2, groups(), change_model=tie)
+    assert "no file has the values of 'tied'" in refusal(folder)
+
+
+def test_a_file_that_changes_while_it_is_imported_is_noticed(tmp_path: Path) -> None:
+    folder = write_zero(tmp_path / "x", 2, 2, groups())
+    source = open_source(folder)
+    source.check_unchanged()
+    path = folder / "tag" / optimizer_file(1)
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(DamagedSource, match="changed"):
+        source.check_unchanged()
+
+
+def test_processes_that_count_each_other_differently_are_noticed(tmp_path: Path) -> None:
+    def change(rank: int, states: dict[str, Any]) -> None:
+        states["partition_count"] = 2 + rank
+
+    folder = write_zero(tmp_path / "x", 2, 2, groups(), change_optimizer=change)
+    assert "ZeRO stage 2 of 2 processes, but process 1 stage 2 of 3" in refusal(folder)
