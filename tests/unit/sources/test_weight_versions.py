@@ -11,7 +11,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from blobstore.errors import DamagedSource, SourceNotFound
-from blobstore.sources.weight_versions import INDEX, WeightVersion, WeightVersions, version_name
+from blobstore.sources.weight_versions import (
+    INDEX,
+    OpenChanges,
+    WeightVersion,
+    WeightVersions,
+    version_name,
+)
 
 
 def write(folder: Path, number: int, base: int | None, *, as_text: bool = True) -> Path:
@@ -151,3 +157,18 @@ def test_versions_are_read_in_the_folder_that_was_opened(tmp_path: Path) -> None
     (tmp_path / "versions").symlink_to(tmp_path / "other")
     assert number_of(versions.read(1)) == 1
     assert number_of(versions.newest()) == 2
+
+
+def test_no_file_stays_open_if_one_of_the_changes_is_malformed(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, 0)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = {"x": "a.safetensors", "y": "b.safetensors"}
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({"x": np.zeros(3, np.uint8)}, folder / "a.safetensors", {"x": "1"})
+    (folder / "b.safetensors").write_bytes(b"malformed")
+    version = WeightVersions(tmp_path).read(1)
+    assert version is not None
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(DamagedSource, match="b.safetensors"):
+        OpenChanges(version)
+    assert os.listdir("/proc/self/fd") == before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from blobstore.compression.delta.low_rank import (
+    MAX_SIDE,
     Factors,
     LowRankPredictor,
     can_predict,
@@ -165,3 +166,23 @@ def test_refuses_a_size_that_the_tensor_has_not_before_memory_is_taken() -> None
     stored = struct.pack("<BII", 64, 1 << 31, 1 << 31) + bytes(100)
     with pytest.raises(ColdDamaged, match="for 2000 elements"):
         unpack(memoryview(stored), 2000)
+
+
+def factors(exponents: tuple[int, ...], rows: int, columns: int) -> Factors:
+    """Return factors of which the last term alone is not zero; its elements are 64."""
+    sides = [np.zeros((len(exponents), size), np.int8) for size in (rows, columns)]
+    for side in sides:
+        side[-1] = 64
+    return Factors(exponents, *sides)
+
+
+def test_a_sum_of_2_to_the_24_is_not_exact() -> None:
+    assert unpack(memoryview(pack(factors((0, 11), 2, 3))), 6).exponents == (0, 11)
+    with pytest.raises(ColdDamaged, match="not exact"):
+        unpack(memoryview(pack(factors((0, 12), 2, 3))), 6)
+
+
+def test_a_side_has_a_limit() -> None:
+    assert unpack(memoryview(pack(factors((0,), 1, MAX_SIDE))), MAX_SIDE).rank == 1
+    with pytest.raises(ColdDamaged, match=f"factors of rank 1, 1 by {MAX_SIDE + 1}"):
+        unpack(memoryview(pack(factors((0,), 1, MAX_SIDE + 1))), MAX_SIDE + 1)
