@@ -102,3 +102,8 @@ class Digester:
     def digest(self) -> Digest:
         """Return the digest of all bytes added so far."""
         return Digest(self._hash.hexdigest())
+
+
+def git_digester(size: int) -> hashlib._Hash:
+    """Return what digests a file as git does: its size is hashed before its bytes."""
+    return hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from blobstore.core.escape import quote
 from blobstore.core.files import write_all
 from blobstore.errors import BlobstoreError, DamagedSource
+from blobstore.sources.hub_listing import digester_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -107,9 +107,7 @@ class ArrivingFile:
         """Whether readers may have got bytes that are not those of the file."""
         self._listed = listed
         self._on_wanted = on_wanted
-        self._digester = hashlib.new(listed.algorithm, usedforsecurity=False)
-        if listed.algorithm == "sha1":
-            self._digester.update(b"blob %d\0" % listed.size)  # git hashes this header too
+        self._digester = digester_of(listed)
         self._lock = threading.Lock()
         self._callbacks: set[Callable[[], object]] = set()
         self._error: BlobstoreError | None = None

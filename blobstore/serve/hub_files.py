@@ -6,7 +6,6 @@ clients compare both. Files that an upstream lists as small ones keep their name
 
 from __future__ import annotations
 
-import hashlib
 import re
 from datetime import UTC, datetime
 from itertools import islice
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote as percent_encoded
 
 from blobstore.core import strict_json
+from blobstore.core.digest import git_digester
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
 from blobstore.serve.hub_routes import refused, tag_of
@@ -121,7 +121,9 @@ def _folder_entry(model: ServedModel, path: str) -> dict[str, Any]:
 
 
 def _git_blob(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    digester = git_digester(len(data))
+    digester.update(data)
+    return digester.hexdigest()
 
 
 def _folders(paths: Mapping[str, Any]) -> set[str]:

@@ -23,7 +23,7 @@ from blobstore.http.rules import Rule
 from blobstore.serve.description import NOTHING, Description
 from blobstore.serve.names import is_name
 from blobstore.serve.refusal import REFUSALS, Refusal
-from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of
+from blobstore.sources.hub_listing import COMMIT, Listing, entries_of, listing_of, pages_of
 from blobstore.sources.sharded import WEIGHTS
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ _LOOK: Final = Rule(is_hint=False, success=(200, *_REDIRECTS), absent=REFUSALS)
 _MAIN: Final = "main"
 """The branch that each repository of the Hub has."""
 _MAX_REDIRECTS: Final = 5
-_MAX_PAGES: Final = 2000
-"""Pages of a list; each page of the Hub has a thousand files."""
 
 
 class Revision(NamedTuple):
@@ -214,22 +212,18 @@ class UpstreamClient:
             yield from _expected(self._transport.pieces(response), span, what)
 
     def _pages(self, path: str) -> Iterator[bytes]:
-        """Yield the pages of an answer. A caller drops one before it asks for the next."""
+        """Yield the pages of an answer."""
         url = f"{self._url}/api/models/{path}"
-        for _ in range(_MAX_PAGES):
+
+        def ask(url: str) -> tuple[bytes, str | None]:
             request = Request(what=quote(path), method="GET", url=url, rule=_ANSWER)
             reply = self._transport.fetch(request, limits.UPSTREAM_LISTING.one)
             self._check(reply.status, reply.headers)
             self.is_blobstore = reply.headers.get("server") == "blobstore"
             self._answered = reply.url
-            following = protocol.next_page(reply.headers.get("link"), reply.url)
-            page = [reply.body]
-            del reply
-            yield page.pop()
-            if following is None:
-                return
-            url = following
-        raise self._malformed(path)
+            return reply.body, protocol.next_page(reply.headers.get("link"), reply.url)
+
+        return pages_of(url, ask)
 
     def _name_of(self, info: Mapping[str, Any], asked: str) -> str:
         """Return what the upstream calls a repository: as it states, or else where it has redirected.

@@ -9,7 +9,6 @@ a few small files, before anything else is downloaded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from blobstore.sources.hub_listing import (
     cache_listing,
     cached_listing,
     cached_snapshot,
+    digester_of,
     files_in_snapshot,
     find_commit,
     list_repository,
@@ -450,9 +450,7 @@ def _fault_of(
         return f"it has {size} bytes, the Hub lists {file.size}; {again}"
     if not file.algorithm:
         return None
-    digester = hashlib.new(file.algorithm, usedforsecurity=False)
-    if file.algorithm == "sha1":
-        digester.update(b"blob %d\0" % file.size)  # git hashes this header too
+    digester = digester_of(file)
     buffer = memoryview(bytearray(_CHUNK))
     with open(opener(link)[0], "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
         while count := stream.readinto(buffer):

@@ -1,12 +1,14 @@
 """Lists the files of a Hub repository at one commit, with sizes and digests.
 
 The listing comes from the Hub's API, from the copy of it in the client's cache, or from the cached files:
-the client names each one by its digest. The API is asked directly, because the client waits for as long as
-a busy server asks it to, without a limit.
+the client names each one by its digest. The API is asked with the client's session, so that its variables and
+hooks hold, but directly: the client waits for as long as a busy server asks it to, without a limit. ``serve`` asks
+its upstream by the same functions, over a transport that needs no client.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote as url_quote
 
 from blobstore.core import interrupts, limits, strict_json
-from blobstore.core.escape import quote
+from blobstore.core.digest import git_digester
+from blobstore.core.escape import quote, quote_place
 from blobstore.core.files import read_regular, write_file
-from blobstore.errors import BlobstoreError, SourceError
+from blobstore.errors import BlobstoreError, RemoteError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +33,8 @@ COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGESTS = {"sha256": re.compile(r"[0-9a-f]{64}", re.ASCII), "sha1": COMMIT}
 _BUSY = (429, 503)
 _MAX_TRIES = 5
+_MAX_PAGES = 2000
+"""Pages of a list; each page of the Hub has a thousand files."""
 _MAX_WAIT = 120
 """Seconds to wait for a busy Hub, over all requests of a listing."""
 _MAX_CACHED_LISTING = limits.HUB_LISTING.all
@@ -69,11 +74,11 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
         httpx2.HTTPError, OfflineModeIsEnabled: the Hub cannot be reached, or refuses. A busy Hub is
             asked again a few times.
     """
-    pages = _Pages()
+    hub = _Hub()
     with _answers(repo):
-        commit = _commit(pages, repo, revision)
+        commit = _commit(hub, repo, revision)
         budget = limits.Budget(limits.HUB_LISTING, "the list of files of the Hub")
-        entries = dict(entries_of(pages.get(f"{repo}/tree/{commit}?recursive=true"), budget))
+        entries = dict(entries_of(hub.get(f"{repo}/tree/{commit}?recursive=true"), budget))
         listing_of(entries.items())
     return commit, entries
 
@@ -81,12 +86,12 @@ def list_repository(repo: str, revision: str | None) -> tuple[str, Entries]:
 def find_commit(repo: str, revision: str | None) -> str:
     """Ask the Hub for the commit that a revision is now. Raises as :func:`list_repository`."""
     with _answers(repo):
-        return _commit(_Pages(), repo, revision)
+        return _commit(_Hub(), repo, revision)
 
 
-def _commit(pages: _Pages, repo: str, revision: str | None) -> str:
+def _commit(hub: _Hub, repo: str, revision: str | None) -> str:
     at = f"/revision/{url_quote(revision, safe='')}" if revision else ""
-    (page,) = pages.get(f"{repo}{at}")
+    (page,) = hub.get(f"{repo}{at}")
     commit: str = strict_json.loads_any(page)["sha"]
     if not COMMIT.fullmatch(commit):
         raise SourceError(f"the Hub names no commit for {quote(repo)}")
@@ -130,7 +135,33 @@ def entries_of(pages: Iterable[bytes], budget: limits.Budget) -> Iterator[tuple[
         del page  # before the next one is fetched
 
 
-class _Pages:
+def digester_of(file: ListedFile) -> hashlib._Hash:
+    """Return what computes the digest that the Hub lists for a file."""
+    return git_digester(file.size) if file.algorithm == "sha1" else hashlib.new(file.algorithm)
+
+
+def pages_of(url: str, ask: Callable[[str], tuple[bytes, str | None]]) -> Iterator[bytes]:
+    """Yield the pages of an answer. A caller drops one before it asks for the next.
+
+    Args:
+        url: of the first page.
+        ask: returns the page at a URL, and the URL of the next one.
+
+    Raises:
+        RemoteError: there is no end to them.
+    """
+    following: str | None = url
+    for _ in range(_MAX_PAGES):
+        if following is None:
+            return
+        page, following = ask(following)
+        pages = [page]
+        del page  # else it would stay in memory while the next one is fetched
+        yield pages.pop()
+    raise RemoteError(f"{quote_place(url)} has more than {_MAX_PAGES} pages")
+
+
+class _Hub:
     """Asks the Hub's API, and waits for a busy Hub, but only so long in total."""
 
     def __init__(self) -> None:
@@ -155,6 +186,11 @@ class _Pages:
         """Yield the pages of an answer."""
         from huggingface_hub import constants
 
+        return pages_of(f"{constants.ENDPOINT}/api/models/{path}", self._ask)
+
+    def _ask(self, url: str) -> tuple[bytes, str | None]:
+        from huggingface_hub import constants
+
         # The client documents these, but marks nothing in this module as exported.
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
             build_hf_headers,
@@ -162,12 +198,10 @@ class _Pages:
             hf_raise_for_status,
         )
 
-        url: str | None = f"{constants.ENDPOINT}/api/models/{path}"
-        tries = 0
-        while url:
-            tries += 1
+        # Only the Hub itself gets the token, and not the server of another page.
+        token = None if url.startswith(f"{constants.ENDPOINT}/") else False
+        for tries in range(_MAX_TRIES):
             # Without a timeout, it would wait forever for a Hub that is silent.
-            token = None if url.startswith(f"{constants.ENDPOINT}/") else False  # the Hub's own
             stream = partial(
                 get_session().stream,
                 "GET",
@@ -176,15 +210,15 @@ class _Pages:
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
             response = interrupts.call(partial(self._complete, stream))
-            if response.status_code in _BUSY and tries < _MAX_TRIES:
-                seconds = retry_after(response.headers, default=2 ** (tries - 1))
-                if seconds <= self._left:
-                    self._left -= seconds
-                    interrupts.sleep(seconds)
-                    continue
-            hf_raise_for_status(response)
-            yield response.content
-            url, tries = response.links.get("next", {}).get("url"), 0
+            if response.status_code not in _BUSY or tries + 1 == _MAX_TRIES:
+                break
+            seconds = retry_after(response.headers, default=2**tries)
+            if seconds > self._left:
+                break
+            self._left -= seconds
+            interrupts.sleep(seconds)
+        hf_raise_for_status(response)
+        return response.content, response.links.get("next", {}).get("url")
 
 
 def retry_after(headers: Any, default: float = 0) -> float:

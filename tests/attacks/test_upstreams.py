@@ -204,7 +204,7 @@ def test_a_list_without_an_end(hub: Hub, store: LocalStore, tmp_path: Path) -> N
             store,
             tmp_path,
             *("--upstream", f"http://{upstream.host}"),
-            limits={"upstream._MAX_PAGES": 5},
+            limits={"blobstore.sources.hub_listing._MAX_PAGES": 5},
         ) as server,
     ):
         assert fetched(server)[0] == 502
