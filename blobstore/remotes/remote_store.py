@@ -25,10 +25,13 @@ from blobstore.remotes.model_reader import RemoteReader, check_sent
 from blobstore.remotes.range_loader import RangeLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from blobstore.core.mmap import MappedRegion
+    from blobstore.core.progress import Progress
     from blobstore.errors import Damaged, StoreError
+    from blobstore.manifests.descriptor import Descriptor
     from blobstore.manifests.model import Manifest
     from blobstore.manifests.reference import Reference
     from blobstore.models.checks import Verify
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.remotes.model_reader import RemoteModelSource
     from blobstore.safetensors.header import Header
+    from blobstore.store.blob_ranges import BlobRange, LoadedRanges
+    from blobstore.store.cold import ColdBlob, Read
     from blobstore.store.local import LocalStore
+    from blobstore.store.verified_cache import VerifiedBlobs
 
 
 class RemoteStore:
@@ -81,28 +87,13 @@ class RemoteStore:
         self.manifest_data = source.data
         """The bytes of that."""
         self._reader = RemoteReader({self.reference: source}, local)
-        # The manifest is enough to open a model: a blob that the remote lacks fails when it is
-        # read.
-        self.check_size = self._reader.check_listed
         missing = [blob for blob in source.blobs if not local.has(blob.digest)]
-        needed = sum(blob.size for blob in missing)
-        # If nothing is missing, nothing is decoded, and the request is spared.
-        layers = cold_layers() if missing else {}
-        listed = {blob.digest for blob in source.blobs}
-        bases = (
-            layer.base
-            for blob in missing
-            if (layer := layers.get(blob.digest)) is not None and layer.base is not None
-        )
-        lacks_base = any(not (base.digest in listed or local.has(base.digest)) for base in bases)
-        forms = base_layers() if lacks_base else {}
+        layers, forms = _listed_forms(local, source, missing, cold_layers, base_layers)
         self._cache = None
-        text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
-        if cache_limit is None and text:
-            cache_limit = parse_bytes(text)
         if cache == "keep":
-            self._cache = BlobCache(local, source.data, needed, cache_limit)
-        loader = RangeLoader(
+            needed = sum(blob.size for blob in missing)
+            self._cache = BlobCache(local, source.data, needed, _cache_limit(cache_limit))
+        self._loader = RangeLoader(
             source,
             local,
             layers,
@@ -111,14 +102,6 @@ class RemoteStore:
             self._cache,
             self._reader.forget_headers,
         )
-        self.load, self.read_ranges = loader.load, loader.read_ranges
-        self.is_local, self.stored_size = loader.is_local, loader.stored_size
-        self._load_small = loader.load_small
-        # What is a file is one of the local store.
-        self.root, self.verified_blobs = local.root, local.verified_blobs
-        self.blob_path, self.cold_path = local.blob_path, local.cold_path
-        self.open_hot, self.open_cold = local.open_hot, local.open_cold
-        self.map_hot, self.is_cached = local.map_hot, local.is_cached
         self._small: dict[Digest, bytes] = {}
 
     def __reduce__(self) -> str:
@@ -130,7 +113,7 @@ class RemoteStore:
 
     def read_plan(self) -> ReadPlan:
         """Return what reading all blobs takes. Raises BlobMissing or BlobDamaged."""
-        return ReadPlan.of(self, self.manifest, self.stored_size)
+        return ReadPlan.of(self, self.manifest, self._loader.stored_size)
 
     def open(self, verify: Verify, *, prefetch: Prefetch | None, **options: Any) -> Model:
         """Open the model. Its blobs are read into memory when they are needed.
@@ -183,12 +166,73 @@ class RemoteStore:
         small.sort(key=attrgetter("size"))
         sizes = accumulate(blob.size for blob in small)
         count = sum(size <= limits.SMALL_FILES.all for size in sizes)
-        self._small = self._load_small(small[: min(count, limits.SMALL_FILES.count)])
+        self._small = self._loader.load_small(small[: min(count, limits.SMALL_FILES.count)])
 
     def close(self) -> None:
         """Wait until the blobs that are kept are in the store."""
         if self._cache is not None:
             self._cache.close()
+
+    # What is a file is one of the local store
+
+    @property
+    def root(self) -> Path:
+        """The folder of the local store."""
+        return self.local.root
+
+    def verified_blobs(self) -> VerifiedBlobs:
+        """Return the cache of the local blobs that were found intact."""
+        return self.local.verified_blobs()
+
+    def blob_path(self, digest: Digest) -> str:
+        """Return the path that the hot file of a local blob has."""
+        return self.local.blob_path(digest)
+
+    def cold_path(self, digest: Digest) -> str:
+        """Return the path that the cold file of a local blob has."""
+        return self.local.cold_path(digest)
+
+    def open_hot(self, digest: Digest, size: int) -> int:
+        """Open the hot file of a local blob. Raises BlobMissing if it does not exist."""
+        return self.local.open_hot(digest, size)
+
+    def open_cold(
+        self, digest: Digest, size: int | None = None, read: Read | None = None
+    ) -> ColdBlob:
+        """Open the cold file of a local blob. Raises BlobMissing if it does not exist."""
+        return self.local.open_cold(digest, size, read)
+
+    def map_hot(self, digest: Digest, size: int, slot: int, region: MappedRegion) -> None:
+        """Map the hot file of a local blob into a slot of ``region``. Raises as :meth:`open_hot`."""
+        self.local.map_hot(digest, size, slot, region)
+
+    def is_cached(self, digest: Digest, size: int) -> bool:
+        """Return whether most of the hot file is in the page cache. Raises as :meth:`open_hot`."""
+        return self.local.is_cached(digest, size)
+
+    # What the local store lacks comes from the remote
+
+    def is_local(self, digest: Digest) -> bool:
+        """Return whether the blob is read from files, if it can be read at all."""
+        return self._loader.is_local(digest)
+
+    def load(
+        self, blobs: Iterable[tuple[Digest, int, memoryview]], progress: Progress | None = None
+    ) -> None:
+        """Fill memory with blobs, given by digest, size and memory, and check their digests."""
+        self._loader.load(blobs, progress)
+
+    def read_ranges(self, wanted: Iterable[BlobRange]) -> LoadedRanges:
+        """Read parts of blobs into memory that may be read-only; nothing is verified."""
+        return self._loader.read_ranges(wanted)
+
+    def check_size(self, digest: Digest, size: int) -> None:
+        """Check that a blob is here, or that the remote lists it, with this size.
+
+        The remote is not asked: the manifest is enough to open a model, and a blob that is missing there
+        fails when it is read.
+        """
+        self._reader.check_listed(digest, size)
 
     def check_digest(
         self, digest: Digest, size: int, progress: Callable[[int], None] | None = None
@@ -243,3 +287,30 @@ class RemoteStore:
 
     def write_index(self, key: Digest, data: bytes) -> None:
         """Do nothing: the headers of blobs that were not read completely were not checked."""
+
+
+def _listed_forms(
+    local: LocalStore,
+    source: RemoteModelSource,
+    missing: Sequence[Descriptor],
+    cold_layers: Callable[[], Mapping[Digest, ColdLayer]],
+    base_layers: Callable[[], Mapping[Digest, ColdLayer]],
+) -> tuple[Mapping[Digest, ColdLayer], Mapping[Digest, ColdLayer]]:
+    """Return the compressed forms of missing blobs, and those of their bases.
+
+    Each list is a request, which is made only if the list helps.
+    """
+    if not missing:
+        return {}, {}
+    layers = cold_layers()
+    listed = {blob.digest for blob in source.blobs}
+    found = filter(None, (layers.get(blob.digest) for blob in missing))
+    bases = {layer.base.digest for layer in found if layer.base is not None}
+    lacks_base = any(not local.has(base) for base in bases - listed)
+    return layers, base_layers() if lacks_base else {}
+
+
+def _cache_limit(given: int | None) -> int | None:
+    """Return the limit of an argument, or of the environment. Raises UsageError."""
+    text = os.environ.get("BLOBSTORE_CACHE_LIMIT")
+    return parse_bytes(text) if given is None and text else given
