@@ -11,7 +11,6 @@ import fcntl
 import os
 import shutil
 import threading
-import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from blobstore.core import capacity
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from blobstore.sources.base import SourceOptions
     from blobstore.sources.hub_listing import Listing
     from blobstore.store.local import LocalStore
+    from blobstore.store.names import NameUpdate
 
 _DOWNLOADS: Final = capacity.DOWNLOADS.most
 """Files that are fetched at once: as many as a client of the Hub asks for at once."""
@@ -84,8 +84,8 @@ class ArrivalHost(Protocol):
         """Serve the files of ``arrival.model``."""
         ...
 
-    def importing(self, arrival: Arrival) -> object:
-        """Check that the name may be given to the model. Raises BlobstoreError."""
+    def update_of(self, reference: Reference) -> NameUpdate:
+        """Return the update of a name that is free, or that was fetched. Raises NameTaken."""
         ...
 
     def ended(self, arrival: Arrival) -> object:
@@ -222,7 +222,7 @@ class Arrival:
         weights: Collection[str],
         large: Mapping[str, str],
     ) -> None:
-        self._host.importing(self)
+        update = self._host.update_of(self.reference)
         tree.kept = () if all(name.endswith(_RESTORED) for name in weights) else names
         source = _Folder(self._folder, DEFAULT_OPTIONS, tree)
         try:
@@ -230,10 +230,9 @@ class Arrival:
             source.digests = large
             self.created = import_source(
                 source,
-                self.reference,
+                update,
                 self._store,
                 ImportOptions(),
-                started=time.monotonic(),
                 progress=self._check_stopped,
             )
         finally:

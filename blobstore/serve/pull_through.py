@@ -22,11 +22,13 @@ import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core.digest import Digest
 from blobstore.core.escape import escape
 from blobstore.errors import (
     BlobstoreError,
     InvalidReference,
     ModelNotFound,
+    NameTaken,
     RemoteError,
     StoreError,
 )
@@ -51,6 +53,7 @@ from blobstore.sources.hub_listing import COMMIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from blobstore.manifests.model import Manifest
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.messages import Request
     from blobstore.serve.peers import Peer
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from blobstore.serve.targets import Target
     from blobstore.serve.upstream import Upstream
     from blobstore.serve.upstreams import FoundAt
+    from blobstore.store.names import NameUpdate
 
 _RETRY_SECONDS: Final = 15.0
 """How long the store answers for an upstream that is gone, before that is asked again."""
@@ -427,7 +431,9 @@ class PullThrough:
     def _has_own(self, reference: Reference) -> bool:
         """Return whether a name is that of a model of the store's own."""
         try:
-            return self._library.pulled.origin(self._store.resolve(reference)) is None
+            origin = self._library.pulled.origin(self._store.resolve(reference))
+            # What was fetched may have got other names of the operator's since.
+            return origin is None or origin.repository.lower() != name_of(reference).lower()
         except ModelNotFound:
             return False
         except BlobstoreError:  # it cannot be read
@@ -477,7 +483,7 @@ class PullThrough:
                 origin = self._library.pulled.origin(manifest)
                 if origin is not None and origin.commit == commit:
                     if reference != asked.reference and not asked.is_commit:
-                        self._store.names.publish(asked.reference, manifest)
+                        self._name(asked.reference, manifest)
                     return True
         return False
 
@@ -485,7 +491,7 @@ class PullThrough:
 
     def starting(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
-        self.importing(arrival)
+        self.update_of(arrival.reference)
         self._store.names.check_name(arrival.reference)
 
     def files_selected(self, arrival: Arrival, origin: Origin) -> None:
@@ -501,10 +507,19 @@ class PullThrough:
                 for reference in self._names[arrival.repository, arrival.commit]:
                     self._library.arriving[reference] = arrival.model
 
-    def importing(self, arrival: Arrival) -> None:
+    def update_of(self, reference: Reference) -> NameUpdate:
         """See :class:`ArrivalHost`."""
-        if self._has_own(arrival.reference):
-            raise StoreError(f"{arrival.reference} is a model of the store's own by now")
+        seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
+        if self._has_own(reference):
+            raise NameTaken(f"{reference} is a model of the store's own by now")
+        return seen
+
+    def _name(self, reference: Reference, manifest: Manifest) -> None:
+        """Give a model that was fetched one more name, unless that is the store's own."""
+        try:
+            self._store.names.publish(self.update_of(reference), manifest)
+        except BlobstoreError as error:
+            self._note(model=str(reference), error=str(error))
 
     def ended(self, arrival: Arrival) -> None:
         """See :class:`ArrivalHost`."""
@@ -513,9 +528,10 @@ class PullThrough:
         if arrival.created is not None:
             self._library.forget(arrival.created.digest)
             with contextlib.suppress(BlobstoreError):
-                manifest = self._store.resolve(arrival.reference)
-                for reference in self._names[key] - {arrival.reference}:
-                    self._store.names.publish(reference, manifest)
+                data, manifest = self._store.parse(arrival.reference)
+                if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
+                    for reference in self._names[key] - {arrival.reference}:
+                        self._name(reference, manifest)
         with self._lock:
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)

@@ -74,9 +74,9 @@ class LocalStore(ManifestReader):
         # Absolute, because the program may change its working directory while a model is open.
         super().__init__(Layout(path.absolute()))
         self._locks = Locks(self._layout, lock_timeout)
-        self.names = Names(self, self._locks)
-        """The names of models, for writing."""
         self._signatures = Signatures(self._layout)
+        self.names = Names(self, self._locks, self._signatures)
+        """The names of models, for writing."""
         self.remote_cache = RemoteCache(self._layout)
         """Remote models whose blobs are kept here as a cache."""
 

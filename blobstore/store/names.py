@@ -1,124 +1,306 @@
-"""The names of a store: manifests get them and lose them here, atomically and durably."""
+"""The names of a store: manifests get them and lose them here, atomically and durably.
+
+A name is given by compare-and-set. Who gives it says what it had when the command looked, and that is compared
+under the exclusive lock: of two commands that give one name at once, one wins, and the other one fails and
+changes nothing. A name that has become free, or that has the same manifest by now, is given all the same: nothing
+is lost.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+import os
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.files import make_folders, sync_folder, write_file
 from blobstore.errors import (
+    BlobDamaged,
     BlobstoreError,
     InvalidManifest,
     ModelNotFound,
     NameConflict,
+    NameTaken,
     StoreError,
 )
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.store.history import FormerManifest, History, WholeHistory
-from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.ingest import Ingest
     from blobstore.store.locks import Locks
     from blobstore.store.manifests import ManifestReader
+    from blobstore.store.signatures import Signatures
+
+
+class Old(Enum):
+    """What a name had, if that is not a manifest with a digest."""
+
+    ABSENT = "free"
+    UNREADABLE = "unreadable"
+    ANYTHING = "anything"
+
+
+ABSENT: Final = Old.ABSENT
+"""There is no such name."""
+UNREADABLE: Final = Old.UNREADABLE
+"""Its manifest cannot be read."""
+ANYTHING: Final = Old.ANYTHING
+"""The user said that the name is taken from whatever has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameUpdate:
+    """A name that is to be given, as ``git update-ref`` takes it: with the old value, and the new one if it is known."""
+
+    reference: Reference
+    old: Digest | Old
+    """The digest of the manifest that the name had when the caller looked."""
+    new: Digest | None = None
+    """The digest of the manifest that the name must get, if the caller knows."""
+
+    def to(self, new: Digest | None) -> NameUpdate:
+        """Return the update with its new value, if that is known now.
+
+        Raises:
+            BlobDamaged: the name must get another manifest.
+        """
+        if new is None or self.new == new:
+            return self
+        if self.new is not None:
+            raise BlobDamaged(
+                f"the model for the name {quote(self.reference)} has the manifest {new.short} now, "
+                f"and {self.new.short} was expected"
+            )
+        return replace(self, new=new)
+
+
+Name = str | Reference | NameUpdate
+"""A name, or the update of one."""
+
+
+def replace_any(reference: str | Reference) -> NameUpdate:
+    """Return the update of a name that the user allowed to be taken from whatever has it."""
+    return NameUpdate(Reference.of(reference), ANYTHING)
+
+
+class NewModel(NamedTuple):
+    """A manifest that gets a name."""
+
+    update: NameUpdate
+    data: bytes
+    """The bytes of the manifest, which are written unchanged."""
+    blobs: Sequence[Descriptor]
+    """The blobs that it references."""
+
+
+class NewSignature(NamedTuple):
+    """A signature that comes with a model."""
+
+    manifest: Digest
+    data: bytes
+    is_verified: bool
 
 
 class Names:
     """The names of a store, for writing. Methods take references as strings too."""
 
-    def __init__(self, store: ManifestReader, locks: Locks) -> None:
+    def __init__(self, store: ManifestReader, locks: Locks, signatures: Signatures) -> None:
         self._store = store
         self._layout = store._layout
         self._locks = locks
+        self._signatures = signatures
         self._history = History(store._layout)
+
+    # What a name has
+
+    def version(self, reference: str | Reference) -> Digest | Old:
+        """Return the digest of the manifest that a name has, ``ABSENT`` or ``UNREADABLE``."""
+        try:
+            return Digest.of(self._store.read_manifest(reference))
+        except ModelNotFound:
+            return ABSENT
+        except BlobstoreError:
+            return UNREADABLE
+
+    def seen(self, name: Name) -> NameUpdate:
+        """Return the update of a name from what it has now. An update is returned as it is."""
+        if isinstance(name, NameUpdate):
+            return name
+        return NameUpdate(Reference.of(name), self.version(name))
+
+    def claim(self, name: Name, new: Digest | None, *, force: bool) -> NameUpdate:
+        """Return the update of a name that no other model has; with ``force``, or for an update, of any name.
+
+        Raises:
+            NameTaken: another model has it.
+            NameConflict: as :meth:`check_name`.
+            BlobDamaged: it must get another manifest than ``new``.
+        """
+        update = self.seen(name)
+        self.check_name(update.reference)
+        if not isinstance(name, NameUpdate):
+            if force:
+                update = replace_any(name)
+            elif update.old not in (ABSENT, new):
+                raise NameTaken(
+                    f"another model has the name {quote(update.reference)}",
+                    advice="replace it with force=True, or choose another name",
+                )
+        return update.to(new)
 
     def check_name(self, reference: str | Reference) -> None:
         """Check that no other name in the store differs from ``reference`` only in case.
 
-        Other tools ignore case in names, and on some file systems both would be one file.
+        Other tools ignore case in names, and on some file systems both would be one file. A repository has one
+        spelling, and so has a tag in it. Hosts and namespaces may have several: ``org/a`` and ``Org/b`` are two
+        files everywhere.
 
         Raises:
-            NameConflict: there is such a name.
+            NameConflict: there is such a name, and ``reference`` does not exist yet.
         """
         reference = Reference.of(reference)
-        folder = self._layout.manifests
-        for part in reference.parts:
-            with contextlib.suppress(StoreError):  # writing the manifest says what is wrong
-                for found in list_names(folder):
-                    if found != part and found.casefold() == part.casefold():
-                        existing = (folder / found).relative_to(self._layout.manifests)
-                        raise NameConflict(
-                            f"{quote(reference)} differs only in case from the existing "
-                            f"{quote(existing)}; use that spelling or another name"
-                        )
-            folder /= part
+        repository, tag = reference.parts[:3], reference.tag.lower()
+        found = self._store.spellings(repository)
+        if any(one[:3] == repository for one in found):  # then only the tag can differ
+            found = [one for one in found if one[:3] == repository and one[3].lower() == tag]
+        if found and reference.parts not in found:
+            raise NameConflict(
+                f"{quote(reference)} differs only in case from the existing "
+                f"{quote('/'.join(found[0]))}; use that spelling or another name"
+            )
+
+    # Giving names
 
     def publish(
-        self, reference: str | Reference, manifest: Manifest, ingest: Ingest | None = None
+        self, update: NameUpdate, manifest: Manifest, ingest: Ingest | None = None
     ) -> bytes | None:
-        """Make ``manifest`` the one of that name, atomically and durably; return what it replaces.
+        """Give a name to ``manifest``, atomically and durably; return what it replaces, as :meth:`place`.
 
-        Within :meth:`ingest`, pass the import, which waits longer for the lock.
+        Raises as :meth:`install`.
+        """
+        new = NewModel(update, manifest.to_bytes(), manifest.blobs)
+        return self.install([new], ingest=ingest)[0]
+
+    def install(
+        self,
+        models: Sequence[NewModel],
+        signatures: Iterable[NewSignature] = (),
+        *,
+        ingest: Ingest | None = None,
+    ) -> list[bytes | None]:
+        """Give names to models, all of them or none, and return what each replaces, as :meth:`place`.
+
+        Signatures are durable before the first name, so that no policy finds a model without them. Within an
+        import, pass it: it waits longer for the lock.
 
         Raises:
-            BlobMissing, BlobDamaged: a blob is missing or has another size; nothing changes.
+            NameTaken: a name has changed since the caller looked; nothing changes.
+            BlobMissing, BlobDamaged: a blob is missing or has another size, or a manifest is not the one that
+                the name must get; nothing changes.
             NameConflict: as :meth:`check_name`.
             StoreError: the store cannot be written.
         """
         lock = self._locks.exclusive if ingest is None else ingest.exclusive_lock
-        # Exclusive: of two names that differ only in case, the second one must see the first.
-        with self._store.writing(), lock():
-            return self.place(reference, manifest.to_bytes(), manifest.blobs)
+        with self._store.writing():
+            for one in signatures:
+                self._signatures.keep(one.manifest, one.data, is_verified=one.is_verified)
+            # Exclusive: of two names that differ only in case, the second one must see the first.
+            with lock(), contextlib.ExitStack() as undo:
+                for model in models:
+                    self._check(model)
+                former = []
+                for model in models:
+                    undo.callback(self._undo, model, self._data(model.update.reference))
+                    former.append(self._give(model))
+                undo.pop_all()
+        return former
 
-    def place(
-        self, reference: str | Reference, data: bytes, blobs: Iterable[Descriptor]
-    ) -> bytes | None:
-        """Publish a manifest while the caller holds the exclusive lock; return the one it replaces.
+    def place(self, update: NameUpdate, data: bytes, blobs: Sequence[Descriptor]) -> bytes | None:
+        """Give a name while the caller holds the exclusive lock; return the manifest that it replaces.
 
         The replaced one is kept until gc removes its blobs. None means that the name was free, had this
         manifest already, or had one that cannot be read.
 
         Args:
-            reference: the name.
+            update: the name, and what it had when the caller looked.
             data: the bytes of the manifest, which are written unchanged.
             blobs: the blobs that it references.
 
         Raises:
-            OSError: the store cannot be written. Otherwise as :meth:`publish`.
+            OSError: the store cannot be written. Otherwise as :meth:`install`.
         """
-        path = self._store.manifest_path(reference)
-        # The caller's lock keeps blobs that are found here from being removed before the manifest
-        # has its name.
-        for blob in blobs:
+        model = NewModel(update, data, blobs)
+        self._check(model)
+        return self._give(model)
+
+    def _check(self, model: NewModel) -> None:
+        """Check under the lock that a model may get its name. Raises as :meth:`install`."""
+        digest = Digest.of(model.data)
+        update = model.update.to(digest)
+        # The lock keeps blobs that are found here from being removed before the manifest has its name.
+        for blob in model.blobs:
             self._store.check_size(blob.digest, blob.size)
-        self.check_name(reference)
+        self.check_name(update.reference)
+        now = self.version(update.reference)
+        if update.old is not ANYTHING and now not in (update.old, digest, ABSENT):
+            raise NameTaken(
+                f"the name {quote(update.reference)} was given to another model in the meantime: "
+                f"it was {_shown(update.old)} and is {_shown(now)} now",
+                advice="look at that model, and run the same command again to replace it",
+            )
+
+    def _give(self, model: NewModel) -> bytes | None:
+        """Give a model its name, which was checked; return the manifest that it replaces, as :meth:`place`."""
+        reference = model.update.reference
+        path = self._store.manifest_path(reference)
         for folder in (path.parent, self._layout.temporary):
             make_folders(folder, self._store.root)
         former = None
-        # An unreadable manifest cannot be kept, but it must be replaceable.
-        with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
-            if (found := self._store.read_manifest(reference)) != data:
+        found = self._data(reference)
+        if found == model.data:  # its writer may not have synced it
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            sync_folder(path.parent)
+            return None
+        if found is not None:
+            # An unreadable manifest cannot be kept, but it must be replaceable.
+            with contextlib.suppress(InvalidManifest):
                 Manifest.from_bytes(found)
                 # Before the new one is written: a crash in between loses neither.
-                self._history.keep(Reference.of(reference), found)
+                self._history.keep(reference, found)
                 former = found
-        write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+        self._write(path, model.data)
         return former
 
-    def is_taken(self, reference: str | Reference, data: bytes) -> bool:
-        """Return whether the name exists and its manifest differs from ``data``."""
-        try:
-            return self._store.read_manifest(reference) != data
-        except ModelNotFound:
-            return False
-        except BlobstoreError:  # an unreadable manifest is another one
-            return True
+    def _data(self, reference: Reference) -> bytes | None:
+        with contextlib.suppress(ModelNotFound, InvalidManifest, StoreError):
+            return self._store.read_manifest(reference)
+        return None
+
+    def _write(self, path: Path, data: bytes) -> None:
+        write_file(path, [data], mode=0o644, temporary=self._layout.temporary)
+
+    def _undo(self, model: NewModel, before: bytes | None) -> None:
+        """Give a name what it had before again, if it has the model and that is possible."""
+        reference = model.update.reference
+        if before == model.data or self._data(reference) != model.data:
+            return
+        with contextlib.suppress(BlobstoreError, OSError):
+            if before is None:
+                self.remove(reference)
+            else:
+                self._write(self._store.manifest_path(reference), before)
+
+    # Taking names
 
     def remove(self, *references: str | Reference) -> None:
         """Remove names durably. The caller holds the exclusive lock.
@@ -161,3 +343,7 @@ class Names:
     def whole_history(self) -> WholeHistory:
         """Return the manifests that names had before, none of them read yet."""
         return WholeHistory(self._layout)
+
+
+def _shown(version: Digest | Old) -> str:
+    return version.short if isinstance(version, Digest) else version.value

@@ -20,6 +20,7 @@ import blobstore
 from blobstore.core.digest import Digest
 from blobstore.core.tensor import DType, TensorSpec
 from blobstore.manifests import media_types
+from blobstore.store.names import replace_any
 from tests.benchmarks.common import GIB, arguments, rounds, table, timed, workspace
 from tests.support.models import add_blob, with_layers, write_safetensors
 
@@ -57,7 +58,7 @@ def record_digests(store: blobstore.LocalStore, source: Path) -> None:
         else layer
         for layer in manifest.layers
     ]
-    store.names.publish("m", with_layers(store, manifest, layers))
+    store.names.publish(replace_any("m"), with_layers(store, manifest, layers))
 
 
 def copy_with_digest(source: Path, target: Path) -> str:

@@ -32,6 +32,7 @@ from blobstore.serve.model_files import commit_of, model_files
 from blobstore.serve.peers import Peer, PeerFiles, Peers
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support import frozen
 from tests.support.altered_server import altered, is_marked
 from tests.support.hub_server import HubServer
@@ -502,7 +503,7 @@ def forge(root: Path, folder: Path, commit: str) -> None:
     source: Any = open_source(folder)
     source.repository, source.commit = NAME, commit
     with contextlib.closing(source):
-        import_source(source, Reference.parse(NAME), LocalStore(root), ImportOptions(), started=0.0)
+        import_source(source, replace_any(NAME), LocalStore(root), ImportOptions())
 
 
 def test_peers_alone_are_enough(folder: Path, tmp_path: Path, dead: Peer) -> None:

@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 
 from blobstore.operations.create.create import create
+from blobstore.operations.create.save import save
 from blobstore.operations.export.export import export_model
 from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.operations.transfer.pull import pull_model
 from blobstore.store.local import LocalStore
-from tests.support.hub_server import HubServer
+from tests.support.hub_server import HubServer, Repo
 from tests.support.models import Arrays, dense_tensors, write_folder
 from tests.support.serve_process import Serving, serving
 
@@ -157,6 +158,29 @@ def test_a_client_that_leaves_does_not_end_the_import(
         wait_for_arrival(server, "org/model:latest")
         assert snapshot(server, tmp_path / "cache") == contents(folder)
     assert hub.sent == sum(map(len, contents(folder).values()))
+
+
+@pytest.mark.parametrize("tag", ["latest", "v1"])
+def test_a_name_that_the_operator_gives_while_a_model_arrives_stays_the_operators(
+    tag: str, hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    repo = hub.repos[NAME]
+    repo.branches["v1"] = Repo(folder, repo.commit)  # the same commit, so that it is one arrival
+    gate = repo.gates["model-00001-of-00002.safetensors"] = (100, threading.Event())
+    with serving(store, tmp_path, "--upstream", hub.url) as server:
+        connection = http.client.HTTPConnection(server.host, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", FILE)
+            assert connection.getresponse().read(100)
+            assert server.request(f"/api/models/{NAME}/revision/v1")[0] == 200
+            own = save({"mine": np.ones(3, np.float32)}, f"{NAME}:{tag}", store=store)
+            gate[1].set()
+            until(lambda: any("seconds" in entry for entry in server.log()))
+    assert store.names.version(f"{NAME}:{tag}") == own.digest
+    assert (f"{NAME}:latest is a model of the store's own by now" in str(server.log())) == (
+        tag == "latest"
+    )
+    assert store.has_model(NAME)  # it is fetched unless it is the operator's
 
 
 def test_an_upstream_that_is_gone_is_answered_for_by_the_store(

@@ -18,9 +18,9 @@ from blobstore.core.tensor import DTYPES, TensorSpec
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
-from blobstore.manifests.reference import Reference
 from blobstore.safetensors.header import encode_header, in_file_order
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -110,7 +110,7 @@ def add_blobs(store: LocalStore, name: str, blobs: Mapping[str, bytes]) -> None:
         ingest.add(len(config), lambda: [config])
         ingest.publish()
         described = Descriptor(media_types.CONFIG, Digest.of(config), len(config))
-        store.names.publish(Reference.parse(name), Manifest(config=described, layers=tuple(layers)))
+        store.names.publish(replace_any(name), Manifest(config=described, layers=tuple(layers)))
 
 
 def add_blob(store: LocalStore, data: bytes) -> BlobId:
@@ -138,7 +138,7 @@ def replace_file(store: LocalStore, name: str, file: str, content: bytes) -> Non
         layer._replace(digest=digest, size=size) if layer.name == file else layer
         for layer in manifest.layers
     ]
-    store.names.publish(name, with_layers(store, manifest, layers))
+    store.names.publish(replace_any(name), with_layers(store, manifest, layers))
 
 
 def blob(*tensors: tuple[str, str, tuple[int, ...], bytes], **metadata: str) -> bytes:

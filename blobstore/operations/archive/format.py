@@ -155,14 +155,14 @@ class ArchivedModel(NamedTuple):
 
 
 def check_case(references: Iterable[Reference]) -> None:
-    """Check that one store can have all these names: no two, nor parts of them, differ in case only.
+    """Check that one store can have all these names: no two, nor their repositories, differ in case only.
 
     Raises:
         NameConflict: two do.
     """
     spellings: dict[tuple[str, ...], tuple[str, ...]] = {}
     for reference in references:
-        for count in range(1, len(reference.parts) + 1):
+        for count in (3, 4):  # a repository, and a tag of it
             parts = reference.parts[:count]
             folded = tuple(part.casefold() for part in parts)
             first = spellings.setdefault(folded, parts)

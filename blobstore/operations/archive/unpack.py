@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from blobstore.core.arguments import local_path
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.core.files import write_all, write_file
+from blobstore.core.files import write_all
 from blobstore.core.mmap import map_file, mapped
 from blobstore.core.workers import WorkerPool, check_jobs
 from blobstore.errors import (
     ArchiveDamaged,
     BlobstoreError,
     InvalidSignature,
-    NameTaken,
 )
 from blobstore.manifests.reference import Reference
 from blobstore.operations.archive.format import Kind, check_case
 from blobstore.operations.archive.reader import label_blobs, open_archive
 from blobstore.operations.sign.require_trust import check_trust, read_policy, read_signature
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import NewModel, NewSignature
 
 if TYPE_CHECKING:
     import os
@@ -119,7 +119,7 @@ def unpack_archive(
         ArchiveDamaged: the archive is truncated or altered, or breaks the format.
         ModelNotFound: it has no such model.
         NotFound: there is no such file.
-        NameTaken: a name belongs to another model of the store.
+        NameTaken: a name belongs to another model of the store, or was given to one in the meantime.
         NameConflict: a name differs only in case from one in the store or from another model's.
         StoreBusy: timed out waiting for the store's lock.
         StoreError: the store cannot be written, or is short of space.
@@ -133,23 +133,23 @@ def unpack_archive(
         models = archive.models(names)
         stored = sum(archive.members[number].stored_size for number in archive.needed(models))
         check_case(model.reference for model in models)
-        _check_names(store, models, force=force)
+        updates = [
+            store.names.claim(model.reference, Digest.of(model.data), force=force)
+            for model in models
+        ]
         given = _read_signatures(signatures, models)
         notices = tuple(_notices(store, models, [signature for _, signature in given]))
         with store.ingest() as ingest:
             ingested = _ingest_blobs(archive, models, store, ingest, jobs, progress)
             ingest.publish()
-            for manifest, signature in given:
-                store.keep_signature(manifest, signature.data, is_verified=True)
-            with ingest.exclusive_lock(), contextlib.ExitStack() as undo:
-                _check_names(store, models, force=force)
-                for model in models:  # all of them get their names, or none if one fails
-                    before = None
-                    with contextlib.suppress(BlobstoreError):  # no such name, or damaged
-                        before = store.read_manifest(model.reference)
-                    undo.callback(_restore, store, model, before)
-                    store.names.place(model.reference, model.data, model.manifest.blobs)
-                undo.pop_all()
+            store.names.install(
+                [
+                    NewModel(update, model.data, model.manifest.blobs)
+                    for update, model in zip(updates, models, strict=True)
+                ],
+                (NewSignature(manifest, one.data, is_verified=True) for manifest, one in given),
+                ingest=ingest,
+            )
     return Unpacked(
         path=local_path(path, "source"),
         references=tuple(model.reference for model in models),
@@ -262,17 +262,6 @@ def _notices(
             yield from verdict.notices(model.reference)
 
 
-def _check_names(store: LocalStore, models: Sequence[ArchivedModel], *, force: bool) -> None:
-    """Check that the models may have their names."""
-    for model in models:
-        store.names.check_name(model.reference)
-        if not force and store.names.is_taken(model.reference, model.data):
-            raise NameTaken(
-                f"another model has the name {quote(model.reference)}",
-                advice="replace it with force=True",
-            )
-
-
 def _ingest_blobs(
     archive: ArchiveReader,
     models: Sequence[ArchivedModel],
@@ -358,15 +347,3 @@ def _pieces(
             report(len(piece), label)
     except ArchiveDamaged as error:
         raise error.at(label) from None
-
-
-def _restore(store: LocalStore, model: ArchivedModel, before: bytes | None) -> None:
-    """Give a name its former manifest again, or remove it, if possible."""
-    if before == model.data or store.names.is_taken(model.reference, model.data):
-        return  # the name was not given to this model
-    with contextlib.suppress(BlobstoreError, OSError):
-        if before is None:
-            store.names.remove(model.reference)
-        else:
-            path, temporary = store.manifest_path(model.reference), store.folder("temporary")
-            write_file(path, [before], mode=0o644, temporary=temporary)

@@ -38,6 +38,7 @@ from blobstore.operations.create.tensor_bytes import Converter, UnreadableGroups
 from blobstore.sources.base import SourceOptions
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import NameUpdate
 
 if TYPE_CHECKING:
     import os
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from blobstore.quantization.policy import PolicyName
     from blobstore.sources.base import TensorSource
     from blobstore.store.ingest import Buffers, Ingest, Ingested
+    from blobstore.store.names import Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ class CreateOptions(TypedDict, total=False):
 @overload
 def create(
     source: str | os.PathLike[str],
-    reference: str | Reference,
+    reference: Name,
     *,
     store: StoreLike = None,
     dry_run: Literal[False] = False,
@@ -118,7 +120,7 @@ def create(
 @overload
 def create(
     source: str | os.PathLike[str],
-    reference: str | Reference,
+    reference: Name,
     *,
     store: StoreLike = None,
     dry_run: Literal[True],
@@ -127,7 +129,7 @@ def create(
 ) -> ModelPlan: ...
 def create(
     source: str | os.PathLike[str],
-    reference: str | Reference,
+    reference: Name,
     *,
     store: StoreLike = None,
     experts: ExpertForm = "packed",
@@ -157,7 +159,7 @@ def create(
         source: a Hugging Face model folder, a ``.safetensors`` file, a PyTorch checkpoint, a folder
             of ``torch.distributed.checkpoint`` or of Meta's Llama, a GGUF file, ``ollama://NAME`` for a
             model of Ollama's, or a Hub id.
-        reference: the name, ``[host/][namespace/]model[:tag]``.
+        reference: the name, ``[host/][namespace/]model[:tag]``; or its update, which says what it must have had.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         experts: ``packed`` keeps experts as they are, one blob per layer; ``stacked`` joins them.
         quantize: ``int4``, ``int8``, ``nvfp4``, ``mxfp8`` or ``mxfp4``; None keeps the tensors.
@@ -199,13 +201,16 @@ def create(
     Raises:
         SourceError, DamagedSource, SourceNotFound: the source cannot be imported.
         StoreError, StoreBusy, NameConflict: the store cannot be used.
+        NameTaken: another process gave the name another model in the meantime.
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
-    reference = Reference.of(reference)
+    if not isinstance(reference, NameUpdate):
+        reference = Reference.of(reference)  # before anything else
     check_jobs(jobs, executor)
     store = LocalStore.of(store)
-    store.names.check_name(reference)
+    update = store.names.seen(reference)
+    store.names.check_name(update.reference)
     options = ImportOptions(
         SourceOptions(
             weights=weights,
@@ -232,7 +237,7 @@ def create(
             return options.plan(opened)
         return import_source(
             opened,
-            reference,
+            update,
             store,
             options,
             started=started,
@@ -245,20 +250,22 @@ def create(
 
 def import_source(
     opened: TensorSource,
-    reference: Reference,
+    update: NameUpdate,
     store: LocalStore,
     options: ImportOptions,
     *,
-    started: float,
+    started: float | None = None,
     paranoid: bool = False,
     jobs: int | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Created:
-    """Import an open source, which stays open, with the arguments of :func:`create`. Raises as that.
+    """Import an open source, which stays open, with the arguments of :func:`create`. Raises as that, and NameTaken.
 
-    ``started`` is when the import began, by the monotonic clock.
+    ``started`` is when the import began, by the monotonic clock; by default now.
     """
+    started = time.monotonic() if started is None else started
+    reference = update.reference
     plan = options.plan(opened)
     record, files, notices = _described(opened, plan, options, store)
     total = sum(blob.size for blob in plan.blobs)
@@ -289,7 +296,7 @@ def import_source(
         if not index.is_cached:
             write_index(store, data, index)
         opened.check_unchanged()
-        former = store.names.publish(reference, manifest, ingest)
+        former = store.names.publish(update, manifest, ingest)
     return Created(
         reference=reference,
         digest=Digest.of(data),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.core.tensor import TensorSpec
     from blobstore.operations.create.create import Created
+    from blobstore.store.names import NameUpdate
 
     File = bytes | Path | Mapping[str, Any]
 
@@ -105,6 +106,7 @@ def save(
         DamagedSource: a tensor was replaced while it was saved, or its framework cannot read it.
         BlobstoreError: with ``background``, there is no memory for the copy, or the interpreter is ending.
         StoreError, StoreBusy, NameConflict: the store cannot be used.
+        NameTaken: another process gave the name another model in the meantime.
         InvalidReference, UsageError: an argument is invalid.
     """
     started = time.monotonic()
@@ -124,11 +126,11 @@ def save(
     contents = {name: _content(name, file) for name, file in (files or {}).items()}
     source = MemorySource(found, metadata, contents)
 
-    def run() -> Created:
+    def run(update: NameUpdate) -> Created:
         with contextlib.closing(source):
             return import_source(
                 source,
-                reference,
+                update,
                 store,
                 ImportOptions(),
                 started=started,
@@ -137,13 +139,14 @@ def save(
             )
 
     if not background:
-        return run()
+        return run(store.names.seen(reference))
     wait(list(_SAVES))  # a name must not get older tensors, and each save needs memory for a copy
+    update = store.names.seen(reference)  # only now: earlier saves may have given the name
     source.copy()
     future = _Save(reference)
     thread = ThreadPoolExecutor(1, thread_name_prefix="blobstore-save")
     try:
-        future.settled = thread.submit(future.settle, run)
+        future.settled = thread.submit(future.settle, functools.partial(run, update))
     except RuntimeError as error:
         _SAVES.discard(future)
         raise BlobstoreError(f"{reference} cannot be saved in the background: {error}") from error

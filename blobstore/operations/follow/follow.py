@@ -17,21 +17,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
+from blobstore.core.digest import Digest
 from blobstore.core.workers import check_jobs
 from blobstore.errors import BlobstoreError, MissingLibrary, UsageError
 from blobstore.http.retry import Patience
 from blobstore.manifests.reference import Reference
 from blobstore.operations.follow.places import Target, find_place
 from blobstore.operations.follow.trainer import SCHEMES, TrainerFolder
-from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.operations.maintenance.names import remove_models
 from blobstore.operations.maintenance.retention import expired_models
 from blobstore.operations.transfer.pull import STREAMS
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import replace_any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from blobstore.core.digest import Digest
     from blobstore.core.progress import Progress
     from blobstore.operations.follow.places import Installed, Place
 
@@ -80,7 +81,8 @@ def follow(
 ) -> Iterator[Followed]:
     """Keep a name equal to what another place has, and yield each version after it is installed.
 
-    The name becomes what the place has, whatever it was before; ``restore`` undoes that. The iterator ends
+    The name becomes what the place has, whatever it was before; ``restore`` undoes that. If another process gives it
+    another model while a version is fetched, the next question finds that. The iterator ends
     with ``once``, or after ``stop`` is set. Until then errors are reported, and the place is asked again
     after a pause that grows up to a minute.
 
@@ -188,7 +190,8 @@ class _Follower:
     def step(self, wait: int) -> Followed | None:
         """Install what the place has; None if the name has it. Raises BlobstoreError."""
         target = self._target
-        before = target.manifest()
+        seen = target.seen()
+        before = seen.old if isinstance(seen.old, Digest) else None
         # Another process may have given the name another manifest.
         if self._installed is not None and self._installed[1] == before:
             known: str | None = self._installed[0]
@@ -200,7 +203,7 @@ class _Follower:
         if look.version == known:
             return None
         started = time.monotonic()
-        installed = self.place.install()
+        installed = self.place.install(seen)
         with interrupts.deferred():  # all is done
             return self._installed_as(installed, before, started)
 
@@ -214,7 +217,7 @@ class _Follower:
         if digest is None:  # another process has removed it
             return None
         label = installed.label or digest.short  # the place may know the model by another digest
-        kept = None if self._keep_last is None else self._keep(label, self._keep_last)
+        kept = None if self._keep_last is None else self._keep(label, digest, self._keep_last)
         if digest == before:
             return None
         return Followed(
@@ -229,12 +232,15 @@ class _Follower:
             notices=installed.notices,
         )
 
-    def _keep(self, label: str, count: int) -> Reference:
-        """Give the version a tag of its own, and remove those of versions beyond ``count``."""
+    def _keep(self, label: str, digest: Digest, count: int) -> Reference | None:
+        """Give the version a tag of its own, and remove those of versions beyond ``count``; None if it is gone."""
         store, reference = self._target.store, self._target.reference
         start = f"{reference.tag}-"
         kept = Reference(*reference.parts[:3], f"{start}{label}")
-        copy_model(reference, kept, store=store, force=True)
+        data, manifest = store.parse(reference)
+        if Digest.of(data) != digest:  # another process has given the name to another model
+            return None
+        store.names.publish(replace_any(kept), manifest)
         tags = [
             one
             for one in store.references()

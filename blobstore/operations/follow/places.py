@@ -23,6 +23,7 @@ from blobstore.remotes.addresses import is_address, is_in_objects
 from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.sources import hub
 from blobstore.store.local import LocalStore
+from blobstore.store.names import ABSENT, NameUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +49,10 @@ class Target:
     progress: Progress | None
     transfer: Mapping[str, Any]
     """Options of :func:`pull_model`."""
+
+    def seen(self) -> NameUpdate:
+        """Return the update of the name from what it has now. Raises BlobstoreError if that cannot be read."""
+        return NameUpdate(self.reference, self.manifest() or ABSENT)
 
     def manifest(self) -> Digest | None:
         """Return the digest of the manifest that the name has; None if there is no such model."""
@@ -89,8 +94,11 @@ class Place(Protocol):
             BlobstoreError: nothing can be said about it.
         """
 
-    def install(self) -> Installed:
-        """Make the name what is there now, whatever it was. Raises BlobstoreError; the name then stays as it is."""
+    def install(self, update: NameUpdate) -> Installed:
+        """Make the name what is there now. Raises BlobstoreError; the name then stays as it is.
+
+        If it is not what ``update`` says any more, that is NameTaken: somebody has given it to another model.
+        """
 
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
@@ -137,9 +145,9 @@ class RegistryTag(ClosedPlace):
         )
         return Look(str(digest), has_waited)
 
-    def install(self) -> Installed:
+    def install(self, update: NameUpdate) -> Installed:
         """See :class:`Place`."""
-        return _pull(self._target, self._address)
+        return _pull(self._target, self._address, update)
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
@@ -177,9 +185,9 @@ class ObjectName(ClosedPlace):
         self._seen = None if tag is None else (tag, seen)
         return seen
 
-    def install(self) -> Installed:
+    def install(self, update: NameUpdate) -> Installed:
         """See :class:`Place`."""
-        return _pull(self._target, self._text)
+        return _pull(self._target, self._text, update)
 
 
 class HubRevision(ClosedPlace):
@@ -209,7 +217,7 @@ class HubRevision(ClosedPlace):
         del known, wait
         return Look(hub.commit_of(self._text))
 
-    def install(self) -> Installed:
+    def install(self, update: NameUpdate) -> Installed:
         """See :class:`Place`."""
         target = self._target
         # The name stays quantized, for example, if it was.
@@ -217,7 +225,7 @@ class HubRevision(ClosedPlace):
         ImportOptions.from_json(options)  # they are those of create
         created = create(
             self._text,
-            target.reference,
+            update,
             store=target.store,
             jobs=target.jobs,
             progress=target.progress,
@@ -243,26 +251,25 @@ class StoreName(ClosedPlace):
         del known, wait
         return Look(str(Digest.of(self._store.read_manifest(self._target.reference))))
 
-    def install(self) -> Installed:
+    def install(self, update: NameUpdate) -> Installed:
         """See :class:`Place`."""
         target = self._target
         copied = copy_to_store(
             target.reference,
             target.store,
+            update,
             store=self._store,
-            force=True,
             jobs=target.jobs,
             progress=target.progress,
         )
         return Installed(str(copied.digest), copied.bytes_written)
 
 
-def _pull(target: Target, remote: str | RemoteReference) -> Installed:
+def _pull(target: Target, remote: str | RemoteReference, update: NameUpdate) -> Installed:
     pulled = pull_model(
         remote,
-        target.reference,
+        update,
         store=target.store,
-        force=True,
         jobs=target.jobs,
         progress=target.progress,
         **target.transfer,

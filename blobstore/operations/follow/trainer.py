@@ -8,7 +8,6 @@ to the model that the name had before the first version, as long as the store ha
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
@@ -27,6 +26,7 @@ from blobstore.sources.file_tree import FileTree
 from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.sources.weight_deltas import new_checksum
 from blobstore.sources.weight_versions import SINGLE, OpenChanges, WeightVersions, version_name
+from blobstore.store.names import NameUpdate, Old
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class TrainerFolder(ClosedPlace):
         is_rewritten = note is not None and note.state not in ("", self._complete(newest).state)
         return Look(f"{number}, rewritten" if is_rewritten else number)
 
-    def install(self) -> Installed:
+    def install(self, update: NameUpdate) -> Installed:
         """See :class:`~blobstore.operations.follow.places.Place`."""
         target, newest = self._target, self._complete(self._versions.newest())
         note = self._note()
@@ -81,23 +81,24 @@ class TrainerFolder(ClosedPlace):
             base, first = note.manifest, note.first
         elif chain[0].base is None:
             full, chain = chain[0], chain[1:]
-            base, first = self._import_full(full), None
+            base, first = self._import_full(full, update), None
+            update = NameUpdate(update.reference, base)
             fetched = full.nbytes
             # Another process can go on there.
             self._write_note(full, base, None)
         else:
-            base, first = self._base(note, chain, begins_again=begins_again)
+            base, first = self._base(note, chain, update.old, begins_again=begins_again)
             if known is None:
                 chain = chain[current_version(target.store, _manifest(target, base), chain) :]
         if chain:
             fetched += sum(version.nbytes for version in chain)
         for part in _parts(chain):
-            base = self._apply(base, part)
+            base = self._apply(base, part, update)
+            update = NameUpdate(update.reference, base)
             self._write_note(part[-1], base, first)
         number = _text(newest.number)
         with interrupts.deferred():  # all is done
-            now = Digest.of(target.store.read_manifest(target.reference))
-            self._write_note(newest, now, first)
+            self._write_note(newest, base, first)
         return Installed(number, fetched, label=f"v{number}")
 
     def _note(self) -> _Note | None:
@@ -134,12 +135,16 @@ class TrainerFolder(ClosedPlace):
         return newest
 
     def _base(
-        self, note: _Note | None, chain: Sequence[WeightVersion], *, begins_again: bool
+        self,
+        note: _Note | None,
+        chain: Sequence[WeightVersion],
+        current: Digest | Old,
+        *,
+        begins_again: bool,
     ) -> tuple[Digest, Digest | None]:
         """Return the model that the first change applies to, and the one that the trainer started from."""
         target = self._target
-        current = target.manifest()
-        if current is None:
+        if isinstance(current, Old):
             raise ModelNotFound(
                 f"no model {quote(target.reference)}, which the changes of {quote(chain[0].folder)} apply to",
                 advice="import the folder that the trainer started from under this name",
@@ -154,7 +159,7 @@ class TrainerFolder(ClosedPlace):
             )
         return note.first, note.first
 
-    def _apply(self, base: Digest, chain: Sequence[WeightVersion]) -> Digest:
+    def _apply(self, base: Digest, chain: Sequence[WeightVersion], update: NameUpdate) -> Digest:
         """Import the model with the changes of all versions, and return its manifest."""
         target = self._target
         store = target.store
@@ -169,16 +174,15 @@ class TrainerFolder(ClosedPlace):
                 source = PatchedModel(TrainedModel(store, manifest), opened)
                 created = import_source(
                     source,
-                    target.reference,
+                    update,
                     store,
                     source.options,
-                    started=time.monotonic(),
                     jobs=target.jobs,
                     progress=target.progress,
                 )
         return created.digest
 
-    def _import_full(self, version: WeightVersion) -> Digest:
+    def _import_full(self, version: WeightVersion, update: NameUpdate) -> Digest:
         """Import a full version, and return its manifest."""
         target = self._target
         with contextlib.ExitStack() as stack:
@@ -189,10 +193,9 @@ class TrainerFolder(ClosedPlace):
                 self._check_same_model(version, source)
             created = import_source(
                 source,
-                target.reference,
+                update,
                 target.store,
                 ImportOptions(),
-                started=time.monotonic(),
                 jobs=target.jobs,
                 progress=target.progress,
             )

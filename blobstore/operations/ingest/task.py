@@ -10,6 +10,7 @@ from blobstore.core import interrupts
 from blobstore.errors import BlobstoreError, RemoteError, RemoteRefused, StoreError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
+from blobstore.store.names import ABSENT, NameUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -67,7 +68,7 @@ def import_model(
             return _import_remote(source, reference, target, options, outcome)
         if target.has_model(reference):
             return outcome(present=True)
-        created = create(source, reference, store=target, **options)
+        created = create(source, NameUpdate(reference, ABSENT), store=target, **options)
         return outcome(blobs=created.blobs, written=created.bytes_written)
     except (BlobstoreError, OSError) as error:
         may_pass = isinstance(error, (RemoteError, StoreError, OSError))

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import BlobDamaged, NameTaken, UsageError
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.transfer.many import Transferred, each_of
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import NameUpdate, NewModel, NewSignature
 
 if TYPE_CHECKING:
     import os
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from blobstore.core.progress import Progress
     from blobstore.manifests.descriptor import Descriptor
     from blobstore.store.ingest import Ingest, Ingested
+    from blobstore.store.names import Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class CopiedModel:
 def copy_to_store(
     source: str | Reference,
     to: LocalStore | str | os.PathLike[str],
-    target: str | Reference | None = None,
+    target: Name | None = None,
     *,
     store: StoreLike = None,
     force: bool = False,
@@ -61,7 +63,7 @@ def copy_to_store(
     Args:
         source: the model's name.
         to: the other store or its folder, which is made if it does not exist.
-        target: its name in the other store; by default the same name.
+        target: its name in the other store, or the update of that; by default the same name.
         store: the store or its folder; by default ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         force: replace another model of the other store that has the name.
         jobs: number of threads; by default one per processor.
@@ -73,7 +75,7 @@ def copy_to_store(
     Raises:
         ModelNotFound: the store has no such model.
         InvalidManifest, BlobMissing, BlobDamaged: the model is damaged; nothing is copied.
-        NameTaken: the name belongs to another model of the other store.
+        NameTaken: the name belongs to another model of the other store, or was given to one in the meantime.
         NameConflict: a name of the other store differs only in case.
         StoreBusy: the lock of a store could not be acquired in time.
         StoreError: a store cannot be used.
@@ -82,31 +84,32 @@ def copy_to_store(
     started = time.monotonic()
     check_jobs(jobs)
     source = Reference.of(source)
-    target = source if target is None else Reference.of(target)
+    target = source if target is None else target
+    if not isinstance(target, NameUpdate):
+        target = Reference.of(target)
     store, other = LocalStore.of(store), LocalStore.of(to)
     if other.root.exists() and store.root.exists() and other.root.samefile(store.root):
         raise UsageError(f"both are the store {quote(store.root)}; cp without --to gives a name")
     store.resolve(source)  # checks it
     data, manifest = store.parse(source)  # it may be another one by now
+    digest = Digest.of(data)
     with store.lease_if_writable(blob.digest for blob in manifest.blobs), other.ingest() as ingest:
-        _check_name(other, target, data, force=force)
+        update = other.names.claim(target, digest, force=force)
         ingested = _copy_blobs(store, manifest.blobs, ingest, jobs, progress)
         ingest.publish()
-        digest = Digest.of(data)
-        # Before the name: a policy may refuse a model whose signatures are still missing.
-        for kept in store.kept_signatures(digest):
-            if kept.data is not None:
-                other.keep_signature(digest, kept.data, is_verified=kept.is_verified)
-        with other.writing(), ingest.exclusive_lock():
-            # Again: the name may have been given to another model while blobs were copied.
-            replaced = _check_name(other, target, data, force=force)
-            other.names.place(target, data, manifest.blobs)
+        signatures = (
+            NewSignature(digest, kept.data, kept.is_verified)
+            for kept in store.kept_signatures(digest)
+            if kept.data is not None
+        )
+        model = NewModel(update, data, manifest.blobs)
+        (former,) = other.names.install([model], signatures, ingest=ingest)
     return CopiedModel(
         source=source,
-        target=target,
+        target=update.reference,
         store=other.root,
         digest=digest,
-        replaced=replaced,
+        replaced=former is not None,
         bytes_written=sum(item.size for item in ingested if item.written),
         bytes_present=sum(item.size for item in ingested if not item.written),
         seconds=time.monotonic() - started,
@@ -140,18 +143,6 @@ def copy_models(
         return copy_to_store(names[number], to, store=store, progress=step, **options)
 
     return list(each_of([str(name) for name in names], sizes, progress, copy))
-
-
-def _check_name(store: LocalStore, target: Reference, data: bytes, *, force: bool) -> bool:
-    """Check that the model may have its name; return whether another model has it."""
-    store.names.check_name(target)
-    is_taken = store.names.is_taken(target, data)
-    if is_taken and not force:
-        raise NameTaken(
-            f"another model of {quote(store.root)} has the name {quote(target)}",
-            advice="replace it with force=True",
-        )
-    return is_taken
 
 
 def _copy_blobs(

@@ -12,6 +12,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.names import Named
 from blobstore.store.local import LocalStore, StoreLike
 from blobstore.store.name_patterns import id_start
+from blobstore.store.names import ABSENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +95,13 @@ def restore_model(
         ModelNotFound: the store has no such name and never had, or has forgotten it.
         NotFound: there is no such former model, or gc has removed its blobs.
         NameConflict: a name of the store differs only in case.
+        NameTaken: another process gave the name another model in the meantime.
         StoreBusy: the store's lock could not be acquired in time.
         StoreError: the store cannot be written.
         UsageError: ``ident`` is not the start of one ID.
     """
     store, reference = LocalStore.of(store), Reference.of(reference)
+    seen = store.names.seen(reference)
     former = _chosen(model_history(reference, store=store), reference, ident)
     blobs = Manifest.from_bytes(former.data).blobs
     # Under the lock, gc cannot remove a blob between this look and the new name.
@@ -108,8 +111,8 @@ def restore_model(
                 f"{quote(reference)} cannot be restored to {former.digest.short}: gc has removed "
                 "some of its blobs"
             )
-        replaced = store.names.is_taken(reference, former.data)
-        store.names.place(reference, former.data, blobs)
+        store.names.place(seen.to(former.digest), former.data, blobs)
+    replaced = seen.old not in (ABSENT, former.digest)
     return Named(source=reference, target=reference, digest=former.digest, replaced=replaced)
 
 

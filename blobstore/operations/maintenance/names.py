@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Final
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
 from blobstore.core.escape import quote
-from blobstore.errors import InvalidManifest, NameConflict, NameTaken, UsageError
+from blobstore.errors import InvalidManifest, NameConflict, UsageError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.maintenance.gc import GRACE
 from blobstore.store.catalog import read_catalog, read_entries
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import ABSENT
 from blobstore.store.partial import FULL
 
 if TYPE_CHECKING:
@@ -192,20 +193,19 @@ def _rename(
                 f"{quote(source)} and {quote(target)} differ only in case; rename the model to a "
                 "third name first"
             )
-        is_taken = store.names.is_taken(target, data)
-        is_new = is_taken or not store.has_model(target)
-        if is_taken and not force:
-            raise NameTaken(
-                f"another model has the name {quote(target)}", advice="replace it with force=True"
-            )
-        # Even if the name has this manifest already: its writer may not have synced it.
+        digest, before = Digest.of(data), store.names.version(target)
+        update = store.names.claim(target, digest, force=force)
         with interrupts.deferred():
-            store.names.place(target, data, manifest.blobs)
+            store.names.place(update, data, manifest.blobs)
             # The new name is durable by now, so a crash leaves at least one of the two.
             if not keeps_source:
                 store.names.remove(source)
     return Named(
-        source=source, target=target, digest=Digest.of(data), replaced=is_taken, is_new=is_new
+        source=source,
+        target=target,
+        digest=digest,
+        replaced=before not in (ABSENT, digest),
+        is_new=before != digest,
     )
 
 

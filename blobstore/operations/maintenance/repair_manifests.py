@@ -11,10 +11,11 @@ import contextlib
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from blobstore.core.files import write_file
+from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, InvalidManifest
 from blobstore.manifests.check import check_layers
 from blobstore.manifests.model import Manifest, listed
+from blobstore.store.names import NameUpdate
 from blobstore.store.quarantine import quarantine_copy
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ def restore_manifests(
             # It was read without the lock, so another process may have restored or replaced it.
             if _damaged(store, reference) != damaged:
                 continue
-            path = store.manifest_path(reference)
             quarantined = quarantine_copy(store, damaged)
-            # Blobs are not checked: they are repaired once the manifest lists them. Other names are
-            # not checked either: this one existed before.
-            write_file(path, [intact], mode=0o644, temporary=store.folder("temporary"))
+            update = NameUpdate(reference, Digest.of(damaged), Digest.of(intact))
+            # Blobs are not checked: they are repaired once the manifest lists them.
+            store.names.place(update, intact, ())
         yield Restored(reference, manifest, quarantined)
 
 

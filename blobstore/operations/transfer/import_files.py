@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from blobstore.core.progress import Progress
-    from blobstore.manifests.reference import Reference
     from blobstore.operations.create.create import Created
     from blobstore.registry.layouts.files import RemoteFile
     from blobstore.store.local import LocalStore
+    from blobstore.store.names import NameUpdate
 
 _MAX_RATIO: Final = 64
 """Limit of the unpacked size of a compressed tar, in sizes of the tar; beyond :data:`_MIN_LIMIT`."""
@@ -39,7 +39,7 @@ _END: Final = 1024
 def import_files(
     files: Iterable[RemoteFile],
     path_of: Callable[[RemoteFile], Path | None],
-    reference: Reference,
+    update: NameUpdate,
     *,
     store: LocalStore,
     jobs: int | None = None,
@@ -50,7 +50,7 @@ def import_files(
     Args:
         files: the files of the model.
         path_of: returns where the content of a file is; None if only the store has it, frozen.
-        reference: the name.
+        update: the name.
         store: the store.
         jobs: number of threads; by default one per processor.
         progress: called with the current blob, bytes done and total bytes.
@@ -68,7 +68,7 @@ def import_files(
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             for file in files:
                 _place(file, path_of(file), folder, store)
-        return create(folder, reference, store=store, jobs=jobs, progress=progress)
+        return create(folder, update, store=store, jobs=jobs, progress=progress)
 
 
 def _place(file: RemoteFile, content: Path | None, folder: Path, store: LocalStore) -> None:

@@ -16,14 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 from blobstore.core import interrupts
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
 from blobstore.core.rate_limit import RateLimiter
 from blobstore.core.workers import WorkerPool, check_jobs
-from blobstore.errors import (
-    BlobDamaged,
-    NameTaken,
-    UsageError,
-)
+from blobstore.errors import BlobDamaged, UsageError
 from blobstore.manifests.reference import Reference
 from blobstore.operations.sign.require_trust import check_trust, read_policy
 from blobstore.registry.reference import RemoteReference
@@ -35,6 +30,7 @@ from blobstore.remotes.signatures import SelectedSignatures
 from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.store.history import replacement_notices
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import NameUpdate, NewModel, NewSignature
 from blobstore.store.used_remotes import remember_remotes
 
 if TYPE_CHECKING:
@@ -51,6 +47,7 @@ if TYPE_CHECKING:
     from blobstore.remotes.cold_layers import ColdLayer
     from blobstore.signatures.policy import Verdict
     from blobstore.store.ingest import Ingest
+    from blobstore.store.names import Name
 
 WITHOUT_BASES: Final = "compressed forms whose bases are not here"
 """How the notice about them begins."""
@@ -95,7 +92,7 @@ class Pulled:
 
 def pull_model(
     remote: str | RemoteReference,
-    name: str | Reference | None = None,
+    name: Name | None = None,
     *,
     store: StoreLike = None,
     streams: int = STREAMS,
@@ -113,7 +110,7 @@ def pull_model(
     Args:
         remote: the address, ``[oci://]host[:port]/repository[:tag|@sha256:…]``; with ``http://`` or
             ``https://`` that of ``blobstore serve``. Or one in object storage.
-        name: the name that the model gets; by default the address.
+        name: the name that the model gets, or its update, which says what it must have had; by default the address.
         store: the store or its folder; by default that of ``$BLOBSTORE_HOME`` or ``~/.blobstore``.
         streams: number of blobs, or of parts of large blobs, that are fetched at once.
         limit_rate: maximum number of bytes per second.
@@ -135,7 +132,7 @@ def pull_model(
         InvalidManifest: a manifest breaks its format or contradicts the model.
         ModelNotFound: the registry has no such model.
         NameConflict: the name differs only in case from another one.
-        NameTaken: the name belongs to another model.
+        NameTaken: the name belongs to another model, or was given to one in the meantime.
         NotTrusted: the policy refuses the model.
         InvalidPolicy: the policy cannot be used.
         RemoteError: the registry cannot be reached, refuses access or misbehaves.
@@ -149,7 +146,8 @@ def pull_model(
     if streams < 1:
         raise UsageError(f"streams must be at least 1, got {streams}")
     limiter = None if limit_rate is None else RateLimiter(limit_rate)
-    name = None if name is None else Reference.of(name)
+    if name is not None and not isinstance(name, NameUpdate):
+        name = Reference.of(name)
     store = LocalStore.of(store)
     store.check_root()
     # An address that gives no valid name fails before the registry is asked.
@@ -157,10 +155,16 @@ def pull_model(
         address = remote if isinstance(remote, RemoteReference) else RemoteReference.parse(remote)
         name = address.name()
     with find_model(remote, plain_http=plain_http, limiter=limiter, with_files=True) as source:
-        reference = name or source.address.name()
-        pull = _Pull(store, reference, source, force)
-        pull.check_name()
+        name = name or source.address.name()
+        reference = name.reference if isinstance(name, NameUpdate) else name
+        # Files of other tools get a manifest when they are imported.
+        new = None if source.files else Digest.of(source.model.manifest)
         is_new = not store.has_model(reference)
+        seen = store.names.seen(name)
+        if not force and _is_from(store, reference, source):
+            name = seen
+        update = store.names.claim(name, new, force=force)
+        pull = _Pull(store, reference, update, source)
         signatures, verdict, with_model = pull.check_trust()
         # Compressed forms are those of a store's blobs, and files of other tools are imported
         # first.
@@ -204,20 +208,8 @@ class _Pull:
 
     store: LocalStore
     reference: Reference
+    update: NameUpdate
     source: RemoteSource | ObjectSource
-    force: bool
-
-    def check_name(self) -> None:
-        """Check that the model may have its name: it may if an earlier pull from there gave it the name."""
-        self.store.names.check_name(self.reference)
-        if self.force or not self.store.names.is_taken(self.reference, self.source.model.manifest):
-            return
-        record = PullRecord.read(self.store, self.reference)
-        if record is None or record.remote != str(self.source.address):
-            raise NameTaken(
-                f"another model has the name {quote(self.reference)}",
-                advice="replace it with force=True, or choose another name for the model",
-            )
 
     def check_trust(
         self,
@@ -243,6 +235,8 @@ class _Pull:
         record = PullRecord.read(store, self.reference)
         # The address may have other files by now.
         if record is None or record[:2] != (str(source.address), str(source.root.digest)):
+            return False
+        if self.update.new is not None and str(self.update.new) != record.manifest:
             return False
         blobs = store.resolve(self.reference).blobs
         if dry_run:
@@ -316,20 +310,15 @@ class _Pull:
 
     def _publish(self, ingest: Ingest, signatures: SelectedSignatures) -> bytes | None:
         """Give the model, whose blobs are in the store, its name; return the manifest that had it before."""
-        store, reference, manifest = self.store, self.reference, self.source.model.manifest
-        former: bytes | None = None
+        store, manifest = self.store, self.source.model.manifest
         # The config is in the store by now, so it can confirm the manifest.
         store.check_manifest(manifest, self.source.manifest)
         digest = Digest.of(manifest)
-        # Before the name, so that a policy never finds the model without them.
-        for data in signatures.data:
-            store.keep_signature(digest, data, is_verified=signatures.is_verified)
-        with ingest.exclusive_lock():
-            # Again, under the lock: the name may have been given to another model since.
-            self.check_name()
-            if not store.has_model(reference) or store.names.is_taken(reference, manifest):
-                former = store.names.place(reference, manifest, self.source.model.blobs)
-            PullRecord.of(self.source, digest).keep(store, reference)
+        kept = (NewSignature(digest, data, signatures.is_verified) for data in signatures.data)
+        model = NewModel(self.update, manifest, self.source.model.blobs)
+        (former,) = store.names.install([model], kept, ingest=ingest)
+        with interrupts.deferred():  # all is done
+            PullRecord.of(self.source, digest).keep(store, self.reference)
         return former
 
     def _import(self, transfer: Download, jobs: int | None, progress: Progress | None) -> Fetched:
@@ -348,12 +337,18 @@ class _Pull:
                 progress(what, transfer.size + done, transfer.size + total)
 
         created = import_files(
-            self.source.files, path_of, reference, store=store, jobs=jobs, progress=report
+            self.source.files, path_of, self.update, store=store, jobs=jobs, progress=report
         )
         transfer.remove_files()
         with interrupts.deferred():  # all is done
             PullRecord.of(self.source, created.digest).keep(store, reference)
         return transfer.result(created.notices, replaced=created.replaced)
+
+
+def _is_from(store: LocalStore, reference: Reference, source: RemoteSource | ObjectSource) -> bool:
+    """Return whether an earlier pull from there gave the name what it has."""
+    record = PullRecord.read(store, reference)
+    return record is not None and record.remote == str(source.address)
 
 
 def _base_notices(without_base: int) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from blobstore.remotes.addresses import find_model, is_in_objects
 from blobstore.remotes.catalog import RemoteEntry
 from blobstore.remotes.transfer_cache import PullRecord
 from blobstore.store.local import LocalStore, StoreLike
+from blobstore.store.names import ABSENT, ANYTHING, NameUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -147,7 +148,9 @@ def sync_models(
         try:
             if not is_new and not replace_others:
                 raise NameTaken(f"another model has the name {quote(model.reference)}")
-            _fetch(local, model, step, options)
+            old = ANYTHING if replace_others else ABSENT
+            update = NameUpdate(model.reference, old, model.manifest)
+            _fetch(local, model, update, step, options)
             results[number] = replace(result, state="fetched" if is_new else "replaced")
         except BlobstoreError as failure:
             results[number] = replace(result, error=failure)
@@ -198,35 +201,21 @@ def _digest_of(store: LocalStore, name: Reference) -> Digest | None:
 
 
 def _fetch(
-    store: LocalStore, model: LockedModel, progress: Progress | None, options: dict[str, Any]
+    store: LocalStore,
+    model: LockedModel,
+    update: NameUpdate,
+    progress: Progress | None,
+    options: dict[str, Any],
 ) -> None:
-    """Fetch a model. Its manifest is compared before it gets the name where that is possible."""
-    name = model.reference
+    """Fetch a model, which gets its name only if it has the manifest that the lock file says."""
     if model.remote:
-        if is_in_objects(model.remote):
-            with find_model(model.remote) as source:
-                _check(Digest.of(source.data), model, model.remote)
-        pull_model(model.remote, name, store=store, force=True, progress=progress, **options)
+        pull_model(model.remote, update, store=store, progress=progress, **options)
     elif model.repository:
         ImportOptions.from_json(model.options)  # they are those of create
-        create(
-            f"hf://{model.repository}@{model.commit}",
-            name,
-            store=store,
-            progress=progress,
-            **model.options,
-        )
+        source = f"hf://{model.repository}@{model.commit}"
+        create(source, update, store=store, progress=progress, **model.options)
     else:
         raise UnsupportedSource(
-            f"the lock file does not say where {quote(name)} comes from",
+            f"the lock file does not say where {quote(model.reference)} comes from",
             advice="push it, and lock it with --remote",
-        )
-    _check(Digest.of(store.read_manifest(name)), model, model.remote or model.repository)
-
-
-def _check(found: Digest, model: LockedModel, origin: str) -> None:
-    if found != model.manifest:
-        raise BlobDamaged(
-            f"{quote(origin)} has the manifest {found.short} now, and the lock file says "
-            f"{model.manifest.short}"
         )

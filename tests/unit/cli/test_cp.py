@@ -89,7 +89,7 @@ def test_copies_all_models_that_match_to_another_store(
     failing = run("cp", "team/*", "--to", other.root, exit_code=1)
     assert "copied 1 model to" in failing.stdout
     assert "1 of 2 models failed" in failing.stdout
-    assert "error: team/moe:latest: another model of" in failing.stderr
+    assert "error: team/moe:latest: another model has the name" in failing.stderr
     assert run("cp", "team/*", "new", "--to", other.root, exit_code=2)
     run("cp", "team/*", "--to", other.root, "--force", "-v")
     assert other.read_manifest("team/moe") == stored.read_manifest("dense")

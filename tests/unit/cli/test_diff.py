@@ -8,6 +8,7 @@ import pytest
 from blobstore.manifests.model import ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import add_blobs, blob, dense_tensors, write_folder
 from tests.unit.cli.running import run, run_json
 
@@ -105,7 +106,7 @@ def test_the_config_of_a_model_of_tensors_does_not_count(stored: LocalStore) -> 
         digest = ingest.add(len(data), lambda: [data]).digest
         ingest.publish()
         config = manifest.config._replace(digest=digest, size=len(data))
-        stored.names.publish("other", replace(manifest, config=config))
+        stored.names.publish(replace_any("other"), replace(manifest, config=config))
 
     result = run("diff", "dense", "other")
 

@@ -10,6 +10,7 @@ from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.frozen import flip, forms_of, layer, layers, put, spoil_deltas, tuned, weights
 from tests.support.models import add_blob, add_blobs, with_layers
 from tests.unit.cli.running import interrupted, run, run_json
@@ -48,7 +49,7 @@ def test_names_some_of_many_models_that_keep_blobs_uncompressed(pair: LocalStore
 def test_says_why_a_gguf_model_is_not_compressed(store: LocalStore) -> None:
     gguf = Descriptor(media_types.MODEL, *add_blob(store, b"GGUF"))
     add_blobs(store, "gguf", {})
-    store.names.publish("gguf", with_layers(store, store.resolve("gguf"), [gguf]))
+    store.names.publish(replace_any("gguf"), with_layers(store, store.resolve("gguf"), [gguf]))
     result = run("freeze", "gguf")
     assert result.stdout.splitlines()[1] == (
         "  these models have no tensors of their own: a GGUF file of Ollama is compressed once "

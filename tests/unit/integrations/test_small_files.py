@@ -21,8 +21,8 @@ from blobstore.integrations.small_files import (
 )
 from blobstore.manifests import media_types
 from blobstore.manifests.descriptor import Descriptor
-from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.folders import contents
 from tests.support.models import dense_tensors, replace_file, with_layers, write_folder
 
@@ -108,7 +108,7 @@ def test_rejects_a_file_outside_the_folder(model: blobstore.Model, store: LocalS
         else layer
         for layer in model.manifest.layers
     ]
-    store.names.publish(Reference.parse("evil"), with_layers(store, model.manifest, layers))
+    store.names.publish(replace_any("evil"), with_layers(store, model.manifest, layers))
     with (
         blobstore.open("evil", store=store) as opened,
         pytest.raises(InvalidManifest, match="not a file name"),

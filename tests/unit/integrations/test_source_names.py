@@ -31,6 +31,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.models.source_layers import read_source_record
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import Arrays, moe_tensors, quantizable_tensors, with_layers, write_folder
 from tests.support.pack_quantized import packed_weight, write_packed
 from tests.support.published import write_published
@@ -53,7 +54,7 @@ def with_stacks(store: LocalStore, name: str, stacks: Mapping[str, list[str]]) -
             for item in model.manifest.layers
         ]
         manifest = with_layers(store, model.manifest, layers)
-    store.names.publish(model.reference, manifest)
+    store.names.publish(replace_any(model.reference), manifest)
     return blobstore.open(name, store=store)
 
 
@@ -249,7 +250,9 @@ def test_weights_of_models_without_a_record_are_decoded(
     tensors = PUBLISHED["compressed-tensors"][1]
     with nvfp4_model(store, tmp_path / "source", section, tensors) as model:
         layers = [item for item in model.manifest.layers if item.media_type != media_types.SOURCE]
-        store.names.publish(model.reference, with_layers(store, model.manifest, layers))
+        store.names.publish(
+            replace_any(model.reference), with_layers(store, model.manifest, layers)
+        )
     with blobstore.open("m", store=store) as model:
         assert reason in why_decoded(model, model.config)
 
@@ -299,7 +302,7 @@ def test_returns_symmetric_integers_as_they_were_published(
     if not has_record:
         manifest = store.resolve(Reference.parse("m"))
         layers = [item for item in manifest.layers if item.media_type != media_types.SOURCE]
-        store.names.publish(Reference.parse("m"), with_layers(store, manifest, layers))
+        store.names.publish(replace_any("m"), with_layers(store, manifest, layers))
     with blobstore.open("m", store=store) as model:
         assert why_decoded(model, model.config) == ""
         specs, left_out = PublishedTensors.of(model, model.config)
@@ -334,7 +337,7 @@ def test_a_record_cannot_hold_another_shape_of_symmetric_integers(
         else layer
         for layer in manifest.layers
     ]
-    store.names.publish(Reference.parse("m"), with_layers(store, manifest, layers))
+    store.names.publish(replace_any("m"), with_layers(store, manifest, layers))
     with blobstore.open("m", store=store) as model:
         _, left_out = PublishedTensors.of(model, model.config)
     assert left_out["q.weight_shape"][1] == SYMMETRIC["q.weight_shape"][2]

@@ -16,6 +16,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.models.small_files import ModelFiles
 from blobstore.operations.describe.cat import read_file
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.damage import blob_path
 from tests.support.models import add_blobs, dense_tensors, with_layers, write_folder
 
@@ -25,7 +26,7 @@ def store(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path)
     add_blobs(store, "old", {"w": b"never opened"})
     manifest = store.resolve(Reference.parse("old"))
-    store.names.publish(Reference.parse("m"), with_layers(store, manifest, manifest.layers))
+    store.names.publish(replace_any("m"), with_layers(store, manifest, manifest.layers))
     return store
 
 

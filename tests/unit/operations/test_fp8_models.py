@@ -32,6 +32,7 @@ from blobstore.operations.freeze.thaw import thaw_models
 from blobstore.operations.maintenance.repair import repair_models
 from blobstore.operations.maintenance.verify import verify_models
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.damage import blob_path, flip
 from tests.support.models import add_blob, add_blobs, blob, with_layers, write_folder
 from tests.support.samples import samples
@@ -403,7 +404,7 @@ def with_record(store: LocalStore, change: Callable[[SourceRecord], SourceRecord
         else layer
         for layer in manifest.layers
     ]
-    store.names.publish(NAME, with_layers(store, manifest, layers))
+    store.names.publish(replace_any(NAME), with_layers(store, manifest, layers))
 
 
 def with_start(record: SourceRecord, start: bytes) -> SourceRecord:

@@ -53,6 +53,7 @@ from blobstore.operations.open import Verify
 from blobstore.quantization import numpy as reference
 from blobstore.quantization.formats import FORMATS
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support import sandbox
 from tests.support.damage import blob_path, flip, forge_index, index_file
 from tests.support.descriptors import open_files
@@ -1002,7 +1003,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
                 media_type=media_types.TENSOR, digest=digest, size=len(data), name=f"w{number}"
             )
         )
-    store.names.publish(NAME, with_layers(store, store.resolve(NAME), layers))
+    store.names.publish(replace_any(NAME), with_layers(store, store.resolve(NAME), layers))
     return store
 
 

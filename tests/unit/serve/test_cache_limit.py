@@ -14,7 +14,6 @@ import pytest
 
 from blobstore.errors import StoreError
 from blobstore.manifests.media_types import SOURCE
-from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import import_source
 from blobstore.operations.create.import_options import ImportOptions
 from blobstore.operations.maintenance.gc import collect_garbage
@@ -28,6 +27,7 @@ from blobstore.serve.pulled import Origin
 from blobstore.serve.refusal import Refusal
 from blobstore.sources.open import open_source
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import write_folder
 from tests.support.serve import ask
 
@@ -48,8 +48,7 @@ def limit(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         source.repository, source.commit = f"org/{name}", str(number) * 40
         library.pulled.keep(Origin(source.repository, source.commit), is_public=True)
         with contextlib.closing(source):
-            reference = Reference.parse(source.repository)
-            import_source(source, reference, store, ImportOptions(), started=0.0)
+            import_source(source, replace_any(source.repository), store, ImportOptions())
     library.pulled.touch(Origin("org/b", "1" * 40))
     return CacheLimit(library, MOST)
 

@@ -30,6 +30,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import MAX_MANIFEST_SIZE, Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.store.local import LocalStore, default_root
+from blobstore.store.names import replace_any
 from blobstore.store.scan import is_folder
 from tests.support import sandbox
 from tests.support.ollama_store import add_gguf_model
@@ -46,7 +47,7 @@ def put(store: LocalStore, data: bytes = b"config") -> Descriptor:
 
 def publish(store: LocalStore, name: str = "m") -> Manifest:
     manifest = Manifest(config=put(store), layers=())
-    store.names.publish(Reference.parse(name), manifest)
+    store.names.publish(replace_any(name), manifest)
     return manifest
 
 
@@ -87,7 +88,7 @@ def proven(store: LocalStore) -> Manifest:
     layer = put(store, b"{}")._replace(media_type=media_types.JSON, name="a.json")
     config = put(store, ModelConfig(layers_digest=layers_digest([layer])).to_bytes())
     manifest = Manifest(config=config, layers=(layer,))
-    store.names.publish(NAME, manifest)
+    store.names.publish(replace_any(NAME), manifest)
     return manifest
 
 
@@ -135,7 +136,7 @@ def test_a_name_is_replaced_in_one_step(store: LocalStore) -> None:
     publish(store)
     descriptor = put(store, b"other")
     other = Manifest(config=descriptor, layers=())
-    store.names.publish(NAME, other)
+    store.names.publish(replace_any(NAME), other)
     assert store.resolve(NAME) == other
     assert list(store.folder("temporary").iterdir()) == []
 
@@ -144,7 +145,7 @@ def test_a_manifest_is_placed_byte_for_byte(store: LocalStore) -> None:
     manifest = publish(store, "other")
     data = b"  " + manifest.to_bytes()
     store.folder("temporary").rmdir()  # as in a store of Ollama's
-    store.names.place(NAME, data, manifest.blobs)
+    store.names.place(replace_any(NAME), data, manifest.blobs)
     assert store.read_manifest(NAME) == data
 
 
@@ -211,20 +212,20 @@ def test_a_manifest_with_missing_or_damaged_blobs_gets_no_name(store: LocalStore
     old = publish(store)
     missing = Descriptor(media_type="x", digest=Digest.of(b"none"), size=4)
     with pytest.raises(BlobMissing):
-        store.names.publish(NAME, Manifest(config=old.config, layers=(missing,)))
+        store.names.publish(replace_any(NAME), Manifest(config=old.config, layers=(missing,)))
     short = Descriptor(media_type="x", digest=old.config.digest, size=7)
     with pytest.raises(BlobDamaged):
-        store.names.publish(NAME, Manifest(config=short, layers=()))
+        store.names.publish(replace_any(NAME), Manifest(config=short, layers=()))
     assert store.resolve(NAME) == old
     with pytest.raises(BlobMissing):
-        store.names.publish(Reference.parse("new"), Manifest(config=missing, layers=()))
+        store.names.publish(replace_any("new"), Manifest(config=missing, layers=()))
     with pytest.raises(ModelNotFound):
         store.resolve(Reference.parse("new"))
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("m", "M"), ("n/m", "N/m"), ("m:t", "m:T"), ("h/n/m", "H/n/m"), ("n/m", "N/other")],
+    [("m", "M"), ("n/m", "N/m"), ("m:t", "m:T"), ("h/n/m", "H/n/m"), ("n/m:a", "N/M:b")],
 )
 def test_names_that_differ_only_in_case_are_rejected(
     store: LocalStore, first: str, second: str
@@ -235,15 +236,15 @@ def test_names_that_differ_only_in_case_are_rejected(
     ):
         store.names.check_name(Reference.parse(second))
     with pytest.raises(NameConflict):
-        store.names.publish(Reference.parse(second), manifest)
+        store.names.publish(replace_any(second), manifest)
     store.names.check_name(Reference.parse(first))
     assert len(list(store.references())) == 1
 
 
 def test_names_that_differ_in_more_than_case_are_accepted(store: LocalStore) -> None:
-    for name in ("m", "m2", "n/M", "m:x"):
+    for name in ("m", "m2", "n/M", "m:x", "N/other"):
         publish(store, name)
-    assert len(list(store.references())) == 4
+    assert len(list(store.references())) == 5
 
 
 def test_a_path_that_was_taken_for_a_name_is_explained(
@@ -397,7 +398,7 @@ def test_a_read_only_store_can_be_read_and_reports_why_it_cannot_be_written() ->
 
 
 def publish_again(store: LocalStore) -> None:
-    store.names.publish(Reference.parse("other"), store.resolve(NAME))
+    store.names.publish(replace_any("other"), store.resolve(NAME))
 
 
 def test_an_unreadable_manifest_is_a_store_error() -> None:
@@ -491,21 +492,21 @@ def test_a_full_disk_keeps_the_old_manifest(tmp_path: Path) -> None:
         filler = sandbox.fill(disk)
         for name in (NAME, Reference.parse("new")):
             with pytest.raises(StoreError, match=f"no space left for the store '{disk}/store'"):
-                store.names.publish(name, new)
+                store.names.publish(replace_any(name), new)
         store.write_index(Digest.of(b"key"), b"value")
         assert list(store.folder("headers").iterdir()) == []
         assert list(store.folder("temporary").iterdir()) == []
         assert list(store.references()) == [NAME]
         assert store.resolve(NAME) == old
         filler.unlink()
-        store.names.publish(NAME, new)
+        store.names.publish(replace_any(NAME), new)
         assert store.resolve(NAME) == new
 
 
 def test_an_open_manifest_survives_its_replacement(store: LocalStore) -> None:
     old = publish(store)
     with store.manifest_path(NAME).open("rb") as stream:
-        store.names.publish(NAME, Manifest(config=put(store, b"other"), layers=()))
+        store.names.publish(replace_any(NAME), Manifest(config=put(store, b"other"), layers=()))
         assert Manifest.from_bytes(stream.read()) == old
 
 
@@ -524,7 +525,7 @@ def test_a_manifest_that_cannot_be_synced_gets_no_name(
     monkeypatch.setattr(os, "fsync", fsync)
     for name in (NAME, Reference.parse("new")):
         with pytest.raises(StoreError, match="failed: Input/output error"):
-            store.names.publish(name, new)
+            store.names.publish(replace_any(name), new)
     assert list(store.folder("temporary").iterdir()) == []
     assert list(store.references()) == [NAME]
     assert store.resolve(NAME) == old
@@ -559,7 +560,7 @@ def test_a_store_below_a_closed_folder_is_an_error() -> None:
             lambda: list(store.references()),
             lambda: store.resolve(NAME),
             lambda: put(store, b"new"),
-            lambda: store.names.publish(NAME, manifest),
+            lambda: store.names.publish(replace_any(NAME), manifest),
             lambda: store.check_size(manifest.config.digest, manifest.config.size),
         ]
         outcomes = [sandbox.call(use, unprivileged=True) for use in uses]
@@ -574,7 +575,7 @@ def test_no_manifest_is_published_while_another_process_reads_them(store: LocalS
     manifest = publish(store, "other")
     store.lock_timeout = 0.05
     with store._locks.shared(), pytest.raises(StoreBusy):
-        store.names.publish("model", manifest)
+        store.names.publish(replace_any("model"), manifest)
     assert not store.has_model("model")
 
 
@@ -590,7 +591,10 @@ def test_of_two_names_that_differ_only_in_case_one_is_published(store: LocalStor
 
     store.names.check_name = late  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
-        done = [pool.submit(store.names.publish, name, manifest) for name in ("model", "MODEL")]
+        done = [
+            pool.submit(store.names.publish, replace_any(name), manifest)
+            for name in ("model", "MODEL")
+        ]
         errors = [type(item.exception()) for item in done]
     assert sorted(errors, key=str) == [type(None), NameConflict]
 

@@ -19,6 +19,7 @@ from blobstore.operations.compare.diff import Difference, diff_models
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.names import copy_model
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import (
     Arrays,
     add_blobs,
@@ -233,7 +234,7 @@ def test_layers_without_names_are_matched_in_their_order(store: LocalStore) -> N
     manifest = add_gguf_model(store, "a")
     layers = [layer for layer in manifest.layers if layer.media_type != media_types.LICENSE]
     second = [layer for layer in manifest.layers if layer.media_type == media_types.LICENSE][1]
-    store.names.publish(Reference.parse("b"), replace(manifest, layers=(*layers, second)))
+    store.names.publish(replace_any("b"), replace(manifest, layers=(*layers, second)))
     found = diff_models("a", "b", store=store)
     assert len(found.tensors) == 3
     assert all(item.is_same and item.is_shared for item in found.tensors)
@@ -253,7 +254,7 @@ def test_the_config_of_the_store_counts(store: LocalStore) -> None:
     config = manifest.layers_of(media_types.JSON)[0]._replace(
         media_type=media_types.CONFIG, name=""
     )
-    store.names.publish(Reference.parse("b"), replace(manifest, config=config))
+    store.names.publish(replace_any("b"), replace(manifest, config=config))
     (item,) = [item for item in diff_models("a", "b", store=store).files if not item.is_same]
     assert item.media_type == media_types.CONFIG
 

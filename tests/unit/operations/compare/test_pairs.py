@@ -12,6 +12,7 @@ from blobstore.operations.compare.pairs import Pairing, pair_tensors
 from blobstore.operations.create.create import create
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import (
     Arrays,
     add_blob,
@@ -43,7 +44,7 @@ def with_stacks(store: LocalStore, name: str, stacks: object) -> None:
     layer = Descriptor(media_types.STACKS, *add_blob(store, content))
     manifest = store.resolve(Reference.parse(name))
     changed = with_layers(store, manifest, (*manifest.layers, layer))
-    store.names.publish(Reference.parse(name), changed)
+    store.names.publish(replace_any(name), changed)
 
 
 def test_pairs_tensors_by_name_in_the_order_of_the_model(store: LocalStore) -> None:
@@ -153,7 +154,7 @@ def test_rejects_quantized_weights_of_unknown_format(store: LocalStore) -> None:
 def test_rejects_models_without_tensors(store: LocalStore) -> None:
     make(store, "a", {"x": np.zeros(3)})
     manifest = store.resolve(Reference.parse("a"))
-    store.names.publish(Reference.parse("b"), with_layers(store, manifest, ()))
+    store.names.publish(replace_any("b"), with_layers(store, manifest, ()))
     with pytest.raises(BlobstoreError, match="b:latest has no tensor layers"):
         paired(store, "a", "b")
     with pytest.raises(ModelNotFound):

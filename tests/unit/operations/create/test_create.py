@@ -17,6 +17,7 @@ from blobstore.errors import (
     DamagedSource,
     InvalidReference,
     NameConflict,
+    NameTaken,
     SourceNotFound,
     UnsupportedSource,
     UsageError,
@@ -31,7 +32,7 @@ from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.sources.versions import SourceVersions
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
-from blobstore.store.names import Names
+from blobstore.store.names import Names, NameUpdate, replace_any
 from tests.support.damage import blob_path, flip, flip_header, truncate
 from tests.support.descriptors import ANYWHERE, open_files
 from tests.support.folders import contents
@@ -533,19 +534,23 @@ def test_a_tensor_that_cannot_be_quantized_is_kept_with_a_notice(
     assert blobstore.repair(source=folder, store=store).faults == ()
 
 
-def test_reports_the_model_that_another_import_published_in_the_meantime(
+def test_a_name_that_another_import_gave_in_the_meantime_is_not_taken_from_it(
     folder: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobstore.create(folder, "other", store=store, experts="stacked")
     other = store.resolve("other")
     publish = Names.publish
 
-    def after_another(self: Names, reference: Reference, *args: Any) -> object:
-        publish(self, reference, other)
-        return publish(self, reference, *args)
+    def after_another(self: Names, update: NameUpdate, *args: Any) -> object:
+        publish(self, replace_any("m"), other)
+        return publish(self, update, *args)
 
     monkeypatch.setattr(Names, "publish", after_another)
-    created = blobstore.create(folder, "m", store=store)
+    with pytest.raises(NameTaken, match="'m:latest' was given to another model in the meantime"):
+        blobstore.create(folder, "m", store=store)
+    assert store.resolve("m") == other
+    monkeypatch.undo()
+    created = blobstore.create(folder, "m", store=store)  # what the error advises
     assert created.replaced
     assert any("was the name of another model" in notice for notice in created.notices)
 

@@ -12,6 +12,7 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.grouping import ExpertForm
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import add_blobs, blob, with_layers
 
 NAME = Reference.parse("m")
@@ -46,14 +47,14 @@ def add_layers(store: LocalStore, *layers: tuple[str, str, bytes]) -> None:
         ingest.publish()
     remove_layers(store, media_types.SOURCE)
     manifest = store.resolve(NAME)
-    store.names.publish(NAME, with_layers(store, manifest, (*manifest.layers, *added)))
+    store.names.publish(replace_any(NAME), with_layers(store, manifest, (*manifest.layers, *added)))
 
 
 def remove_layers(store: LocalStore, media_type: str) -> None:
     """Remove the layers of a media type from model ``m``."""
     manifest = store.resolve(NAME)
     layers = [layer for layer in manifest.layers if layer.media_type != media_type]
-    store.names.publish(NAME, with_layers(store, manifest, layers))
+    store.names.publish(replace_any(NAME), with_layers(store, manifest, layers))
 
 
 def add_old_model(store: LocalStore) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ import pytest
 import blobstore
 from blobstore.core.digest import Digest
 from blobstore.errors import BlobstoreError, ModelNotFound, RemoteError, UsageError
-from blobstore.manifests.reference import Reference
 from blobstore.objects.address import StoreAddress
 from blobstore.operations.follow.follow import Followed
 from blobstore.store.local import LocalStore
@@ -258,14 +257,14 @@ def test_the_former_version_is_there_until_the_new_one_is_complete(
     found = blobstore.follow("policy", str(trainer.store.root), store=replica, interval=0.01)
     first = next(found)
     seen: list[Digest] = []
-    place = Names.place
+    install = Names.install
 
-    def placed(names: Names, reference: Reference, *rest: object) -> bytes | None:
+    def installed(names: Names, *rest: object, **options: object) -> list[bytes | None]:
         if names is replica.names:
             seen.append(digest_of(replica))
-        return place(names, reference, *rest)  # type: ignore[arg-type]
+        return install(names, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Names, "place", placed)
+    monkeypatch.setattr(Names, "install", installed)
     trainer.step()
     next(found)
     assert seen == [first.digest]

@@ -13,9 +13,10 @@ from blobstore.manifests.descriptor import Descriptor
 from blobstore.manifests.model import Manifest, ModelConfig, layers_digest
 from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
-from blobstore.operations.maintenance import repair_manifests as restoring
 from blobstore.operations.maintenance.repair_manifests import Restored, restore_manifests
+from blobstore.store import names
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.damage import blob_path
 from tests.support.models import add_blob, dense_tensors, moe_tensors, with_layers, write_folder
 from tests.support.ollama_store import add_gguf_model
@@ -57,7 +58,7 @@ def publish(
 ) -> None:
     data = config.to_bytes()
     described = Descriptor(media_types.CONFIG, *add_blob(store, data))
-    store.names.publish(Reference.parse(name), Manifest(config=described, layers=layers))
+    store.names.publish(replace_any(name), Manifest(config=described, layers=layers))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_does_not_use_a_manifest_that_no_config_confirms(tmp_path: Path) -> None
 def test_leaves_intact_and_missing_manifests(store: LocalStore, other: LocalStore) -> None:
     change(store, b"}\n", b"}")  # as Ollama pulls it
     manifest = store.resolve(NAME)
-    store.names.publish(Reference.parse("less"), with_layers(store, manifest, manifest.layers[1:]))
+    store.names.publish(replace_any("less"), with_layers(store, manifest, manifest.layers[1:]))
     assert restored(store, other) == ()
     names = [Reference.parse("gone")]
     assert tuple(restore_manifests(store, other, names, is_dry=False)) == ()
@@ -191,7 +192,7 @@ def test_the_name_exists_at_every_moment(
     """Also on file systems without hard links."""
     change(store, b"image.tensor", b"image.tenror")
     monkeypatch.setattr(os, "link", forbidden)
-    monkeypatch.setattr(restoring, "write_file", forbidden)
+    monkeypatch.setattr(names, "write_file", forbidden)
     wrong = store.read_manifest(NAME)
     with pytest.raises(StoreError):
         restored(store, other)

@@ -23,6 +23,7 @@ from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.verify import Fault, verify_models
 from blobstore.safetensors.header import encode_header
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support import sandbox
 from tests.support.damage import blob_path, empty, flip, truncate, write_manifest
 from tests.support.gguf_files import gguf_file
@@ -65,7 +66,7 @@ def publish_with(store: LocalStore, *layers: Descriptor) -> None:
     """Add layers to model ``m``, whose record of the source they do not fit."""
     manifest = store.resolve(NAME)
     others = (layer for layer in manifest.layers if layer.media_type != media_types.SOURCE)
-    store.names.publish(NAME, with_layers(store, manifest, (*others, *layers)))
+    store.names.publish(replace_any(NAME), with_layers(store, manifest, (*others, *layers)))
 
 
 def blob(*names: str) -> bytes:
@@ -106,7 +107,7 @@ def test_accepts_json_files_that_are_not_json(tmp_path: Path) -> None:
 def test_accepts_models_in_gguf_files(store: LocalStore) -> None:
     manifest = store.resolve(NAME)
     layer = add(store, gguf_file(), media_type=media_types.MODEL)
-    store.names.publish(Reference.parse("gguf"), with_layers(store, manifest, [layer]))
+    store.names.publish(replace_any("gguf"), with_layers(store, manifest, [layer]))
     assert verify_models([Reference.parse("gguf")], store=store).faults == ()
 
 
@@ -306,7 +307,7 @@ def test_finds_a_config_that_is_not_a_json_object(
     content: bytes, complaint: str, store: LocalStore
 ) -> None:
     config = add(store, content, media_type=media_types.CONFIG)
-    store.names.publish(NAME, replace(store.resolve(NAME), config=config))
+    store.names.publish(replace_any(NAME), replace(store.resolve(NAME), config=config))
     fault = only_fault(store)
     assert fault.layer == media_types.CONFIG
     assert complaint in fault.message

@@ -19,6 +19,7 @@ from blobstore.operations.export.link import link_model
 from blobstore.signatures.cosign import parse_signature
 from blobstore.signatures.signature import Signature
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.frozen import flip
 from tests.support.models import (
     add_blob,
@@ -90,7 +91,7 @@ def with_digests(store: LocalStore, name: str, folder: Path) -> None:
         else layer
         for layer in manifest.layers
     ]
-    store.names.publish(name, with_layers(store, manifest, layers))
+    store.names.publish(replace_any(name), with_layers(store, manifest, layers))
 
 
 def test_signs_the_manifest_in_both_forms(store: LocalStore, key: KeyFiles) -> None:
@@ -156,7 +157,7 @@ def test_signs_the_manifest_alone_if_the_model_has_no_folder(
     digest, size = add_blob(store, b"GGUF")
     manifest = store.resolve("dense")
     layers = [Descriptor(media_types.MODEL, digest, size)]
-    store.names.publish("gguf", with_layers(store, manifest, layers))
+    store.names.publish(replace_any("gguf"), with_layers(store, manifest, layers))
 
     signed = blobstore.sign("gguf", key.private, store=store)
 

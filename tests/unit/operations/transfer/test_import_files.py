@@ -15,6 +15,7 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.transfer.import_files import import_files
 from blobstore.registry.layouts.files import RemoteFile
 from blobstore.store.local import LocalStore
+from blobstore.store.names import replace_any
 from tests.support.models import dense_tensors, write_folder
 
 NAME = Reference.parse("pulled")
@@ -40,7 +41,9 @@ class Fetched:
         self.files.append(RemoteFile(path, digest, len(data), is_tar, compression or ""))
 
     def import_to(self, store: LocalStore) -> None:
-        import_files(self.files, lambda file: self._folder / file.digest.hex, NAME, store=store)
+        import_files(
+            self.files, lambda file: self._folder / file.digest.hex, replace_any(NAME), store=store
+        )
 
 
 @pytest.fixture
