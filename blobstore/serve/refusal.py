@@ -28,7 +28,12 @@ _MESSAGES: Final = {
 }
 """What the Hub's error codes mean."""
 _HIDDEN: Final = "there is no such model, or it needs a token that may read it: if it is gated, of a user whom its owner has accepted"
-_REGISTRY_CODES: Final = {401: "UNAUTHORIZED", 403: "DENIED", 404: "MANIFEST_UNKNOWN"}
+_REGISTRY_CODES: Final = {
+    400: "PAGINATION_NUMBER_INVALID",
+    401: "UNAUTHORIZED",
+    403: "DENIED",
+    404: "MANIFEST_UNKNOWN",
+}
 
 
 class Refusal(Exception):

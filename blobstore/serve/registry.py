@@ -29,7 +29,7 @@ from blobstore.serve.messages import (
     json_response,
 )
 from blobstore.serve.names import IMAGE, MAIN, repository_of
-from blobstore.serve.refusal import API_VERSION, error_response, no_model
+from blobstore.serve.refusal import API_VERSION, Refusal, error_response, no_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,16 +59,23 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
         return json_response(request, {}, headers=API_VERSION)
     if segments[1:] == ("_catalog",):
         return _repositories(request, target, library)
-    if len(segments) < 4 or segments[-2] not in _ACTIONS:  # noqa: PLR2004 - v2, a name, an action, what
-        return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
+    if not _has_route(segments):
+        message = "this server does not offer what is at this address"
+        return error_response(request, 404, "UNSUPPORTED", message)
     *name, action, what = segments[1:]
     asked = _repository(name, target.first("ns"))
     repository = None if asked is None else library.spelled(asked)
     if repository is None or not library.tags(repository):
         raise no_model()
     if action == "tags":
-        return _tags(request, target, repository, what, library)
+        return _tags(request, target, repository, library)
     return _part(request, target, repository, (action, what), library)
+
+
+def _has_route(segments: Sequence[str]) -> bool:
+    """Return whether an address has a name, then an action, and then what it is about."""
+    is_action = len(segments) > 3 and segments[-2] in _ACTIONS  # noqa: PLR2004 - with v2
+    return is_action and (segments[-2] != "tags" or segments[-1] == "list")
 
 
 def _part(
@@ -98,7 +105,7 @@ def asked_of_registry(target: Target) -> tuple[Reference, str | None] | None:
 
     The revision is None if the target is about a manifest or a blob by its digest.
     """
-    if len(target.segments) < 4 or target.segments[-2] not in _ACTIONS:  # noqa: PLR2004 - as below
+    if not _has_route(target.segments):
         return None
     *name, action, what = target.segments[1:]
     repository = _repository(name, target.first("ns"))
@@ -192,11 +199,7 @@ def _blob(request: Request, repository: Reference, digest: Digest, library: Visi
     return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
 
 
-def _tags(
-    request: Request, target: Target, repository: Reference, what: str, library: Visible
-) -> Response:
-    if what != "list":
-        return error_response(request, 404, "NAME_UNKNOWN", "there is nothing at this address")
+def _tags(request: Request, target: Target, repository: Reference, library: Visible) -> Response:
     page, headers = _page(target, [one.tag for one in library.tags(repository)])
     name = "/".join(target.segments[1:-2])
     return json_response(request, {"name": name, "tags": page}, headers=headers)
@@ -218,9 +221,11 @@ def _name_of(repository: Reference) -> str:
 
 
 def _page(target: Target, names: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
-    """Return the page of sorted names that a request is for, and its headers."""
+    """Return the page of sorted names that a request is for, and its headers. Raises Refusal."""
     last, text = target.first("last"), target.first("n")
-    limit = min(int(text), _PAGE) if text.isdecimal() and len(text) <= len(str(_PAGE)) else _PAGE
+    if text and not (text.isascii() and text.isdecimal()):
+        raise Refusal(400, message="n is not a number")
+    limit = min(int(text[:19]), _PAGE) if text else _PAGE
     rest = [name for name in names if name > last]
     headers, page = dict(API_VERSION), rest[:limit]
     if page and len(rest) > limit:

@@ -230,7 +230,9 @@ def test_errors_are_those_of_registries(library: Library) -> None:
         "/v2/org/none/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/a/b/c/manifests/latest": (404, "NAME_UNKNOWN"),
         "/v2/..%2F../x/manifests/latest": (404, "NAME_UNKNOWN"),
-        "/v2/org/_catalog": (404, "NAME_UNKNOWN"),
+        "/v2/org/_catalog": (404, "UNSUPPORTED"),
+        "/v2/org/model/none": (404, "UNSUPPORTED"),
+        "/v2/org/model/tags/list?n=all": (400, "PAGINATION_NUMBER_INVALID"),
         "/v2/org/model/manifests/none": (404, "MANIFEST_UNKNOWN"),
         "/v2/org/model/manifests/..%2F..": (404, "MANIFEST_UNKNOWN"),
         f"/v2/org/model/manifests/{zeros}": (404, "MANIFEST_UNKNOWN"),
@@ -238,7 +240,8 @@ def test_errors_are_those_of_registries(library: Library) -> None:
         f"/v2/org/model/manifests/sha256-{'0' * 64}.sig": (404, "MANIFEST_UNKNOWN"),
         f"/v2/org/model/blobs/{zeros}": (404, "BLOB_UNKNOWN"),
         "/v2/org/model/blobs/..%2F..%2Fmanifests": (404, "DIGEST_INVALID"),
-        "/v2/org/model/tags/other": (404, "NAME_UNKNOWN"),
+        "/v2/org/model/tags/other": (404, "UNSUPPORTED"),
+        "/v2/org/none/tags/other": (404, "UNSUPPORTED"),
     }.items():
         assert code_of(library, target) == expected, target
 
