@@ -16,7 +16,7 @@ from blobstore.core import strict_json
 from blobstore.core.digest import git_digester
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
-from blobstore.serve.hub_routes import refused, tag_of
+from blobstore.serve.hub_routes import body_type, tag_of
 from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 PAGE: Final = 1000
 """Entries of a listing in one response."""
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
-_FORM: Final = "application/x-www-form-urlencoded"
 _PATHS: Final = {"paths", "expand"}
 """The fields of a question about paths."""
 _MAX_MEMORY: Final = 32 << 20
@@ -171,13 +170,8 @@ def _inside(paths: Sequence[str], folder: str, *, is_recursive: bool) -> Iterato
 
 def paths_info(call: Call, library: Visible) -> Response:
     """Return those of some paths that a model has."""
-    kind = call.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == JSON:
-        wanted, is_expanded = _asked_as_json(call.request.body)
-    elif kind == _FORM:
-        wanted, is_expanded = _asked_as_form(call.request.body)
-    else:
-        return refused(call.request, 415, f"expected a body of type {_FORM} or {JSON}")
+    read = _asked_as_json if body_type(call.request) == JSON else _asked_as_form
+    wanted, is_expanded = read(call.request.body)
     model = model_of(call, library, with_digests=True)
     there = model.files.keys() | _folders(model.files)
     found = [path for path in dict.fromkeys(one.strip("/") for one in wanted) if path in there]

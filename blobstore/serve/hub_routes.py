@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blobstore.core.escape import quote
 from blobstore.manifests.reference import DEFAULT_TAG
-from blobstore.serve.messages import json_response
+from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import MAIN
 from blobstore.serve.targets import InvalidTarget
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from blobstore.serve.visible import Visible
 
 READS: Final = ("GET", "HEAD")
+BODIES: Final = ("application/x-www-form-urlencoded", JSON)
+"""The types of bodies that are understood."""
 ANY: Final = "*"
 """Stands for all fields of a query."""
 _API: Final = ("api", "models")
@@ -72,7 +74,7 @@ class Call(NamedTuple):
         text = self.target.first("limit", str(most))
         if not (text.isascii() and text.isdecimal() and text.strip("0")):
             raise InvalidTarget(f"limit={quote(text)}: expected a number from 1 on")
-        return min(int(text[:19]), most)
+        return min(int(text.lstrip("0")[:19]), most)
 
 
 class Routes:
@@ -123,6 +125,8 @@ class Routes:
         if request.method not in call.route.methods:
             message = f"this address takes {' and '.join(call.route.methods)}"
             return refused(request, 405, message, call.route.methods)
+        if request.method not in READS and body_type(request) not in BODIES:
+            return refused(request, 415, f"expected a body of type {' or '.join(BODIES)}")
         known = {*call.route.reads, *call.route.ignores}
         for name in target.query if ANY not in known else ():
             if name not in known:
@@ -131,6 +135,11 @@ class Routes:
                 )
                 return refused(request, 400, message)
         return call
+
+
+def body_type(request: Request) -> str:
+    """Return the media type of a body, without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def refused(request: Request, status: int, message: str, methods: Sequence[str] = ()) -> Response:

@@ -412,7 +412,8 @@ def test_a_gated_model_is_for_those_whom_the_upstream_lets_in(
                 if not target.startswith("/v2"):
                     assert headers["x-error-code"] == "RepoNotFound"
         form = f"/api/models/{NAME}/paths-info/main"
-        assert server.request(form, "POST", b"paths=config.json")[0] == 401
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        assert server.request(form, "POST", b"paths=config.json", **kind)[0] == 401
         assert json.loads(server.request("/api/models")[2]) == []
         log = server.log_file.read_text()
     assert not hub.leaks
