@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from blobstore.serve.hub import ROUTES, hub_response, whoami
+from blobstore.serve.hub import ROUTES, hub_response
 from blobstore.serve.hub_routes import READS
 from blobstore.serve.messages import Response, bytes_response, json_response
 from blobstore.serve.metrics import METRICS_TYPE
 from blobstore.serve.refusal import Refusal, error_response, refusal_response
 from blobstore.serve.registry import registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
+from blobstore.serve.token_owners import owner_response
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
@@ -54,8 +55,13 @@ def answer(
         return bytes_response(request, b"ok\n")
     if (refused := access.refusal(request, target)) is not None:
         return refused
-    if (page := _page(request, target, access, metrics)) is not None:
+    if (page := _page(request, target, metrics)) is not None:
         return page
+    if target.segments == ("api", "whoami-v2") and request.method in READS:
+        asks = pull_through is not None and pull_through.reads_tokens(request)
+        owners = pull_through.owners if pull_through and asks and not access.tokens else None
+        token = access.upstream_token(request)
+        return owner_response(request, token, owners, has_token=access.has_token(request))
     call = _understood(request, target)
     if isinstance(call, Response):
         return call
@@ -82,9 +88,7 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _page(
-    request: Request, target: Target, access: Access, metrics: Callable[[], str]
-) -> Response | None:
+def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Response | None:
     """Return the response to a request that is about no model; None for others."""
     if request.method not in READS:
         return None
@@ -92,8 +96,6 @@ def _page(
         return bytes_response(request, _WELCOME)
     if target.segments == ("metrics",):
         return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
-    if target.segments == ("api", "whoami-v2"):
-        return whoami(request, has_token=access.has_token(request))
     return None
 
 

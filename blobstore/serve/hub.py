@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
 from blobstore.serve.hub_files import (
@@ -24,7 +24,7 @@ from blobstore.serve.hub_models import info, list_models
 from blobstore.serve.hub_routes import ANY, Call, Route, Routes
 from blobstore.serve.messages import Content, content_response, json_response
 from blobstore.serve.names import MAIN, name_of, repository_of
-from blobstore.serve.refusal import Refusal, no_model, unauthorized
+from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.targets import InvalidTarget
 from blobstore.sources.sharded import WEIGHTS
 
@@ -61,23 +61,6 @@ def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
     found = ROUTES.find(segments)
     name = repository_of(*found[1]) if found is not None and found[1] else None
     return (name, found[2] or MAIN) if found is not None and name is not None else None
-
-
-def whoami(request: Request, *, has_token: bool) -> Response:
-    """Return what ``hf auth login`` wants to know of a token: all tokens that this server takes may read."""
-    if not has_token:
-        return unauthorized(request, "who asks has no token", is_registry=False)
-    token = {"displayName": "blobstore", "role": "read"}
-    value: dict[str, Any] = {
-        "type": "user",
-        "id": "blobstore",
-        "name": "blobstore",
-        "fullname": "A client of blobstore serve",
-        "email": None,
-        "orgs": [],
-        "auth": {"type": "access_token", "accessToken": token},
-    }
-    return json_response(request, value)
 
 
 # Repositories

@@ -45,6 +45,7 @@ from blobstore.serve.peers import Peers
 from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
+from blobstore.serve.token_owners import TokenOwners
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
@@ -136,6 +137,7 @@ class PullThrough:
         self.peers = Peers(self._store, peers, self._note)
         """See :class:`ArrivalHost`."""
         self._upstreams = Upstreams(upstream, token, self.peers)
+        self.owners = TokenOwners(self._upstreams, self._note)
         self._lock = threading.Lock()
         self._tags: dict[Reference, _Known] = {}
         self._renamed: dict[Reference, tuple[Reference, float]] = {}

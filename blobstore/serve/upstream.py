@@ -13,7 +13,7 @@ from urllib.parse import quote as percent_encoded
 from urllib.parse import unquote, urlsplit
 
 from blobstore.core import limits, strict_json
-from blobstore.core.escape import quote, quote_place
+from blobstore.core.escape import escape, quote, quote_place
 from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobDamaged, DamagedSource, RemoteError, UsageError
 from blobstore.http import protocol
@@ -172,6 +172,19 @@ class UpstreamClient:
             if not protocol.has_same_origin(url, self._url):
                 return  # the upstream has sent the client to the file
         raise RemoteError(f"{quote(repository)}: {quote(self._url)} redirects too often")
+
+    def user(self) -> str:
+        """Return the name of the client at the upstream. Raises as :meth:`revision`."""
+        url = f"{self._url}/api/whoami-v2"
+        reply = self._transport.fetch(
+            Request(what="the token", method="GET", url=url, rule=_ANSWER), limits.ERROR.one
+        )
+        self._check(reply.status, reply.headers)
+        try:
+            name = strict_json.loads_any(reply.body)["name"]
+        except (ValueError, LookupError, TypeError):
+            raise self._malformed("the owner of a token") from None
+        return escape(name, 100) if isinstance(name, str) else ""
 
     def check_repository(self, repository: str) -> None:
         """Raise Refusal if this client may not read a repository: then it must not hear of its revisions either."""

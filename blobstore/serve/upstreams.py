@@ -122,6 +122,13 @@ class Upstreams:
                 self.peers.failed(peer, error)
         raise failure or Refusal(404, "RepoNotFound")
 
+    def user(self, token: str) -> str:
+        """Return the name of a client at the upstream, which there is. Raises as :meth:`find`."""
+        if self._upstream is None:
+            raise Refusal(404)
+        with self._client(FoundAt("", "", self._upstream, token, None), IMPATIENT) as client:
+            return client.user()
+
     def check_public(self, found: FoundAt) -> None:
         """Check that the upstream gives a commit to everyone: to those who have no token of their own.
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from blobstore.errors import UsageError
-from blobstore.serve.upstream import Revision, Upstream
+from blobstore.operations.create.create import create
+from blobstore.serve.refusal import Refusal
+from blobstore.serve.upstream import IMPATIENT, Revision, Upstream, UpstreamClient
+from blobstore.store.local import LocalStore
+from tests.support.hub_server import HubServer
+from tests.support.models import dense_tensors, write_folder
+from tests.support.serve_process import serving
 
 
 @pytest.mark.parametrize(
@@ -50,3 +59,43 @@ def test_other_addresses_are_refused(url: str) -> None:
 )
 def test_access_is_tried_at_a_file_of_weights(names: list[str], probe: str) -> None:
     assert Revision("a" * 40, names, "org/model").probe == probe
+
+
+def test_an_upstream_says_what_a_model_is_for(tmp_path: Path) -> None:
+    with HubServer() as hub:
+        repo = hub.add("org/model", write_folder(tmp_path / "model", dense_tensors()))
+        info = {
+            "id": "org/model",
+            "sha": repo.commit,
+            "siblings": [{"rfilename": "config.json"}],
+            "pipeline_tag": "text-generation",
+            "tags": ["tiny"],
+        }
+        repo.raw["info"] = json.dumps(info).encode()
+        with UpstreamClient(Upstream(hub.url), "", IMPATIENT) as client:
+            found = client.revision("org/model", "main")
+    assert (found.description.task, found.description.tags) == ("text-generation", ("tiny",))
+
+
+def test_an_upstream_says_who_a_token_belongs_to(store: LocalStore, tmp_path: Path) -> None:
+    create(write_folder(tmp_path / "model", dense_tensors()), "org/model", store=store)
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-of-the-rack\n")
+    (tmp_path / "front").mkdir()
+    front = LocalStore(tmp_path / "front" / "store")
+    with (
+        serving(store, tmp_path, f"--token-file={tokens}") as origin,
+        serving(front, tmp_path / "front", f"--upstream={origin.url}") as server,
+    ):
+        status, _, body = server.request(
+            "/api/whoami-v2", Authorization="Bearer a-token-of-the-rack"
+        )
+        assert (status, json.loads(body)["name"]) == (200, "blobstore")
+        assert server.request("/api/whoami-v2", Authorization="Bearer hf_wrong")[0] == 401
+        assert server.request("/api/whoami-v2")[0] == 401
+    with (
+        HubServer() as hub,
+        UpstreamClient(Upstream(hub.url), "hf_any", IMPATIENT) as client,
+        pytest.raises(Refusal),  # it has no such route
+    ):
+        client.user()

@@ -1,0 +1,85 @@
+"""Who a token belongs to, which ``hf auth login`` asks before it keeps one.
+
+A server with tokens has answered 401 to all others. Without tokens of its own, it asks its upstream; without both,
+any token is right, because it needs none.
+"""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+from blobstore.errors import RemoteError
+from blobstore.serve.library import NotFetched
+from blobstore.serve.messages import json_response
+from blobstore.serve.refusal import Refusal, unauthorized
+from blobstore.serve.rights import bounded, client_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from blobstore.serve.messages import Request, Response
+    from blobstore.serve.upstreams import Upstreams
+
+_SECONDS: Final = 5.0
+"""How long an answer of the upstream is repeated."""
+_MAX_KNOWN: Final = 4096
+
+
+def owner_response(
+    request: Request, token: str, owners: TokenOwners | None, *, has_token: bool
+) -> Response:
+    """Return who a client is; ``owners`` judge its token, which the server has judged if they are None.
+
+    Raises:
+        NotPrepared: the upstream has to be asked.
+    """
+    if not has_token:
+        return unauthorized(request, "who asks has no token", is_registry=False)
+    try:
+        name = owners.name(token) if owners else ""
+    except Refusal as refusal:
+        return json_response(request, {"error": refusal.message}, refusal.status)
+    value: dict[str, Any] = {
+        "type": "user",
+        "id": "blobstore",
+        "name": name or "blobstore",
+        "fullname": "A client of blobstore serve",
+        "email": None,
+        "orgs": [],
+        "auth": {
+            "type": "access_token",
+            "accessToken": {"displayName": "blobstore", "role": "read"},
+        },
+    }
+    return json_response(request, value)
+
+
+class TokenOwners:
+    """The answers of an upstream about tokens, which are kept as digests. Threads may share it."""
+
+    def __init__(self, upstreams: Upstreams, note: Callable[..., object]) -> None:
+        """Ask nothing yet."""
+        self._upstreams, self._note = upstreams, note
+        self._known: dict[str, tuple[str | Refusal, float]] = {}
+
+    def name(self, token: str) -> str:
+        """Return the name of the client with a token. Raises Refusal or NotPrepared."""
+        found, until = self._known.get(client_of(token), ("", 0.0))
+        if time.monotonic() >= until:
+            raise NotFetched(self._ask, token)
+        if isinstance(found, Refusal):
+            raise found.again()
+        return found
+
+    def _ask(self, token: str) -> None:
+        found: str | Refusal
+        try:
+            found = self._upstreams.user(token)
+        except Refusal as refusal:
+            found = refusal.again()
+        except RemoteError as error:
+            self._note(error=str(error))
+            found = Refusal(HTTPStatus.BAD_GATEWAY, message="the upstream cannot be reached")
+        bounded(self._known, _MAX_KNOWN)[client_of(token)] = found, time.monotonic() + _SECONDS
