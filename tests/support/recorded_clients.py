@@ -19,7 +19,8 @@ import numpy as np
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
-from blobstore.serve.library import IMAGE, Library, NotPrepared
+from blobstore.serve.library import Library, NotPrepared
+from blobstore.serve.names import IMAGE
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 from tests.support.ollama_store import GGUF_FILE, add_gguf_model
