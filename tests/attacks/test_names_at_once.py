@@ -235,6 +235,23 @@ def test_a_name_that_becomes_free_is_given(stage: Stage, monkeypatch: pytest.Mon
     assert stage.has() not in (ABSENT, stage.old)
 
 
+def test_a_name_that_ingest_found_free_and_is_given_before_it_reads_the_source_stays(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_models([NAME], store=stage.store)
+
+    def late(*arguments: Any, **options: Any) -> blobstore.Created:
+        save(stage)
+        return blobstore.create(*arguments, **options)
+
+    monkeypatch.setattr("blobstore.operations.ingest.task.create", late)
+    with pytest.raises(NameTaken):
+        ingest(stage)
+    given = stage.has()
+    save(stage)
+    assert stage.has() == given
+
+
 def test_force_takes_the_name_from_whatever_has_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
