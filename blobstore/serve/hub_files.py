@@ -16,7 +16,7 @@ from blobstore.core import strict_json
 from blobstore.core.digest import git_digester
 from blobstore.errors import InvalidReference
 from blobstore.manifests.reference import Reference
-from blobstore.serve.hub_routes import body_type, tag_of
+from blobstore.serve.hub_routes import body_type, is_true, tag_of
 from blobstore.serve.messages import JSON, json_response
 from blobstore.serve.names import any_tag, repository_of
 from blobstore.serve.refusal import Refusal, no_model
@@ -186,9 +186,10 @@ def _asked_as_json(body: bytes) -> tuple[list[str], bool]:
     except ValueError:
         raise InvalidTarget("the body is not JSON") from None
     paths = value.get("paths") if isinstance(value, dict) and value.keys() <= _PATHS else None
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+    is_sound = isinstance(paths, list) and all(isinstance(path, str) for path in paths)
+    if not is_sound or not isinstance(value.get("expand", False), bool):
         raise InvalidTarget('the body is not {"paths": [TEXT, ...], "expand": BOOL}')
-    return paths, value.get("expand") is True
+    return value["paths"], value.get("expand", False)
 
 
 def _asked_as_form(body: bytes) -> tuple[list[str], bool]:
@@ -198,7 +199,7 @@ def _asked_as_form(body: bytes) -> tuple[list[str], bool]:
         raise InvalidTarget("the form is not ASCII") from None
     if not form.keys() <= _PATHS:
         raise InvalidTarget("the form has other fields than paths and expand")
-    return form.get("paths", []), form.get("expand", [""])[-1].lower() in ("true", "1")
+    return form.get("paths", []), is_true("expand", form.get("expand", ["false"])[-1])
 
 
 # Pages

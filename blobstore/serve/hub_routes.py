@@ -64,10 +64,7 @@ class Call(NamedTuple):
 
     def flag(self, name: str) -> bool:
         """Return whether a field of the query is true. Raises InvalidTarget."""
-        text = self.target.first(name, _FALSE[0])
-        if text.lower() not in _TRUE + _FALSE:
-            raise InvalidTarget(f"{name}={quote(text)}: expected true or false")
-        return text.lower() in _TRUE
+        return is_true(name, self.target.first(name, _FALSE[0]))
 
     def limit(self, most: int) -> int:
         """Return how many entries a response may have, ``most`` if the client has no limit. Raises InvalidTarget."""
@@ -135,6 +132,13 @@ class Routes:
                 )
                 return refused(request, 400, message)
         return call
+
+
+def is_true(name: str, text: str) -> bool:
+    """Return whether a field says yes. Raises InvalidTarget if it says neither yes nor no."""
+    if text.lower() not in _TRUE + _FALSE:
+        raise InvalidTarget(f"{name}={quote(text)}: expected true or false")
+    return text.lower() in _TRUE
 
 
 def body_type(request: Request) -> str:

@@ -141,6 +141,8 @@ def test_paths_are_described(library: Library, headers: dict[str, str], body: by
         (JSON, b'{"paths": [1]}', 400),
         (JSON, b'{"path": ["config.json"]}', 400),
         (JSON, b'{"paths": ["config.json"], "depth": 1}', 400),
+        (JSON, b'{"paths": ["config.json"], "expand": "perhaps"}', 400),
+        (FORM, b"paths=config.json&expand=perhaps", 400),
         (JSON, b"[" * 10**5, 400),
     ],
 )
