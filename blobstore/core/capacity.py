@@ -37,7 +37,14 @@ SEND: Final = Capacity(
 )
 VERIFY: Final = Capacity(4, "queued", "verifications of blobs before they are sent")
 PREPARE: Final = Capacity(4, "queued", "preparations of models of the store")
-FETCH: Final = Capacity(64, "queued", "fetches: questions to other servers, and waits for these")
+ARRIVALS: Final = Capacity(32, "refused", "arrivals: models that an upstream sends at once")
+PATIENT: Final = Capacity(
+    16, "refused", "patient questions, for which a busy upstream is waited for"
+)
+FETCH: Final = Capacity(
+    2 * ARRIVALS.most + 64, "queued", "fetches: two waits for each arrival, and questions to others"
+)
+LIST: Final = Capacity(1, "queued", "lists of models and tags that are made")
 WATCH: Final = Capacity(1, "queued", "watches: looks at all manifests that clients wait for")
 DECODED: Final = Capacity(32, "yields", "decoded pieces of frozen blobs that are being sent")
 DOWNLOADS: Final = Capacity(8, "queued", "downloads: files of a model that are fetched at once")

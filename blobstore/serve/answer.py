@@ -13,6 +13,7 @@ from blobstore.serve.refusal import Refusal, error_response, refusal_response
 from blobstore.serve.registry import registry_response
 from blobstore.serve.targets import InvalidTarget, parse_target, split_host
 from blobstore.serve.token_owners import owner_response
+from blobstore.serve.unprepared import List
 from blobstore.serve.visible import Visible
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 _ALLOWED = {"Allow": ", ".join(READS)}
 _WELCOME = b"blobstore serves models here, as the Hub and as a container registry do; see docs/guides/serve.md\n"
+_LISTS = frozenset({"models", "_catalog", "list", "refs"})
+"""The last words of addresses of lists, which take their time: they are made on a thread, once for all who ask."""
+_OF_CLIENTS = ("user-agent", "authorization")
+"""Headers on which no list depends, besides what the client may see."""
 
 
 def answer(
@@ -58,26 +63,58 @@ def answer(
     if (page := _page(request, target, metrics)) is not None:
         return page
     if target.segments == ("api", "whoami-v2") and request.method in READS:
-        asks = pull_through is not None and pull_through.reads_tokens(request)
-        owners = pull_through.owners if pull_through and asks and not access.tokens else None
-        token = access.upstream_token(request)
-        return owner_response(request, token, owners, has_token=access.has_token(request))
+        return _owner(request, access, pull_through)
     call = _understood(request, target)
     if isinstance(call, Response):
         return call
-    try:
+
+    def respond(respond: Callable[[], Response]) -> Response:
+        try:
+            return respond()
+        except Refusal as refusal:
+            reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
+            return refusal_response(
+                request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
+            )
+
+    def about_models() -> Response:
         if pull_through is None:
             visible = Visible.of(library)
         else:
             visible = pull_through.visible(request, target, access.upstream_token(request))
+        return _about_models(request, target, call, visible, respond)
+
+    return respond(about_models)
+
+
+def _about_models(
+    request: Request,
+    target: Target,
+    call: Call | None,
+    visible: Visible,
+    respond: Callable[[Callable[[], Response]], Response],
+) -> Response:
+    """Return the response to a request that the rules of this server allow; a list is made by ``respond`` later."""
+
+    def found() -> Response:
         if call is None:
             return registry_response(request, target, visible)
         return hub_response(call, visible)
-    except Refusal as refusal:
-        reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
-        return refusal_response(
-            request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
-        )
+
+    last = next((one for one in reversed(target.segments) if one), "")
+    if request.method not in READS or last not in _LISTS:
+        return found()
+    asked = {name: value for name, value in request.headers.items() if name not in _OF_CLIENTS}
+    key = (visible, request.method, request.target, tuple(sorted(asked.items())))
+    raise List(lambda: respond(found), *key)
+
+
+def _owner(request: Request, access: Access, pull_through: PullThrough | None) -> Response:
+    """Return the response to a client that asks who its token belongs to. Raises NotPrepared."""
+    asks = pull_through is not None and pull_through.reads_tokens(request)
+    owners = pull_through.owners if pull_through and asks and not access.tokens else None
+    token = access.upstream_token(request)
+    return owner_response(request, token, owners, has_token=access.has_token(request))
 
 
 def _in_origin_form(request: Request) -> Request:

@@ -31,7 +31,7 @@ from blobstore.serve.model_files import whole_blob
 from blobstore.signatures.cosign import envelopes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from blobstore.core.files import FileVersion
     from blobstore.manifests.descriptor import Descriptor
@@ -51,6 +51,8 @@ class Artifact:
     """A version of a model as registries have it."""
 
     reference: Reference
+    model: Digest
+    """The digest of the manifest that the store has of it."""
     roots: tuple[RemoteManifest, ...]
     """The manifests that the tag stands for; each has another media type."""
     manifests: dict[Digest, RemoteManifest] = field(repr=False)
@@ -68,6 +70,14 @@ class Artifact:
     """The blobs of the model, if clients use their compressed forms."""
     cold_version: FileVersion | None = None
     """When the cold files were listed; see :class:`~blobstore.serve.cold_files.ColdFiles`."""
+
+    def digests(self) -> Collection[Digest]:
+        """Return the digests of all manifests and blobs."""
+        return {*self.manifests, *self.blobs}
+
+    def has(self, digest: Digest) -> bool:
+        """Return whether a manifest or a blob has this digest."""
+        return digest in self.manifests or digest in self.blobs
 
     def list_cold(self, files: ColdFiles) -> None:
         """Let manifests of cold layers refer to the model, instead of those that did so before.
@@ -100,7 +110,9 @@ def make_artifact(
     manifests = {one.digest: one for one in (*plan.manifests, *roots)}
     blobs = {layer.digest: whole_blob(layer) for layer in manifest.blobs}
     blobs |= {digest: Content((made,)) for digest, made in plan.made.items()}
-    artifact = Artifact(reference, tuple(roots), manifests, blobs, stored=manifest.blobs)
+    artifact = Artifact(
+        reference, Digest.of(data), tuple(roots), manifests, blobs, stored=manifest.blobs
+    )
     signed = list(envelopes(store.signatures(Digest.of(data))))
     for root in roots:
         bundles = [bundle_manifest(root, one.data) for one in signed if one.kind == "oms"]
@@ -111,7 +123,7 @@ def make_artifact(
     return artifact
 
 
-def make_image(store: LocalStore, reference: Reference) -> Artifact:
+def make_image(store: LocalStore, reference: Reference, model: Digest) -> Artifact:
     """Return the image of a model, which container runtimes mount. Its layers are put together when they are sent.
 
     All blobs are read once for the digests of the layers, unless ``push`` has noted them.
@@ -124,7 +136,7 @@ def make_image(store: LocalStore, reference: Reference) -> Artifact:
     blobs = {digest: Content((made,)) for digest, made in plan.made.items()}
     blobs |= {digest: _tar_content(tar) for digest, tar in plan.tars.items()}
     manifests = {one.digest: one for one in plan.manifests}
-    return Artifact(reference, (plan.root,), manifests, blobs)
+    return Artifact(reference, model, (plan.root,), manifests, blobs)
 
 
 def _tar_content(tar: TarLayer) -> Content:

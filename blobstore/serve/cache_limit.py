@@ -140,7 +140,7 @@ class CacheLimit:
         """
         for origin in self._pulled.all():
             repository = repository_of(*origin.repository.split("/"))
-            names = self._library.stored_tags(repository) if repository else []
+            names = self._library.listed_tags(repository) if repository else ()
             if not any(self._may_be(self._manifests(reference), origin) for reference in names):
                 self._forget(origin)
 
@@ -236,7 +236,7 @@ class CacheLimit:
                     yield False, former.data
 
     def _is_in_use(self, version: _Fetched) -> bool:
-        if not all(self._library.is_idle(*one, IDLE_SECONDS) for one in version.manifests):
+        if not all(self._library.is_idle(key, IDLE_SECONDS) for _, key in version.manifests):
             return True
         leased = {digest.hex for digest in self._store.read_leases().digests}
         return not version.only.isdisjoint(leased)

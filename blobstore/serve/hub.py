@@ -8,7 +8,6 @@ nothing says that the Xet protocol is spoken.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from blobstore.manifests.reference import DEFAULT_TAG, Reference
@@ -68,16 +67,13 @@ def asked_for(segments: Sequence[str]) -> tuple[Reference, str] | None:
 
 def _refs(call: Call, library: Visible) -> Response:
     branches, tags = [], []
-    for reference in library.tags(repository(call)):
-        model = library.model(reference)
-        if model is None:  # removed since it was listed
-            continue
+    for reference, commit in library.commits(repository(call)).items():
         if reference.tag == DEFAULT_TAG:
-            ref = {"name": MAIN, "ref": f"refs/heads/{MAIN}", "targetCommit": model.commit}
+            ref = {"name": MAIN, "ref": f"refs/heads/{MAIN}", "targetCommit": commit}
             branches.append(ref)
         else:
             ref = {"name": reference.tag, "ref": f"refs/tags/{reference.tag}"}
-            tags.append(ref | {"targetCommit": model.commit})
+            tags.append(ref | {"targetCommit": commit})
     if not branches and not tags:
         raise no_model()
     return json_response(call.request, {"branches": branches, "converts": [], "tags": tags})
@@ -90,7 +86,7 @@ def _commits(call: Call, library: Visible) -> Response:
 
 
 def _auth_check(call: Call, library: Visible) -> Response:
-    if not library.tags(repository(call)):
+    if not library.has(repository(call)):
         raise no_model()
     return json_response(call.request, {})
 
@@ -114,7 +110,7 @@ def _resolve(call: Call, library: Visible) -> Response:
         etag = (model.digests or {})[call.path].hex
         headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(content.size)}
     request = _whole(call.request) if library.is_distrusted(etag) else call.request
-    return content_response(request, content, etag, headers, partial(library.keep, model))
+    return content_response(request, content, etag, headers, library.use(model))
 
 
 def _raw(call: Call, library: Visible) -> Response:

@@ -64,7 +64,7 @@ def model_of(call: Call, library: Visible, *, with_digests: bool = False) -> Ser
             found = library.model(tag, with_digests=with_digests)
     if found is not None:
         return found
-    if library.tags(name):
+    if library.has(name):
         raise Refusal(404, "RevisionNotFound")
     raise no_model()
 

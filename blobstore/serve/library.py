@@ -12,11 +12,10 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from blobstore.core.digest import Digest
-from blobstore.errors import BlobstoreError, InvalidReference
+from blobstore.errors import BlobstoreError
 from blobstore.manifests.model import Manifest
 from blobstore.manifests.reference import (
     Reference,
@@ -28,15 +27,17 @@ from blobstore.serve.description import Description, describe
 from blobstore.serve.messages import StoredPart
 from blobstore.serve.model_files import commit_of, file_digests, model_files
 from blobstore.serve.names import IMAGE, any_tag, name_of
+from blobstore.serve.protection import Protection
 from blobstore.serve.pulled import PulledModels, source_of
-from blobstore.store.scan import list_names
+from blobstore.serve.tags import Tags
+from blobstore.serve.unprepared import NotPrepared, UnknownSource, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from blobstore.core.files import FileVersion
     from blobstore.serve.messages import Content
+    from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Commit, Origin
     from blobstore.store.local import LocalStore
 
@@ -50,26 +51,6 @@ _ABSENT_SECONDS = 1.0
 """How long a commit is absent before it is looked for again. A request may ask more than once."""
 _DAMAGED_SECONDS = 5.0
 """How long it is not looked again what a damaged model was fetched from."""
-
-
-class NotPrepared(Exception):
-    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
-
-    Work with the same ``key`` is the same work, which nobody needs to do twice at once.
-    """
-
-    def __init__(self, prepare: Callable[..., object], *key: object) -> None:
-        super().__init__("call prepare, and ask again")
-        self.prepare: Callable[[], object] = partial(prepare, *key)
-        self.key = (prepare, *key)
-
-
-class UnknownSource(NotPrepared):
-    """It has to be read what names were fetched from. Metrics that count this would show that there are such names."""
-
-
-class NotFetched(NotPrepared):
-    """The work waits for another server, which may take its time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +115,8 @@ class Library:
         """The versions that are served as a commit, and until when that holds."""
         self._models: _Kept[Digest, ServedModel] = _Kept(MAX_MODELS)
         self._artifacts: _Kept[object, Artifact] = _Kept(MAX_MODELS)
+        self._protection = Protection(store)
+        self._tags = Tags(store, self._described)
         self.is_allowed(Reference.parse("model"))  # refuses patterns before a request does
 
     def is_allowed(self, reference: Reference) -> bool:
@@ -160,7 +143,7 @@ class Library:
             return None
         known = self._names.get(reference)
         found = self._models.get(known[1]) if known and known[0] == version else None
-        if found is None:
+        if found is None or not self._protection.touch(found.key):
             raise NotPrepared(self._read, reference, version)
         return self._used(found, with_digests=with_digests)
 
@@ -199,7 +182,7 @@ class Library:
     def version(self, version: Version, *, with_digests: bool = False) -> ServedModel:
         """Return what :meth:`at_commit` has found. Raises as :meth:`model`."""
         found = self._models.get(version.key)
-        if found is None:
+        if found is None or not self._protection.touch(found.key):
             raise NotPrepared(self._read_version, version.reference, version.key)
         return self._used(found, with_digests=with_digests)
 
@@ -224,30 +207,41 @@ class Library:
             return None
         if reference != tag:
             found = self._artifacts.get((tag, version))
-            if found is None:
+            if found is None or not self._protection.touch(found.model):
                 raise NotPrepared(self._make_image, tag, reference, version)
             return found
         known, found = self._names.get(reference), None
         if known and known[0] == version:
             found = self._artifacts.get((reference, version, self._signed_at(known[1])))
-        if found is None:
+        if found is None or not self._protection.touch(found.model):
             raise NotPrepared(self._make_artifact, reference, version)
         return found
 
     def watch(self, reference: Reference) -> Callable[[], bool] | None:
         """Return what says whether a name has changed since :meth:`artifact` returned it; None for other names."""
         known = self._names.get(reference)
-        if known is None:
-            return None
-        return lambda: self.store.manifest_version(reference) != known[0]
+        return None if known is None else _Watch(self.store, reference, known[0])
 
     def prepared_artifacts(self, repository: Reference) -> list[Artifact]:
         """Return what registries were given of a repository lately."""
         return [
             one
             for one in self._artifacts.values()
-            if one.reference.parts[:3] == repository.parts[:3] and self.is_allowed(one.reference)
+            if one.reference.parts[:3] == repository.parts[:3]
+            and self.is_allowed(one.reference)
+            and self._protection.touch(one.model)
         ]
+
+    def tags_having(self, repository: Reference, digest: Digest) -> Sequence[Reference]:
+        """Return the tags whose artifacts seem to have a manifest or a blob. Raises as :meth:`model`."""
+        return list(filter(self.is_allowed, self._tags.having(repository, digest)))
+
+    def keys(self, repository: Reference) -> Mapping[Reference, Digest]:
+        """Return the digests of the manifests of a repository that are served, by their tags. Raises as :meth:`model`."""
+        keys = self._tags.keys(repository)
+        return (
+            {one: key for one, key in keys.items() if self.is_allowed(one)} if self._allow else keys
+        )
 
     def list_cold_files(self, artifact: Artifact) -> None:
         """Check that an artifact lists the compressed forms that its blobs have now.
@@ -267,34 +261,26 @@ class Library:
     def spelled(self, repository: Reference) -> Reference:
         """Return the repository whose name differs from this one in case only, or else this one.
 
-        Names of the Hub have no case, and those of registries have small letters.
+        Names of the Hub have no case, and those of registries have small letters. Raises NotPrepared.
         """
-        if self._has_tags(repository):
-            return repository
-        host = self.store.manifest_path(repository).parents[2]
-        for namespace in _alike(host, repository.namespace):
-            for model in _alike(host / namespace, repository.model):
-                with contextlib.suppress(InvalidReference):
-                    found = Reference(repository.host, namespace, model, repository.tag)
-                    if self._has_tags(found):
-                        return found
+        found = self._tags.spelled(repository)
+        if found is not None:
+            return found
         several = (one for one in list(self.arriving) if _folded(one) == _folded(repository))
         return next((any_tag(one) for one in several), repository)
 
-    def _has_tags(self, repository: Reference) -> bool:
-        with contextlib.suppress(BlobstoreError):
-            return bool(list_names(self.store.manifest_path(repository).parent))
-        return False
+    def stored_tags(self, repository: Reference) -> Sequence[Reference]:
+        """Return the tags of a repository in the store that are served to somebody. Raises NotPrepared."""
+        tags = self._tags.of(repository)
+        return list(filter(self.is_allowed, tags)) if self._allow else tags
 
-    def stored_tags(self, repository: Reference) -> list[Reference]:
-        """Return the tags of a repository in the store that are served to somebody."""
-        folder = self.store.manifest_path(repository).parent
-        found = []
-        with contextlib.suppress(BlobstoreError):
-            for name in list_names(folder):
-                with contextlib.suppress(InvalidReference):
-                    found.append(Reference(*repository.parts[:3], name))
-        return list(filter(self.is_allowed, found))
+    def listed_tags(self, repository: Reference) -> Sequence[Reference]:
+        """Return the same after listing them here, on a thread."""
+        return prepared(lambda: self.stored_tags(repository))
+
+    def names(self) -> Iterable[Reference]:
+        """Return the names of all models that are served to somebody. Call it on a thread. Raises StoreError."""
+        return filter(self.is_allowed, self._tags.all())
 
     def origin(self, reference: Reference) -> Origin | None:
         """Return the commit that a name was fetched from; None if it is one of the store's own, or absent.
@@ -329,35 +315,34 @@ class Library:
         """Return whether clients may have the beginning of a file wrong, so that they must not go on after it."""
         return etag in self._distrusted
 
-    def keep(self, served: ServedModel | Artifact) -> None:
-        """Keep what is being sent, as :meth:`release_idle` does what was asked for."""
-        if isinstance(served, ServedModel):
-            self._models.get(served.key)
-        else:
-            self._artifacts.get(served.key)
+    def use(self, served: ServedModel | Artifact) -> Use:
+        """Return what keeps the blobs of what is being sent, and for a while after that; call it for each piece."""
+        return self._protection.use(served.key if isinstance(served, ServedModel) else served.model)
 
     def forget(self, key: Digest) -> None:
         """Forget a model by the digest of its manifest: what is known about it has changed."""
         self._models.forget(key)
         self._commits.clear()
 
-    def is_idle(self, reference: Reference, key: Digest, seconds: float) -> bool:
-        """Forget a model, and return True, unless somebody has asked for it, or got bytes of it, that lately."""
-        found = [one.key for one in self._artifacts.values() if one.reference == reference]
-        if not (
-            self._models.is_idle(key, seconds)
-            and all(self._artifacts.is_idle(one, seconds) for one in found)
-        ):
+    def is_idle(self, key: Digest, seconds: float) -> bool:
+        """Forget a model, and return True, unless it is being sent, or was asked for that lately."""
+        if not self._protection.is_idle(key, seconds):
             return False
-        self.forget(key)
-        for one in found:
-            self._artifacts.forget(one)
+        self._end_idle(seconds, [key])
+        self._commits.clear()
         return True
 
     def release_idle(self, seconds: float = LEASE_SECONDS) -> None:
         """Forget models that nobody has asked for lately, so that gc may remove their blobs."""
-        self._models.release_idle(seconds)
-        self._artifacts.release_idle(seconds)
+        self._end_idle(seconds)
+
+    def _end_idle(self, seconds: float, keys: Sequence[Digest] | None = None) -> None:
+        ended = {*self._protection.end_idle(seconds, keys), *(keys or ())}
+        for key in ended:
+            self._models.forget(key)
+        for artifact in self._artifacts.values():
+            if artifact.model in ended:
+                self._artifacts.forget(artifact.key)
 
     # What takes its time
 
@@ -403,49 +388,51 @@ class Library:
 
     def _add(self, data: bytes, manifest: Manifest) -> Digest:
         """Prepare a model, and return its key. Raises as :func:`model_files`."""
-        key = Digest.of(data)
-        if key in self._models:
-            return key
-        with self._leased(manifest) as lease:
+        key = self._protected(data, manifest)
+        if key not in self._models:
             files = model_files(self.store, manifest)
             origin = self.pulled.origin(manifest)
             made = ServedModel(
                 key, manifest, files, None, origin, describe(self.store, manifest, files)
             )
-            self._models.add(key, made, lease)
+            self._models.add(key, made)
         return key
 
-    @contextlib.contextmanager
-    def _leased(self, manifest: Manifest) -> Iterator[contextlib.ExitStack]:
-        """Keep the blobs of a model from gc, until the caller closes the lease or the block fails."""
-        with contextlib.ExitStack() as stack:
-            blobs = [blob.digest for blob in manifest.blobs]
-            stack.enter_context(self.store.lease_if_writable(blobs))
-            lease = contextlib.ExitStack()
-            yield lease
-            lease.push(stack.pop_all())
+    def _protected(self, data: bytes, manifest: Manifest) -> Digest:
+        """Keep the blobs of a model from gc, and return its key."""
+        key = Digest.of(data)
+        self._protection.add(key, (blob.digest for blob in manifest.blobs))
+        return key
 
     def _make_artifact(self, reference: Reference, version: FileVersion) -> None:
         data, manifest = self.store.parse(reference)
         self.store.check_manifest(data, manifest)
-        key = Digest.of(data)
+        key = self._protected(data, manifest)
         signed = self._signed_at(key)
-        with self._leased(manifest) as lease:
-            made = make_artifact(self.store, reference, data, manifest)
-            made.key, made.origin = (reference, version, signed), self.pulled.origin(manifest)
-            self._artifacts.add(made.key, made, lease)
+        made = make_artifact(self.store, reference, data, manifest)
+        self._keep(made, (reference, version, signed), manifest)
+        self._tags.note(key, made.digests())
         self._names[reference] = version, key
+
+    def _keep(self, made: Artifact, kept_as: object, manifest: Manifest) -> None:
+        made.key, made.origin = kept_as, self.pulled.origin(manifest)
+        self._artifacts.add(kept_as, made)
+
+    def _described(self, reference: Reference) -> Iterable[Digest]:
+        """Return the digests of all that a registry has of a tag."""
+        return make_artifact(self.store, reference, *self.store.parse(reference)).digests()
 
     def _list_cold(self, artifact: Artifact) -> None:
         key = artifact.roots[0].digest
         artifact.list_cold(find_cold_files(self.store, artifact.stored, key))
+        self._tags.note(artifact.model, artifact.digests())
 
     def _make_image(self, tag: Reference, reference: Reference, version: FileVersion) -> None:
-        manifest = self.store.resolve(reference)
-        with self._leased(manifest) as lease:
-            made = make_image(self.store, reference)
-            made.key, made.origin = (tag, version), self.pulled.origin(manifest)
-            self._artifacts.add(made.key, made, lease)
+        data, manifest = self.store.parse(reference)
+        key = self._protected(data, manifest)
+        made = make_image(self.store, reference, key)
+        self._keep(made, (tag, version), manifest)
+        self._tags.note(key, made.digests(), IMAGE)
 
     def _signed_at(self, manifest: Digest) -> int:
         """Return when a model got its last signature; 0 if it has none."""
@@ -460,7 +447,7 @@ class Library:
 
     def _find_commit(self, repository: Reference, commit: str) -> None:
         found = []
-        for reference in self.stored_tags(repository):
+        for reference in self.listed_tags(repository):
             for data in self._versions(reference):
                 key, origin = Digest.of(data), self.pulled.get(self._source(reference, data)[0])
                 if commit == (origin.commit if origin else commit_of(key)):
@@ -488,74 +475,52 @@ class Library:
 
 
 class _Kept(Generic[_Key, _Value]):
-    """Values with leases, of which those are forgotten that nobody has asked for."""
+    """Values of which those are forgotten that nobody has asked for for the longest time. Threads may share it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self._values: dict[_Key, _Value] = {}
-        self._leases: dict[_Key, contextlib.ExitStack] = {}
-        self._used: dict[_Key, float] = {}
+        """The one that was asked for last is the last one."""
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._values
 
     def get(self, key: _Key) -> _Value | None:
-        found = self._values.get(key)
-        if found is not None:
-            self._used[key] = time.monotonic()
-        return found
+        with self._lock:
+            found = self._values.pop(key, None)
+            if found is not None:
+                self._values[key] = found
+            return found
 
     def values(self) -> list[_Value]:
         with self._lock:
             return list(self._values.values())
 
-    def add(self, key: _Key, value: _Value, lease: contextlib.ExitStack) -> None:
-        """Keep a value, and the lease until it is forgotten."""
+    def add(self, key: _Key, value: _Value) -> None:
         with self._lock:
-            dropped = [lease] if key in self._values else []  # another thread was faster
-            if not dropped:
-                self._values[key], self._leases[key] = value, lease
-            self._used[key] = time.monotonic()
+            self._values[key] = value
             while len(self._values) > self._limit:
-                dropped.append(self._drop(min(self._values, key=self._last_use)))
-        for old in dropped:
-            old.close()
-
-    def is_idle(self, key: _Key, seconds: float) -> bool:
-        return key not in self._values or self._last_use(key) <= time.monotonic() - seconds
+                del self._values[next(iter(self._values))]
 
     def forget(self, key: _Key) -> None:
         with self._lock:
-            lease = self._drop(key) if key in self._values else None
-        if lease is not None:
-            lease.close()
+            self._values.pop(key, None)
 
-    def release_idle(self, seconds: float) -> None:
-        before = time.monotonic() - seconds
-        with self._lock:
-            idle = [key for key in self._values if self._last_use(key) <= before]
-            dropped = [self._drop(key) for key in idle]
-        for old in dropped:
-            old.close()
 
-    def _last_use(self, key: _Key) -> float:
-        return self._used.get(key, 0.0)
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Returns whether a name has another manifest than that of a version; equal ones are the same question."""
 
-    def _drop(self, key: _Key) -> contextlib.ExitStack:
-        del self._values[key]
-        self._used.pop(key, None)
-        return self._leases.pop(key)
+    store: LocalStore
+    reference: Reference
+    version: FileVersion
+
+    def __call__(self) -> bool:
+        return self.store.manifest_version(self.reference) != self.version
 
 
 _MAX_COMMITS = 10_000
-
-
-def _alike(folder: Path, name: str) -> list[str]:
-    """Return the names in a folder that differ from this one in case at most."""
-    with contextlib.suppress(BlobstoreError):
-        return [one for one in list_names(folder) if one.casefold() == name.casefold()]
-    return []
 
 
 def _folded(repository: Reference) -> list[str]:

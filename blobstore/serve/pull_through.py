@@ -22,6 +22,7 @@ import time
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from blobstore.core import capacity
 from blobstore.core.digest import Digest
 from blobstore.core.escape import escape
 from blobstore.errors import (
@@ -38,7 +39,6 @@ from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
 from blobstore.serve.hub_routes import tag_of
-from blobstore.serve.library import NotFetched
 from blobstore.serve.messages import PEER
 from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
 from blobstore.serve.peers import Peers
@@ -46,6 +46,7 @@ from blobstore.serve.refusal import Refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
 from blobstore.serve.token_owners import TokenOwners
+from blobstore.serve.unprepared import NotFetched
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
@@ -72,10 +73,8 @@ _WAIT_SECONDS: Final = 8.0
 """How long a thread waits for an arrival. Clients that still wait then have to ask again."""
 _MAX_REFUSALS: Final = 4096
 """Those that anybody can cause, by any name. Each takes about a KiB."""
-_MAX_ARRIVALS: Final = 32
+_MAX_ARRIVALS: Final = capacity.ARRIVALS.most
 """Models that are fetched at once. Each has a thread, and up to eight more."""
-_MAX_PATIENT: Final = 16
-"""Questions for which a busy upstream is waited for. Others hear that it is busy."""
 
 
 class _Known(NamedTuple):
@@ -154,7 +153,7 @@ class PullThrough:
         """When an arrival has begun, and from where."""
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
-        self._patient = threading.Semaphore(_MAX_PATIENT)
+        self._patient = threading.Semaphore(capacity.PATIENT.most)
         self._limit = CacheLimit(library, max_size, self._removed)
         self._folder = lock_arrivals(self._store)
         library.pulled.own()
@@ -479,7 +478,7 @@ class PullThrough:
 
     def _has_named(self, asked: _Asked, commit: str) -> bool:
         """Return whether the store has a commit, and give it the name that is asked for."""
-        for reference in self._library.stored_tags(any_tag(asked.reference)):
+        for reference in self._library.listed_tags(any_tag(asked.reference)):
             with contextlib.suppress(BlobstoreError):
                 manifest = self._store.resolve(reference)
                 origin = self._library.pulled.origin(manifest)

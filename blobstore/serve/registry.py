@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -65,7 +64,7 @@ def registry_response(request: Request, target: Target, library: Visible) -> Res
     *name, action, what = segments[1:]
     asked = _repository(name, target.first("ns"))
     repository = None if asked is None else library.spelled(asked)
-    if repository is None or not library.tags(repository):
+    if repository is None or not library.has(repository):
         raise no_model()
     if action == "tags":
         return _tags(request, target, repository, library)
@@ -174,7 +173,7 @@ def _named(repository: Reference, what: str, library: Visible) -> Sequence[Remot
     if ":" in what:
         with contextlib.suppress(InvalidDigest):
             digest = Digest.parse(what)
-            for artifact in library.artifacts(repository):
+            for artifact in library.artifacts(repository, digest):
                 if digest in artifact.manifests:
                     return [artifact.manifests[digest]]
         return []
@@ -182,20 +181,26 @@ def _named(repository: Reference, what: str, library: Visible) -> Sequence[Remot
         found = library.artifact(Reference(*repository.parts[:3], what))
         if found is not None:
             return found.roots
-    if what.startswith("sha256-"):
-        for artifact in library.artifacts(repository):
+    with contextlib.suppress(InvalidDigest):
+        for artifact in library.artifacts(repository, _derived_from(what)):
             if what in artifact.tags:
                 return [artifact.manifests[artifact.tags[what]]]
     return []
 
 
+def _derived_from(tag: str) -> Digest:
+    """Return the digest of the manifest that clients derive a tag from, as ``sha256-….sig``. Raises InvalidDigest."""
+    start, separator, rest = tag.partition("-")
+    return Digest.parse(f"{start}:{rest.partition('.')[0]}" if separator else tag)
+
+
 def _blob(request: Request, repository: Reference, digest: Digest, library: Visible) -> Response:
-    for artifact in library.artifacts(repository):
+    for artifact in library.artifacts(repository, digest):
         content = artifact.blobs.get(digest)
         if content is not None and library.has_files(content):
             headers = {**API_VERSION, "Docker-Content-Digest": str(digest)}
-            in_use = partial(library.keep, artifact)
-            return content_response(request, content, str(digest), headers, in_use)
+            use = library.use(artifact)
+            return content_response(request, content, str(digest), headers, use)
     return error_response(request, 404, "BLOB_UNKNOWN", "the model has no such blob")
 
 
@@ -238,7 +243,7 @@ def _referrers(
     request: Request, target: Target, repository: Reference, digest: Digest, library: Visible
 ) -> Response:
     listed: list[Any] = []
-    for artifact in library.artifacts(repository):
+    for artifact in library.artifacts(repository, digest):
         if digest == artifact.roots[0].digest:
             library.list_cold_files(artifact)
         listed = listed or list(artifact.referrers.get(digest, ()))

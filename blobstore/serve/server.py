@@ -25,10 +25,10 @@ from blobstore.core.libraries import optional_libraries
 from blobstore.errors import BlobstoreError
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
-from blobstore.serve.library import NotFetched, NotPrepared, UnknownSource
 from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
+from blobstore.serve.unprepared import List, NotFetched, NotPrepared
 from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class Server:
         self._answers = SharedWork(capacity.ANSWER)
         self._preparations = SharedWork(capacity.PREPARE)
         self._fetches = SharedWork(capacity.FETCH)
+        self._lists = SharedWork(capacity.LIST, joins_begun=False)
         self._watches = Watches()
         self._blobs = BlobReader(store, self._count_verified)
         self._sender = BodySender(self._blobs)
@@ -183,7 +184,8 @@ class Server:
             await self._idle(_BREAK_SECONDS)
             for chore in chores:
                 chore.cancel()
-            for work in (self._sender, self._answers, self._preparations, self._fetches):
+            works = (self._answers, self._preparations, self._fetches, self._lists)
+            for work in (self._sender, *works):
                 work.close()
             self._blobs.save()
             self._flush()
@@ -313,19 +315,24 @@ class Server:
                     return await self._answers.call(answer, request, self._metrics_text)
                 except NotPrepared as first:
                     try:
-                        await self._prepare(first)
+                        made = await self._prepare(first)
+                        if isinstance(first, List):
+                            return cast("Response", made)
                     except BlobstoreError as error:
                         return self._failed(request, error)
                 except BlobstoreError as error:
                     return self._failed(request, error)
         return _busy(request)
 
-    async def _prepare(self, first: NotPrepared) -> None:
+    async def _prepare(self, first: NotPrepared) -> object:
         """Wait for the work that has to be done, which all requests share. Raises Busy, TimeoutError, or as that."""
-        work = self._fetches if isinstance(first, NotFetched) else self._preparations
-        self.metrics.prepared += not (isinstance(first, UnknownSource) or work.has(first.key))
+        if isinstance(first, List):
+            work = self._lists
+        else:
+            work = self._fetches if isinstance(first, NotFetched) else self._preparations
+        self.metrics.prepared += first.is_counted and not work.has(first.key)
         async with asyncio.timeout(PATIENCE_SECONDS):
-            await work.result(first.key, first.prepare)
+            return await work.result(first.key, first.prepare)
 
     def _failed(self, request: Request, error: BlobstoreError) -> Response:
         """Return the response to a request that an error of the store has stopped."""

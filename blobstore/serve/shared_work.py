@@ -33,8 +33,14 @@ class _Job:
 class SharedWork:
     """The work of one kind. It belongs to one event loop."""
 
-    def __init__(self, capacity: Capacity, most: int = JOBS.most) -> None:
-        """Start no thread yet. At most ``most`` jobs are begun or wait."""
+    def __init__(
+        self, capacity: Capacity, most: int = JOBS.most, *, joins_begun: bool = True
+    ) -> None:
+        """Start no thread yet. At most ``most`` jobs are begun or wait.
+
+        Without ``joins_begun``, a result is never of before it was asked for: work that is begun is not shared.
+        """
+        self._joins_begun = joins_begun
         self._executor = capacity.executor()
         self._most = most
         self._jobs: dict[Hashable, _Job] = {}
@@ -48,7 +54,7 @@ class SharedWork:
         The block may read the result, and must not cancel it. Raises Busy.
         """
         job = self._jobs.get(key)
-        if job is None:
+        if job is None or (job.thread.running() and not self._joins_begun):
             if len(self._jobs) >= self._most:
                 raise Busy(f"{self._most} jobs wait already")
             thread = self._executor.submit(function, *arguments)
@@ -60,7 +66,7 @@ class SharedWork:
         finally:
             job.waiting -= 1
             if not job.waiting and job.thread.cancel():  # it was not begun yet
-                del self._jobs[key]
+                self._remove(key, job)
 
     def has(self, key: Hashable) -> bool:
         """Return whether the work with this key is begun or waits."""
@@ -82,7 +88,10 @@ class SharedWork:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, key: Hashable, job: _Job, done: asyncio.Future[Any]) -> None:
-        if self._jobs.get(key) is job:
-            del self._jobs[key]
+        self._remove(key, job)
         if not done.cancelled():
             done.exception()  # read it: maybe nobody waits for this work any more
+
+    def _remove(self, key: Hashable, job: _Job) -> None:
+        if self._jobs.get(key) is job:
+            del self._jobs[key]

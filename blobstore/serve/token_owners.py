@@ -11,10 +11,10 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
 from blobstore.errors import RemoteError
-from blobstore.serve.library import NotFetched
 from blobstore.serve.messages import json_response
 from blobstore.serve.refusal import Refusal, unauthorized
 from blobstore.serve.rights import bounded, client_of
+from blobstore.serve.unprepared import NotFetched
 
 if TYPE_CHECKING:
     from collections.abc import Callable

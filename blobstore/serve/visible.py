@@ -9,16 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from blobstore.serve.model_files import commit_of
 from blobstore.serve.names import any_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from blobstore.core.digest import Digest
     from blobstore.manifests.reference import Reference
     from blobstore.serve.artifacts import Artifact
     from blobstore.serve.description import Description
     from blobstore.serve.library import Library, ServedModel
     from blobstore.serve.messages import Content
+    from blobstore.serve.protection import Use
     from blobstore.serve.pulled import Origin
 
 _Served = TypeVar("_Served", "ServedModel", "Artifact")
@@ -65,8 +68,14 @@ class Visible:
     # Names
 
     def models(self) -> list[Reference]:
-        """Return the names of all models. Raises StoreError or NotPrepared."""
-        return self._seen(self._library.store.references())
+        """Return the names of all models. Call it on a thread. Raises StoreError or NotPrepared."""
+        return self._seen(self._library.names())
+
+    def has(self, repository: Reference) -> bool:
+        """Return whether a repository has a tag. Raises NotPrepared."""
+        if self._restricted or self._library.arriving_in(repository):
+            return bool(self.tags(repository))
+        return bool(self._library.stored_tags(repository))
 
     def tags(self, repository: Reference) -> list[Reference]:
         """Return the tags of a repository, sorted. Raises NotPrepared."""
@@ -124,6 +133,18 @@ class Visible:
                 return self._only(self._library.version(version, with_digests=with_digests))
         return None
 
+    def commits(self, repository: Reference) -> Mapping[Reference, str]:
+        """Return the commits of the tags of a repository, sorted. Raises NotPrepared."""
+        arriving = self._library.arriving_in(repository)
+        found = {one: model.commit for one, model in arriving.items() if self.shows(model.origin)}
+        keys = self._library.keys(repository)
+        origins = self._library.origins(keys)
+        for one, key in keys.items():
+            origin = origins.get(one)
+            if one not in found and self.shows(origin):
+                found[one] = origin.commit if origin else commit_of(key)
+        return dict(sorted(found.items()))
+
     # Artifacts of registries
 
     def artifact(self, tag: Reference) -> Artifact | None:
@@ -131,26 +152,26 @@ class Visible:
         named = self._library.named_by(tag)
         return self._only(self._library.artifact(tag)) if self._seen([named]) else None
 
-    def artifacts(self, repository: Reference) -> Iterator[Artifact]:
-        """Yield what a registry has of a repository, also of versions that no tag names any more.
+    def artifacts(self, repository: Reference, digest: Digest) -> Iterator[Artifact]:
+        """Yield the versions of a repository with a manifest or a blob, also some that no tag names any more.
 
         Raises as :meth:`model`, when the first that is not prepared is asked for.
         """
-        seen = []
         for artifact in self._library.prepared_artifacts(repository):
-            if self.shows(artifact.origin):
-                seen.append(artifact)
+            if self.shows(artifact.origin) and artifact.has(digest):
                 yield artifact
-        for reference in self.tags(repository):
-            current = self.artifact(reference)
-            if current is not None and current not in seen:
-                yield current
+        for tag in self._library.tags_having(repository, digest):
+            found = self.artifact(tag)
+            if found is not None and not found.has(digest):
+                self.list_cold_files(found)  # it may be one of these
+            if found is not None and found.has(digest):
+                yield found
 
     # What was got from the above
 
-    def keep(self, served: ServedModel | Artifact) -> None:
-        """See :meth:`Library.keep`."""
-        self._library.keep(served)
+    def use(self, served: ServedModel | Artifact) -> Use:
+        """See :meth:`Library.use`."""
+        return self._library.use(served)
 
     def is_distrusted(self, etag: str) -> bool:
         """See :meth:`Library.is_distrusted`."""

@@ -33,7 +33,7 @@ from blobstore.store.signatures import Signatures
 from blobstore.store.verified_cache import VerifiedBlobs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from blobstore.core.digest import BlobId, Digest
     from blobstore.store.signatures import KeptSignature
@@ -128,16 +128,29 @@ class LocalStore(ManifestReader):
         return self._locks.lease()
 
     @contextlib.contextmanager
-    def lease_if_writable(self, digests: Iterable[Digest]) -> Iterator[None]:
+    def lease_if_writable(
+        self, digests: Iterable[Digest]
+    ) -> Iterator[Callable[[Iterable[Digest]], bool]]:
         """Lease blobs while the block runs, or run it without a lease if that is impossible.
 
         Reading must not depend on it: the store may be read-only, full, or without locks. Nothing
-        else is created: a folder of root would lock the owner of the store out.
+        else is created: a folder of root would lock the owner of the store out. The block gets a function that
+        leases more blobs, and returns whether it has.
         """
         with contextlib.ExitStack() as stack:
+            lease: Lease | None = None
+
+            def hold(digests: Iterable[Digest]) -> bool:
+                with contextlib.suppress(OSError, StoreError):
+                    if lease is not None:
+                        lease.hold(digests)
+                        return True
+                return False
+
             with contextlib.suppress(OSError, StoreError):
-                stack.enter_context(self._locks.reading_lease()).hold(digests)
-            yield
+                lease = stack.enter_context(self._locks.reading_lease())
+            hold(digests)
+            yield hold
 
     def read_leases(self, *, without: str = "") -> Leases:
         """Return the leases of all processes except the one named ``without``.

@@ -11,6 +11,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 
 from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
-from blobstore.serve.library import Library, NotPrepared
+from blobstore.serve.library import Library
 from blobstore.serve.names import IMAGE
+from blobstore.serve.unprepared import prepared
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 from tests.support.ollama_store import GGUF_FILE, add_gguf_model
@@ -136,27 +138,21 @@ def placeholders(library: Library) -> dict[str, str]:
     """Return what stands in logs for digests of what this project writes, which may change."""
     found: dict[str, str] = {}
     for reference in sorted(library.store.references()):
-        model = _prepared(lambda one=reference: library.model(one))  # type: ignore[misc]
+        model = prepared(partial(library.model, reference))
+        assert model is not None
+        assert model.manifest is not None
         blobs = {blob.digest for blob in model.manifest.blobs}
         found[model.commit] = f"{{commit {reference}}}"
         for tag in (reference, type(reference)(*reference.parts[:3], reference.tag + IMAGE)):
             if "ollama" in str(tag):
                 continue
-            artifact = _prepared(lambda one=tag: library.artifact(one))  # type: ignore[misc]
+            artifact = prepared(partial(library.artifact, tag))
+            assert artifact is not None
             made = [digest for digest in artifact.blobs if digest not in blobs]
             for kind, digests in (("manifest", artifact.manifests), ("blob", made)):
                 for number, digest in enumerate(digests):
                     found[digest.hex] = f"{{{kind} {number} {tag}}}"
     return found
-
-
-def _prepared(look: Any) -> Any:
-    for _ in range(9):
-        try:
-            return look()
-        except NotPrepared as first:
-            first.prepare()
-    raise AssertionError("it is never prepared")
 
 
 @contextlib.contextmanager

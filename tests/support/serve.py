@@ -8,8 +8,9 @@ from typing import Any
 
 from blobstore.serve.access import Access
 from blobstore.serve.answer import answer
-from blobstore.serve.library import Library, NotPrepared
+from blobstore.serve.library import Library
 from blobstore.serve.messages import BlobPart, Part, Request, Response
+from blobstore.serve.unprepared import prepared
 from blobstore.store.local import LocalStore
 
 
@@ -23,12 +24,8 @@ def ask(
     access: Access | None = None,
 ) -> Response:
     """Return the response, after doing what has to be done first."""
-    for _ in range(10):
-        try:
-            return answer(Request(method, target, headers or {}, body), library, access or Access())
-        except NotPrepared as first:
-            first.prepare()
-    raise AssertionError(f"{target} is never prepared")
+    request = Request(method, target, headers or {}, body)
+    return prepared(lambda: answer(request, library, access or Access()))
 
 
 def body_of(store: LocalStore, response: Response) -> bytes:

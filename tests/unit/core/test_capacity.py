@@ -14,7 +14,7 @@ from blobstore.core import capacity
 from blobstore.core.capacity import Capacity
 from blobstore.core.workers import WorkerPool
 
-PACKAGES = ("serve", "remotes", "registry")
+PACKAGES = ("serve", "remotes", "registry", "http")
 COUNTED = {
     *("ThreadPoolExecutor", "WorkerPool", "Semaphore", "BoundedSemaphore"),
     *("Queue", "SimpleQueue", "LifoQueue", "PriorityQueue", "Condition"),
@@ -22,10 +22,11 @@ COUNTED = {
 # The tests that ask for one more and for forty more, some of them with clients that leave.
 TESTS = {
     "CONNECTIONS": "tests/attacks/test_serve.py",
+    **dict.fromkeys(("ARRIVALS", "PATIENT"), "tests/unit/serve/test_pull_through.py"),
     "DECODED": "tests/unit/serve/test_body.py",
     **dict.fromkeys(("JOBS", "ANSWER", "SEND", "VERIFY"), "tests/unit/serve/test_shared_work.py"),
-    **dict.fromkeys(("PREPARE", "FETCH", "WATCH"), "tests/unit/serve/test_shared_work.py"),
-    **dict.fromkeys(("TRIAL", "TOKEN"), "tests/unit/registry/test_tokens.py"),
+    **dict.fromkeys(("PREPARE", "FETCH", "WATCH", "LIST"), "tests/unit/serve/test_shared_work.py"),
+    **dict.fromkeys(("TRIAL", "TOKEN"), "tests/unit/http/test_tokens.py"),
 }
 THREADS = sorted(set(capacity.ALL) - set(TESTS))
 
@@ -56,7 +57,7 @@ def test_each_pool_and_semaphore_has_a_row() -> None:
         "serve/body.py: asyncio.Semaphore(_DECODED)",
         "serve/peers.py: WorkerPool(min(len(asked), _PROBES), None, 0)",
         "serve/arrivals.py: WorkerPool(_DOWNLOADS, None, 0)",
-        "serve/pull_through.py: threading.Semaphore(_MAX_PATIENT)",
+        "serve/pull_through.py: threading.Semaphore(capacity.PATIENT.most)",
     }
 
 

@@ -1181,7 +1181,7 @@ def test_a_model_that_is_replaced_before_its_blobs_are_leased_is_read_again(
     blobstore.create(write_folder(tmp_path / "new", OTHERS), "new", store=store)
     really_lease = store.lease_if_writable
 
-    def late(digests: Iterable[Digest]) -> AbstractContextManager[None]:
+    def late(digests: Iterable[Digest]) -> AbstractContextManager[object]:
         monkeypatch.undo()
         copy_model("new", "m", store=store, force=True)
         collect_garbage(store, older_than=0)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import BlobDamaged
+from blobstore.core.files import FileVersion
+from blobstore.errors import BlobDamaged, BlobMissing
 from blobstore.operations.freeze.freeze import freeze_models
 from blobstore.serve import blob_reader
 from blobstore.serve.blob_reader import BlobReader
-from blobstore.serve.messages import BlobPart
+from blobstore.serve.messages import BlobPart, StoredPart
 from blobstore.store import verified_cache
 from blobstore.store.local import LocalStore
 from tests.support.cold import cold
@@ -121,3 +122,33 @@ def test_a_blob_that_is_frozen_has_another_state(store: LocalStore, reader: Blob
     freeze_models(["model"], store=store)
     assert not is_verified(reader, part)
     assert reader.verify(part.digest, part.size) != state
+
+
+def test_a_file_that_has_just_changed_is_hashed_again(store: LocalStore, hashed: list[int]) -> None:
+    """It may change again without another time."""
+    put(store, "model", {"a": 1})
+    part = part_of(store, "model", "a")
+    reader = BlobReader(store, hashed.append)
+    reader.verify(part.digest, part.size)
+    assert not is_verified(reader, part)
+
+
+def test_a_cold_file_that_was_replaced_since_it_was_listed_is_not_sent(
+    store: LocalStore, reader: BlobReader
+) -> None:
+    put(store, "model", {"a": 1})
+    freeze_models(["model"], store=store)
+    part = part_of(store, "model", "a")
+    path = Path(store.cold_path(part.digest))
+    version = FileVersion.of(path)
+    assert version is not None
+    stored = StoredPart(part.digest, version.size, 0, version.size, version)
+    os.close(reader.open_stored(stored))
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+    with pytest.raises(BlobMissing, match="replaced"):
+        reader.open_stored(stored)
+    path.unlink()
+    with pytest.raises(BlobMissing, match="cannot be read"):
+        reader.open_stored(stored)

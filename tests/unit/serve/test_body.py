@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,8 +15,12 @@ import numpy as np
 import pytest
 
 from blobstore.core import capacity
+from blobstore.core.digest import Digest
 from blobstore.operations.create.create import create
 from blobstore.operations.freeze.freeze import freeze_models
+from blobstore.serve.blob_reader import BlobReader
+from blobstore.serve.body import BodySender
+from blobstore.serve.messages import BlobPart
 from blobstore.store.local import LocalStore
 from tests.support.models import write_folder
 from tests.support.serve_process import SECONDS, Serving, connect, serving
@@ -51,6 +57,39 @@ def asked(server: Serving, count: int) -> Iterator[list[socket.socket]]:
         for client in clients:
             client.sendall(REQUEST)
         yield clients
+
+
+def test_a_blob_that_is_repaired_while_it_is_checked_is_sent_as_it_is_then(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    """Its file was open when it was damaged, and what was checked is another file."""
+    path = Path(store.blob_path(Digest.of(b"x" * 1000)))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"y" * 1000)
+
+    class Repairing(BlobReader):
+        is_repaired = False
+
+        def verify(self, digest: Digest, size: int) -> object:
+            if not self.is_repaired:
+                self.is_repaired = True
+                right = tmp_path / "right"
+                right.write_bytes(b"x" * 1000)
+                right.replace(path)
+            return super().verify(digest, size)
+
+    async def opened() -> int | None:
+        sender = BodySender(Repairing(store, lambda _: None))
+        descriptor = await sender._open(BlobPart(Digest.of(b"x" * 1000), 1000, 0, 1000))
+        sender.close()
+        return descriptor
+
+    descriptor = asyncio.run(opened())
+    assert descriptor is not None
+    try:
+        assert os.pread(descriptor, 2000, 0) == b"x" * 1000
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("more", [1, 40])

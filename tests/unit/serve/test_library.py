@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from blobstore.manifests.reference import Reference
 from blobstore.operations.create.create import create
 from blobstore.operations.maintenance.gc import collect_garbage
 from blobstore.operations.maintenance.names import copy_model, remove_models
-from blobstore.serve.library import MAX_MODELS, Library, NotPrepared
+from blobstore.serve.library import MAX_MODELS, Library
 from blobstore.serve.pulled import Origin, PulledModels
+from blobstore.serve.unprepared import NotPrepared, prepared
 from blobstore.serve.visible import Visible
 from tests.support.models import moe_tensors, write_folder
 from tests.support.serve import ask, body_of
@@ -36,6 +38,10 @@ def test_blobs_of_a_model_that_was_asked_for_stay_until_it_is_idle(
     assert store.has_blobs(blobs)
     library.release_idle(0)
     collect_garbage(store=store, older_than=0, force=True)
+    assert store.has_blobs(blobs)  # the response is still there
+    del response
+    library.release_idle(0)
+    collect_garbage(store=store, older_than=0, force=True)
     assert not store.has_blobs(blobs)
 
 
@@ -52,8 +58,11 @@ def test_the_same_work_has_the_same_key(library: Library) -> None:
 
 def test_names_of_one_model_share_what_was_prepared(library: Library) -> None:
     copy_model("org/model", "org/model:v2", store=library.store)
-    ask(library, "/api/models/org/model/refs")
-    assert library.model(MODEL) is library.model(Reference.parse("org/model:v2"))
+    models = [
+        prepared(partial(library.model, Reference.parse(name)))
+        for name in ("org/model", "org/model:v2")
+    ]
+    assert models[0] is models[1]
 
 
 def test_only_some_models_are_kept(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

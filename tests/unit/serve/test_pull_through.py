@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.core import capacity
 from blobstore.serve import pull_through
 from blobstore.serve.access import Access
 from blobstore.serve.answer import answer
-from blobstore.serve.library import Library, NotPrepared
+from blobstore.serve.library import Library
 from blobstore.serve.messages import Request
 from blobstore.serve.pull_through import PullThrough
+from blobstore.serve.unprepared import prepared
 from blobstore.serve.upstream import Upstream
 from blobstore.store.local import LocalStore
 from tests.support.hub_server import HubServer
@@ -31,13 +33,10 @@ def through(store: LocalStore, tmp_path: Path) -> Iterator[PullThrough]:
 
 
 def ask(through: PullThrough, target: str) -> int:
-    for _ in range(10):
-        try:
-            request = Request("GET", target)
-            return answer(request, through._library, Access(), pull_through=through).status
-        except NotPrepared as first:
-            first.prepare()
-    raise AssertionError(f"{target} is never prepared")
+    request = Request("GET", target)
+    return prepared(
+        lambda: answer(request, through._library, Access(), pull_through=through)
+    ).status
 
 
 def test_questions_for_absent_models_share_what_connections_trust(through: PullThrough) -> None:
@@ -71,3 +70,25 @@ def test_a_question_about_no_version_fetches_none(through: PullThrough, what: st
     assert ask(through, f"/v2/org/model/{what}/sha256:{'0' * 64}") == 401
     assert not through._arrivals
     assert not list(through._store.references())
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_models_beyond_those_that_arrive_are_refused(
+    through: PullThrough, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    assert capacity.ARRIVALS.most == pull_through._MAX_ARRIVALS
+    monkeypatch.setattr(pull_through, "_MAX_ARRIVALS", 0)
+    for _ in range(more):
+        assert ask(through, "/org/model/resolve/main/config.json") == 503
+    assert not through._arrivals
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_questions_beyond_the_patient_ones_are_asked_all_the_same(
+    through: PullThrough, more: int
+) -> None:
+    for _ in range(capacity.PATIENT.most):
+        assert through._patient.acquire(blocking=False)
+    for number in range(more):
+        assert ask(through, f"/org/m{number}/resolve/main/f") == 401
+    assert not through._patient.acquire(blocking=False)  # as many are left as before

@@ -12,7 +12,7 @@ from blobstore.core import capacity
 from blobstore.core.capacity import Capacity
 from blobstore.serve.shared_work import Busy, SharedWork
 
-ROWS = ("ANSWER", "SEND", "VERIFY", "PREPARE", "FETCH", "WATCH")
+ROWS = ("ANSWER", "SEND", "VERIFY", "PREPARE", "FETCH", "WATCH", "LIST")
 SECONDS = 120.0
 
 
@@ -117,6 +117,31 @@ def test_who_comes_after_all_others_have_left_gets_the_work_all_the_same() -> No
         await asyncio.sleep(0)
         go_on.set()
         assert (await first, await again) == (True, 3)
+        work.close()
+
+    run(test())
+
+
+def test_work_that_must_not_be_old_is_shared_until_it_is_begun() -> None:
+    async def test() -> None:
+        work = SharedWork(Capacity(1, "queued", "tests"), joins_begun=False)
+        go_on, is_begun, calls = threading.Event(), threading.Event(), list[int]()
+
+        def job() -> int:
+            calls.append(1)
+            is_begun.set()
+            assert go_on.wait(SECONDS)
+            return len(calls)
+
+        first = asyncio.create_task(work.result("key", job))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(is_begun.wait, SECONDS)
+        later = [asyncio.create_task(work.result("key", job)) for _ in range(40)]
+        await begun(later)
+        go_on.set()
+        assert await first == 1
+        assert await asyncio.gather(*later) == [2] * 40
+        assert not work.has("key")
         work.close()
 
     run(test())

@@ -1,0 +1,113 @@
+"""Keeps the blobs of models from gc while they are sent, and for a while after that.
+
+A cache may forget what it knows of a model. What protects the blobs is here instead, and belongs to those who use
+them: a response has a :class:`Use` of its model, and as long as there is one, or was one lately, the blobs are in
+the lease of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from blobstore.core.digest import Digest
+    from blobstore.store.local import LocalStore
+
+
+class _Model:
+    def __init__(self, blobs: Collection[Digest]) -> None:
+        self.blobs = blobs
+        self.used = time.monotonic()
+        self.uses: WeakSet[Use] = WeakSet()
+
+    def is_idle(self, seconds: float) -> bool:
+        return not self.uses and self.used <= time.monotonic() - seconds
+
+
+class Use:
+    """The use of a model by one response. It ends when nothing refers to it any more; call it from time to time."""
+
+    __slots__ = ("__weakref__", "_model")
+
+    def __init__(self, model: _Model) -> None:
+        self._model = model
+        model.uses.add(self)
+        self()
+
+    def __call__(self) -> None:
+        """Note that bytes of it are sent."""
+        self._model.used = time.monotonic()
+
+
+class Protection:
+    """The models whose blobs stay, by the digests of their manifests. Threads may share it.
+
+    All have one lease, since each is an open file. It is replaced when some models need it no longer.
+    """
+
+    def __init__(self, store: LocalStore) -> None:
+        self._store = store
+        self._models: dict[Digest, _Model] = {}
+        self._changing = threading.Lock()
+        """Held while the lease is written, which may wait for gc."""
+        self._looking = threading.Lock()
+        """Held while the models are looked at, for no time: the thread of the event loop takes it."""
+        self._lease = contextlib.ExitStack()
+        self._hold: Callable[[Iterable[Digest]], bool] = lambda _: False
+
+    def add(self, manifest: Digest, blobs: Iterable[Digest]) -> None:
+        """Protect the blobs of a model, before the caller looks whether they are there. It counts as used now."""
+        with self._changing:
+            if self.touch(manifest):
+                return
+            model = _Model(frozenset(blobs))
+            with self._looking:
+                self._models[manifest] = model
+            if not self._hold(model.blobs):
+                self._renew()
+
+    def touch(self, manifest: Digest) -> bool:
+        """Note that a model is used now; return whether it is protected."""
+        with self._looking:
+            known = self._models.get(manifest)
+            if known is not None:
+                known.used = time.monotonic()
+            return known is not None
+
+    def use(self, manifest: Digest) -> Use:
+        """Return a use of a model that was just touched. One without blobs in the store needs none."""
+        with self._looking:
+            return Use(self._models.get(manifest) or _Model(()))
+
+    def is_idle(self, manifest: Digest, seconds: float) -> bool:
+        """Return whether nobody uses a model now, and nobody has used it that lately."""
+        with self._looking:
+            known = self._models.get(manifest)
+            return known is None or known.is_idle(seconds)
+
+    def end_idle(self, seconds: float, manifests: Iterable[Digest] | None = None) -> list[Digest]:
+        """Protect models no longer, all or some, that are idle; return which these were."""
+        with self._changing:
+            with self._looking:
+                asked = list(self._models if manifests is None else manifests)
+                idle = [one for one in asked if one in self._models]
+                idle = [one for one in idle if self._models[one].is_idle(seconds)]
+                for one in idle:
+                    del self._models[one]
+            if idle:
+                self._renew()
+        return idle
+
+    def _renew(self) -> None:
+        """Replace the lease by one of the models that are left."""
+        before, self._lease = self._lease, contextlib.ExitStack()
+        blobs = set().union(*(model.blobs for model in self._models.values()))
+        if blobs:
+            self._hold = self._lease.enter_context(self._store.lease_if_writable(blobs))
+        before.close()

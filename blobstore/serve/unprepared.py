@@ -1,0 +1,64 @@
+"""Work that has to be done before a question can be answered, as what a question raises."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+
+class NotPrepared(Exception):
+    """Work has to be done before the question can be answered. Call ``prepare`` on a thread, and ask again.
+
+    Work with the same ``key`` is the same work, which nobody needs to do twice at once.
+    """
+
+    is_counted = True
+    """Whether metrics count it. They must not show that there are names which a client may not see."""
+
+    def __init__(self, prepare: Callable[..., object], *key: object) -> None:
+        super().__init__("call prepare, and ask again")
+        self.prepare: Callable[[], object] = partial(prepare, *key)
+        self.key = (prepare, *key)
+
+
+class UnknownSource(NotPrepared):
+    """It has to be read what names were fetched from."""
+
+    is_counted = False
+
+
+class NotListed(NotPrepared):
+    """It has to be read which names there are, or what they have."""
+
+    is_counted = False
+
+
+class NotFetched(NotPrepared):
+    """The work waits for another server, which may take its time."""
+
+
+class List(NotPrepared):
+    """The answer is a list, which takes its time to make. What ``prepare`` returns is the answer itself."""
+
+    is_counted = False
+
+    def __init__(self, make: Callable[[], object], *key: object) -> None:
+        super().__init__(make)
+        self.prepare = partial(prepared, make)
+        self.key = (List, *key)
+
+
+def prepared(question: Callable[[], Result]) -> Result:
+    """Return the answer to a question after doing all the work for it here, on a thread. Raises as that work."""
+    while True:
+        try:
+            return question()
+        except List as first:
+            return cast("Result", first.prepare())
+        except NotPrepared as first:
+            first.prepare()

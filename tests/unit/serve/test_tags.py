@@ -1,0 +1,182 @@
+"""The names in a store, and what each tag has, with repositories of any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pytest
+
+import blobstore
+from blobstore.core.digest import Digest
+from blobstore.manifests.reference import Reference
+from blobstore.operations.maintenance.names import copy_model, remove_models
+from blobstore.serve.library import Library
+from blobstore.serve.tags import Tags
+from blobstore.serve.unprepared import NotListed, prepared
+from blobstore.store.local import LocalStore
+from tests.support.serve import ask, json_of
+
+REPOSITORY = Reference.parse("org/model")
+
+
+@pytest.fixture
+def described() -> list[Reference]:
+    return []
+
+
+@pytest.fixture
+def tags(library: Library, described: list[Reference]) -> Tags:
+    def describe(tag: Reference) -> Iterable[Digest]:
+        described.append(tag)
+        return [made(tag)]
+
+    return Tags(library.store, describe)
+
+
+def made(tag: Reference) -> Digest:
+    return Digest.of(str(tag).encode())
+
+
+def add_tags(library: Library, count: int) -> list[Reference]:
+    """Give ``org/model`` more tags, each of another manifest."""
+    manifest = json.loads(library.store.read_manifest(REPOSITORY))
+    folder = library.store.manifest_path(REPOSITORY).parent
+    added = []
+    for number in range(count):
+        data = json.dumps(manifest | {"annotations": {"number": str(number)}}).encode()
+        (folder / f"v{number:05}").write_bytes(data)
+        added.append(Reference.parse(f"org/model:v{number:05}"))
+    return added
+
+
+def having(tags: Tags, digest: Digest) -> Sequence[Reference]:
+    return prepared(lambda: tags.having(REPOSITORY, digest))
+
+
+def test_names_are_listed_again_when_their_folder_has_changed(library: Library, tags: Tags) -> None:
+    assert prepared(lambda: tags.of(REPOSITORY)) == (REPOSITORY,)
+    assert tags.of(REPOSITORY) == (REPOSITORY,)
+    copy_model("org/model", "org/model:v2", store=library.store)
+    with pytest.raises(NotListed):
+        tags.of(REPOSITORY)
+    other = Reference.parse("org/model:v2")
+    assert prepared(lambda: tags.of(REPOSITORY)) == (REPOSITORY, other)
+    assert list(tags.all()) == [REPOSITORY, other]
+    remove_models(["org/model", "org/model:v2"], store=library.store)
+    assert prepared(lambda: tags.of(REPOSITORY)) == ()
+    assert list(tags.all()) == []
+
+
+def test_an_absent_repository_needs_no_work(tags: Tags) -> None:
+    assert tags.of(Reference.parse("nobody/nothing")) == ()
+    assert tags.keys(Reference.parse("nobody/nothing")) == {}
+    assert tags.having(Reference.parse("nobody/nothing"), Digest.of(b"")) == ()
+
+
+def test_names_are_found_in_any_case(library: Library, tags: Tags) -> None:
+    copy_model("org/model", "Org2/Model-B", store=library.store)
+    spelled = prepared(lambda: tags.spelled(Reference.parse("org2/model-b")))
+    assert spelled == Reference.parse("Org2/Model-B")
+    assert prepared(lambda: tags.spelled(REPOSITORY)) == REPOSITORY
+    absent = Reference.parse("nobody/nothing")
+    assert prepared(lambda: tags.spelled(absent)) is None
+
+
+def test_a_manifest_that_is_replaced_is_read_again(library: Library, tags: Tags) -> None:
+    (first,) = add_tags(library, 1)
+    before = prepared(lambda: tags.keys(REPOSITORY))
+    assert before[REPOSITORY] != before[first]
+    copy_model("org/model", str(first), store=library.store, force=True)
+    after = prepared(lambda: tags.keys(REPOSITORY))
+    assert after[first] == after[REPOSITORY] == before[REPOSITORY]
+
+
+def test_blobs_of_manifests_are_found_without_a_look_at_what_is_made(
+    library: Library, tags: Tags, described: list[Reference]
+) -> None:
+    added = add_tags(library, 3)
+    blob = library.store.resolve("org/model").blobs[0].digest
+    assert having(tags, blob) == [REPOSITORY, *added]
+    assert described == []
+
+
+def test_what_is_made_is_described_once_for_each_manifest(
+    library: Library, tags: Tags, described: list[Reference]
+) -> None:
+    added = add_tags(library, 3)
+    assert having(tags, made(added[1])) == [added[1]]
+    assert having(tags, made(added[2])) == [added[2]]
+    assert having(tags, Digest.of(b"absent")) == []
+    assert described == [REPOSITORY, *added]
+    copy_model("org/model", "org/model:again", store=library.store)
+    assert having(tags, Digest.of(b"absent")) == []
+    assert described == [REPOSITORY, *added]
+
+
+def test_what_was_prepared_is_remembered(
+    library: Library, tags: Tags, described: list[Reference]
+) -> None:
+    key = prepared(lambda: tags.keys(REPOSITORY))[REPOSITORY]
+    tags.note(key, [made(REPOSITORY)])
+    tags.note(key, [Digest.of(b"a layer")], ".image")
+    assert having(tags, made(REPOSITORY)) == [REPOSITORY]
+    assert having(tags, Digest.of(b"a layer")) == [Reference.parse("org/model:latest.image")]
+    assert described == []
+
+
+def test_a_damaged_manifest_hides_no_other(library: Library, tags: Tags) -> None:
+    (first,) = add_tags(library, 1)
+    library.store.manifest_path(first).write_bytes(b"{")
+    blob = library.store.resolve("org/model").blobs[0].digest
+    assert having(tags, blob) == [REPOSITORY]
+    assert list(tags.all()) == [REPOSITORY, first]
+
+
+def test_a_repository_of_more_tags_than_are_kept_is_served(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blobstore.serve.library.MAX_MODELS", 2)
+    library = Library(store)
+    names = [f"v{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        tensors = {"w": np.full(8, number, np.float32)}
+        blobstore.save(tensors, f"org/model:{name}", store=store)
+    refs = json_of(ask(library, "/api/models/org/model/refs"))
+    commits = {one["name"]: one["targetCommit"] for one in refs["tags"]}
+    assert list(commits) == names
+    assert len(set(commits.values())) == len(names)
+    listed = json_of(ask(library, "/v2/org/model/tags/list?n=2&last=v1"))
+    assert listed["tags"] == ["v2", "v3"]
+    absent = Digest.of(b"absent")
+    assert ask(library, f"/v2/org/model/blobs/{absent}").status == 404
+    assert ask(library, f"/v2/org/model/manifests/{absent}").status == 404
+    assert json_of(ask(library, f"/v2/org/model/referrers/{absent}"))["manifests"] == []
+    for name in (names[0], names[-1]):
+        manifest = ask(library, f"/v2/org/model/manifests/{name}")
+        digest = manifest.headers["Docker-Content-Digest"]
+        for other in names[1:-1]:  # which push it out of the cache
+            ask(library, f"/v2/org/model/manifests/{other}")
+        assert ask(library, f"/v2/org/model/manifests/{digest}").parts == manifest.parts
+        (data,) = manifest.parts
+        assert isinstance(data, bytes)
+        content = json.loads(data)
+        for layer in (content["config"], *content["layers"]):
+            assert ask(library, f"/v2/org/model/blobs/{layer['digest']}").status == 200
+        info = json_of(ask(library, f"/api/models/org/model/revision/{name}"))
+        assert info["sha"] == commits[name]
+        image = ask(library, f"/v2/org/model/manifests/{name}.image")
+        (data,) = image.parts
+        for other in names[1:-1]:
+            ask(library, f"/v2/org/model/manifests/{other}")
+        assert isinstance(data, bytes)
+        for one in json.loads(data)["manifests"]:
+            assert ask(library, f"/v2/org/model/manifests/{one['digest']}").status == 200
+
+
+def test_a_list_is_never_of_before_it_was_asked_for(library: Library) -> None:
+    for number in range(3):
+        copy_model("org/model", f"org/other{number}", store=library.store)
+        names = {one["id"] for one in json_of(ask(library, "/api/models"))}
+        assert names == {"org/model", *(f"org/other{one}" for one in range(number + 1))}
