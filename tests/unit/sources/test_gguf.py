@@ -98,7 +98,7 @@ def test_the_parts_of_a_split_file_are_all_there_once(tmp_path: Path) -> None:
 
         first, second = made(0, 3, "a"), made(1, 3, "b", "c")
         check_complete([first, second])
-        check_complete([made(0, None, "a", count=1), made(0, None, "b")][:1])
+        check_complete([made(0, None, name, count=1) for name in "fg"])  # two complete files
         check_complete([made(0, None, "d"), made(1, None, "e")])  # without a number of tensors
         for shards in ([first], [first, made(0, 3, "x")], [first, second, made(1, 3, "x")]):
             with pytest.raises(DamagedSource, match="is one of 2 parts of a model"):

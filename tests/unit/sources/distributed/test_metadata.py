@@ -71,6 +71,12 @@ def test_parses_what_torch_writes(protocol: int) -> None:
     assert found.paths == {"m.a": ("m", "a"), "n": ("n", 0)}
 
 
+def test_too_many_keys_are_not_taken_for_those_of_an_entry() -> None:
+    metadata = example()
+    metadata.planner_data = {"m.a": ("m",) * 33, "n": ("n",) * 32}
+    assert set(parse_metadata(pickle.dumps(metadata)).paths) == {"n"}
+
+
 def test_parses_what_old_versions_wrote() -> None:
     metadata = example()
     entry: Any = metadata.state_dict_metadata["m.a"]
@@ -238,6 +244,12 @@ WRONG: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a piece after the last item": (
         lambda it: set_chunk(it, size(5, 0), size(2, 3)),
         r"there is no item for its piece at \[5, 0\]",
+    ),
+    "an item without its offsets": (
+        lambda it: it.storage_data.update(
+            {MetadataIndex("m.a", ()): it.storage_data.pop(MetadataIndex("m.a", size(0, 0), 1))}  # type: ignore[arg-type]
+        ),
+        r"there is no item for its piece at \[0, 0\]",
     ),
     "offsets of an item that are negative": (
         lambda it: it.storage_data.update({MetadataIndex("n", (-1,)): _StorageInfo("x", 0, 1)}),
