@@ -35,7 +35,7 @@ _COUNTS: Final = (2, 1, 3)
 _HOST = re.compile(r".*[.:].*|.*_\d{1,5}|localhost", re.ASCII)
 _BRANCH: Final = "refs/heads/"
 _TAG: Final = "refs/tags/"
-_NO_ROUTE: Final = "this server does not offer what is at this address; see docs/guides/serve.md"
+_NO_ROUTE: Final = "this server has models only, and does not offer what is at this address; see docs/guides/serve.md"
 _TRUE: Final = ("true", "1")
 _FALSE: Final = ("false", "0")
 
