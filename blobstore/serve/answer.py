@@ -60,10 +60,8 @@ def answer(
         return bytes_response(request, b"ok\n")
     if (refused := access.refusal(request, target)) is not None:
         return refused
-    if (page := _page(request, target, metrics)) is not None:
+    if (page := _page(request, target, access, metrics, pull_through)) is not None:
         return page
-    if target.segments == ("api", "whoami-v2") and request.method in READS:
-        return _owner(request, access, pull_through)
     call = _understood(request, target)
     if isinstance(call, Response):
         return call
@@ -125,7 +123,13 @@ def _in_origin_form(request: Request) -> Request:
     return replace(request, target=target, headers={**request.headers, "host": host})
 
 
-def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Response | None:
+def _page(
+    request: Request,
+    target: Target,
+    access: Access,
+    metrics: Callable[[], str],
+    pull_through: PullThrough | None,
+) -> Response | None:
     """Return the response to a request that is about no model; None for others."""
     if request.method not in READS:
         return None
@@ -133,6 +137,8 @@ def _page(request: Request, target: Target, metrics: Callable[[], str]) -> Respo
         return bytes_response(request, _WELCOME)
     if target.segments == ("metrics",):
         return bytes_response(request, metrics().encode(), media_type=METRICS_TYPE)
+    if target.segments == ("api", "whoami-v2"):
+        return _owner(request, access, pull_through)
     return None
 
 
