@@ -72,6 +72,8 @@ class Request:
     headers: Mapping[str, str] = field(default_factory=dict)
     """By lower-case names; of a header that occurs twice, the first."""
     body: bytes = b""
+    damaged: float = 0.0
+    """When a response to it was found damaged, on the monotonic clock; 0 if none was. Another source is wanted then."""
 
 
 class Wait(NamedTuple):

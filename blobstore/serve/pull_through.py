@@ -27,36 +27,32 @@ from blobstore.core.digest import Digest
 from blobstore.core.escape import escape
 from blobstore.errors import (
     BlobstoreError,
-    InvalidReference,
-    ModelNotFound,
     NameTaken,
     RemoteError,
-    StoreError,
 )
-from blobstore.manifests.reference import DEFAULT_HOST, DEFAULT_TAG, Reference
+from blobstore.manifests.reference import DEFAULT_HOST, Reference
 from blobstore.serve.arrivals import Arrival, lock_arrivals
+from blobstore.serve.asked import Asked, is_own, names_of
 from blobstore.serve.cache_limit import CacheLimit
 from blobstore.serve.gguf_choice import wants_gguf
 from blobstore.serve.hub import asked_for
-from blobstore.serve.hub_routes import tag_of
 from blobstore.serve.messages import PEER
-from blobstore.serve.names import MAIN, any_tag, name_of, repository_of
+from blobstore.serve.names import MAIN, any_tag, name_of
 from blobstore.serve.peers import Peers
-from blobstore.serve.refusal import Refusal, no_model
+from blobstore.serve.refusal import Refusal, as_refusal, no_model
 from blobstore.serve.registry import asked_of_registry
 from blobstore.serve.rights import EVERYONE, UPSTREAM, Right, Rights, bounded, client_of
 from blobstore.serve.token_owners import TokenOwners
-from blobstore.serve.unprepared import NotFetched
+from blobstore.serve.unprepared import NotFetched, OnlyHere
 from blobstore.serve.upstream import IMPATIENT, PATIENT
 from blobstore.serve.upstreams import Upstreams
 from blobstore.serve.visible import Visible
-from blobstore.sources.hub_listing import COMMIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from blobstore.manifests.model import Manifest
-    from blobstore.serve.library import Library, ServedModel
+    from blobstore.serve.library import Library
     from blobstore.serve.messages import Request
     from blobstore.serve.peers import Peer
     from blobstore.serve.pulled import Origin
@@ -82,24 +78,6 @@ class _Known(NamedTuple):
 
     commit: str
     until: float
-
-
-class _Asked(NamedTuple):
-    """A model that a client asks for."""
-
-    reference: Reference
-    repository: str
-    revision: str
-
-    @property
-    def is_commit(self) -> bool:
-        return COMMIT.fullmatch(self.revision) is not None
-
-    def called(self, repository: str) -> _Asked:
-        """Return the same of a repository by another name."""
-        name = repository_of(*repository.split("/")) or self.reference
-        reference = Reference(*name.parts[:3], self.reference.tag)
-        return _Asked(reference, repository, self.revision)
 
 
 class PullThrough:
@@ -149,6 +127,8 @@ class PullThrough:
         """By repository and commit."""
         self._names: dict[tuple[str, str], set[Reference]] = {}
         """All names that an arriving model will have."""
+        self._fetched_at: dict[tuple[str, str], float] = {}
+        """When commits were last fetched by this process."""
         self._begun: dict[tuple[str, str], tuple[float, FoundAt]] = {}
         """When an arrival has begun, and from where."""
         self._fetched_bytes = self._fetched_models = 0
@@ -213,22 +193,25 @@ class PullThrough:
         if is_choice:
             revision = MAIN
         repository = self._library.spelled(requested)
-        visible = self._settled(repository, revision, everyone)
+        visible = None if request.damaged else self._settled(repository, revision, everyone)
         if visible is None:
             spelled, repository = repository, self._called(repository, is_whole=revision is None)
-            if repository != spelled:
+            if repository != spelled and not request.damaged:
                 visible = self._settled(repository, revision, everyone)
         if visible is None:
             asked = self._asked(repository, revision)
+            if request.damaged:
+                asked = self._fetched(repository, asked, target.segments[-1])
             if asked is None:
                 visible = self._repository(repository, token, everyone)
             else:
-                visible = self._version(asked, token, needs_all=is_registry and not is_choice)
+                needs_all = is_registry and not is_choice
+                visible = self._version(asked, token, request.damaged, needs_all=needs_all)
         return visible.named(requested, repository)
 
-    def _asked(self, repository: Reference, revision: str | None) -> _Asked | None:
+    def _asked(self, repository: Reference, revision: str | None) -> Asked | None:
         """Return what is asked for; None if that is not a version, or one that no served model can have."""
-        asked = None if revision is None else _asked(repository, revision)
+        asked = None if revision is None else Asked.of(repository, revision)
         return asked if asked is not None and self._library.is_allowed(asked.reference) else None
 
     def _called(self, repository: Reference, *, is_whole: bool) -> Reference:
@@ -240,16 +223,51 @@ class PullThrough:
         origins = self._library.origins(tags)
         return name if all(origins.get(tag) for tag in tags) else repository
 
-    def _version(self, asked: _Asked, token: str, *, needs_all: bool) -> Visible:
-        """Return what a client may read of a version, which is there. Raises as :meth:`visible`."""
+    def _fetched(self, repository: Reference, asked: Asked | None, digest: str) -> Asked:
+        """Return what was fetched and is damaged: a version, or the one that a registry gave with a blob lately.
+
+        Raises:
+            OnlyHere: it was not fetched.
+        """
+        pulled = self._library.pulled
+        for artifact in self._library.prepared_artifacts(repository) if asked is None else ():
+            if artifact.origin is not None and digest in map(str, artifact.blobs):
+                asked = Asked.of(repository, artifact.origin.commit)
+        if asked is not None and self._upstreams.has_upstream:
+            commits = [one.commit for one in pulled.of_repository(asked.repository)]
+            if (
+                asked.revision in commits
+                if asked.is_commit
+                else not is_own(self._library, asked.reference)
+            ):
+                return asked
+        raise OnlyHere("it is a model of the store's own")
+
+    def _version(
+        self, asked: Asked, token: str, damaged: float = 0.0, *, needs_all: bool
+    ) -> Visible:
+        """Return what a client may read of a version, which is there. Raises as :meth:`visible`.
+
+        The version that the store has does not count if it was found ``damaged`` since it was last fetched.
+        """
         client = client_of(token)
         self._check_refusal(asked.reference, client)
         commit, right = self._known(asked), self._right(asked, client)
         if commit is None or right is None:
             raise NotFetched(self._look_up, asked, token)
         visible = Visible.of(self._library, right.opens)
-        held = _held(asked, visible)
-        arrival = self._arrivals.get((asked.repository, commit))
+        key = (asked.repository, commit)
+        now = time.monotonic()
+        failure, until = self._failures.get(key, (None, 0.0))
+        has_failed = failure is not None and now < until
+        is_damaged = damaged > self._fetched_at.get(key, 0.0) or (
+            key in self._library.pulled.incomplete and not has_failed
+        )
+        arrival = self._arrivals.get(key)
+        held = None if is_damaged else asked.held(visible)
+        if is_damaged and arrival is not None:
+            is_named = asked.is_commit or asked.reference in self._library.arriving
+            held = arrival.model if is_named else None
         if arrival is not None:
             if needs_all:
                 raise NotFetched(_wait, arrival.ended)
@@ -260,21 +278,19 @@ class PullThrough:
         elif held is not None and held.origin and held.origin.commit == commit:
             self._library.pulled.touch(held.origin)
         else:
-            now = time.monotonic()
-            failure, until = self._failures.get((asked.repository, commit), (None, 0.0))
-            if failure is not None and now < until:
+            if failure is not None and has_failed:
                 raise failure.again()
-            raise NotFetched(self._look_up, asked, token)
+            raise NotFetched(self._look_up, asked, token, is_damaged)
         return visible
 
-    def _known(self, asked: _Asked) -> str | None:
+    def _known(self, asked: Asked) -> str | None:
         """Return the commit that a revision is; None if the upstream has to be asked."""
         if asked.is_commit:
             return asked.revision
         known = self._tags.get(asked.reference)
         return known.commit if known is not None and time.monotonic() < known.until else None
 
-    def _right(self, asked: _Asked, client: str) -> Right | None:
+    def _right(self, asked: Asked, client: str) -> Right | None:
         """Return the right by which a client may read a revision now."""
         return self._rights.of(client, asked.repository, self._known(asked) or "")
 
@@ -301,7 +317,7 @@ class PullThrough:
             is_there = self._store.manifest_version(asked.reference) is not None
             is_settled = is_there and self._library.origin(asked.reference) is None
         else:
-            held = _held(asked, everyone)
+            held = asked.held(everyone)
             # Peers do not decide what the store has: each would give its version to the others.
             is_settled = held is not None and (
                 held.origin is None or (held.manifest is not None and not has_upstream)
@@ -316,7 +332,7 @@ class PullThrough:
         name, client = name_of(repository), client_of(token)
         recorded = self._library.pulled.of_repository(name)
         revision = next((one.commit for one in recorded if not one.peer), MAIN)
-        asked = _Asked(Reference(*repository.parts[:3], revision), name, revision)
+        asked = Asked(Reference(*repository.parts[:3], revision), name, revision)
         if (right := self._right(asked, client)) is not None:
             return Visible.of(self._library, right.opens)
         try:
@@ -335,15 +351,22 @@ class PullThrough:
 
     # What takes its time
 
-    def _look_up(self, asked: _Asked, token: str) -> None:
-        """Ask the upstream what a revision is and whether this client may read it, and fetch it."""
+    def _look_up(self, asked: Asked, token: str, is_damaged: bool = False) -> None:
+        """Ask the upstream what a revision is and whether this client may read it, and fetch it.
+
+        One that ``is_damaged`` here is fetched although the store has it: an import replaces damaged blobs.
+        """
         found = self._ask(asked, token)
         if found is not None:
             asked = asked.called(found.repository)
-            if asked.is_commit or not self._has_own(asked.reference):
-                self._begin(asked, found.commit, found)
+            if asked.is_commit or not is_own(self._library, asked.reference):
+                self._begin(asked, found.commit, found, is_damaged=is_damaged)
+        elif is_damaged and (commit := self._known(asked)) is not None:
+            message = "the model is damaged here, and the upstream cannot be reached"
+            refusal = Refusal(HTTPStatus.BAD_GATEWAY, message=message)
+            self._fail((asked.repository, commit), refusal)
 
-    def _ask(self, asked: _Asked, token: str) -> FoundAt | None:
+    def _ask(self, asked: Asked, token: str) -> FoundAt | None:
         """Ask the upstream what a revision is and whether this client may read it; None if it cannot be fetched."""
         origin, client, now = self._stored(asked), client_of(token), time.monotonic()
         is_public = self._library.pulled.is_public(asked.repository)
@@ -381,7 +404,7 @@ class PullThrough:
                 self._patient.release()
         return None
 
-    def _found(self, asked: _Asked, found: FoundAt, client: str, now: float) -> None:
+    def _found(self, asked: Asked, found: FoundAt, client: str, now: float) -> None:
         """Remember what a revision is, and who may read it: this client, or everyone."""
         # At least as long as it takes to ask for what was just found out.
         until = time.monotonic() + max(self._fresh, 1)
@@ -402,7 +425,7 @@ class PullThrough:
         only = "" if giver == UPSTREAM else commit
         self._rights.give(Right(giver, client, repository, only, asked, until))
 
-    def _refused(self, asked: _Asked, client: str) -> None:
+    def _refused(self, asked: Asked, client: str) -> None:
         """Take back rights to a repository that the upstream refuses, also under the name that it had lately."""
         name, _ = self._renamed.pop(any_tag(asked.reference), (asked.reference, 0.0))
         for repository in {asked.repository, name_of(name)}:
@@ -425,22 +448,11 @@ class PullThrough:
                 until = time.monotonic() + max(self._fresh, 1)
                 self._give(UPSTREAM, EVERYONE, repository, "", now, until)
 
-    def _refuse(self, asked: _Asked, client: str, refusal: Refusal) -> None:
+    def _refuse(self, asked: Asked, client: str, refusal: Refusal) -> None:
         until = time.monotonic() + _REFUSED_SECONDS
         bounded(self._refusals, _MAX_REFUSALS)[asked.reference, client] = refusal.again(), until
 
-    def _has_own(self, reference: Reference) -> bool:
-        """Return whether a name is that of a model of the store's own."""
-        try:
-            origin = self._library.pulled.origin(self._store.resolve(reference))
-            # What was fetched may have got other names of the operator's since.
-            return origin is None or origin.repository.lower() != name_of(reference).lower()
-        except ModelNotFound:
-            return False
-        except BlobstoreError:  # it cannot be read
-            return not self._library.pulled.of_repository(name_of(reference))
-
-    def _stored(self, asked: _Asked) -> Origin | None:
+    def _stored(self, asked: Asked) -> Origin | None:
         """Return what the store has of a revision, which was fetched earlier."""
         if asked.is_commit:
             found = self._library.pulled.of_repository(asked.repository)
@@ -449,10 +461,17 @@ class PullThrough:
             return self._library.pulled.origin(self._store.resolve(asked.reference))
         return None
 
-    def _begin(self, asked: _Asked, commit: str, found: FoundAt | None = None) -> None:
+    def _begin(
+        self,
+        asked: Asked,
+        commit: str,
+        found: FoundAt | None = None,
+        *,
+        is_damaged: bool = False,
+    ) -> None:
         """Fetch a commit, unless the store has it or it is arriving. Then it only gets one more name.
 
-        Without ``found``, it is not fetched.
+        Without ``found``, it is not fetched. One that ``is_damaged`` is fetched although the store has it.
         """
         key = (asked.repository, commit)
         with self._lock:
@@ -464,28 +483,28 @@ class PullThrough:
                 if arrival.model is not None:
                     self._library.arriving[asked.reference] = arrival.model
                 return
-            if self._has_named(asked, commit) or found is None:
+            if (not is_damaged and self._has_named(asked, commit)) or found is None:
                 return
             if len(self._arrivals) >= _MAX_ARRIVALS:
                 message = "the server fetches many other models; ask again later"
                 self._fail(key, Refusal(HTTPStatus.SERVICE_UNAVAILABLE, message=message))
                 return
             claim = self._limit.claim(f"{asked.repository}@{commit}")
-            arrival = Arrival(self._store, asked.reference, asked.repository, found, claim, self)
-            self._arrivals[key], self._names[key] = arrival, {asked.reference}
+            name = asked.reference
+            if is_damaged and asked.is_commit:  # it needs no other name
+                name = next((one for one, _ in names_of(self._library, asked, commit)), name)
+            arrival = Arrival(self._store, name, asked.repository, found, claim, self)
+            self._arrivals[key], self._names[key] = arrival, {name}
             self._begun[key] = time.monotonic(), found
             arrival.start()
 
-    def _has_named(self, asked: _Asked, commit: str) -> bool:
+    def _has_named(self, asked: Asked, commit: str) -> bool:
         """Return whether the store has a commit, and give it the name that is asked for."""
-        for reference in self._library.listed_tags(any_tag(asked.reference)):
+        for reference, manifest in names_of(self._library, asked, commit):
             with contextlib.suppress(BlobstoreError):
-                manifest = self._store.resolve(reference)
-                origin = self._library.pulled.origin(manifest)
-                if origin is not None and origin.commit == commit:
-                    if reference != asked.reference and not asked.is_commit:
-                        self._name(asked.reference, manifest)
-                    return True
+                if reference != asked.reference and not asked.is_commit:
+                    self._name(asked.reference, manifest)
+                return True
         return False
 
     # What arrivals report
@@ -511,7 +530,7 @@ class PullThrough:
     def update_of(self, reference: Reference) -> NameUpdate:
         """See :class:`ArrivalHost`."""
         seen = self._store.names.seen(reference)  # first: what changes after it is not replaced
-        if self._has_own(reference):
+        if is_own(self._library, reference):
             raise NameTaken(f"{reference} is a model of the store's own by now")
         return seen
 
@@ -519,6 +538,7 @@ class PullThrough:
         """Give a model that was fetched one more name, unless that is the store's own."""
         try:
             self._store.names.publish(self.update_of(reference), manifest)
+            self._library.pulled.give(reference, manifest)
         except BlobstoreError as error:
             self._note(model=str(reference), error=str(error))
 
@@ -531,8 +551,10 @@ class PullThrough:
             with contextlib.suppress(BlobstoreError):
                 data, manifest = self._store.parse(arrival.reference)
                 if Digest.of(data) == arrival.created.digest:  # nobody has replaced it since
+                    self._library.pulled.give(arrival.reference, manifest)
                     for reference in self._names[key] - {arrival.reference}:
                         self._name(reference, manifest)
+            bounded(self._fetched_at)[key] = time.monotonic()
         with self._lock:
             for reference in self._names.pop(key):
                 self._library.arriving.pop(reference, None)
@@ -541,7 +563,7 @@ class PullThrough:
             self._fetched_bytes += arrival.fetched
             self._fetched_models += arrival.created is not None
             if arrival.error is not None:
-                self._fail(key, _as_refusal(arrival.error))
+                self._fail(key, as_refusal(arrival.error))
         self._note(
             model=str(arrival.reference),
             commit=arrival.commit,
@@ -568,32 +590,5 @@ class PullThrough:
             self._log(json.dumps({"time": round(time.time(), 3), **shown}))
 
 
-def _asked(repository: Reference, revision: str) -> _Asked | None:
-    """Return what is asked for; None if no model of a store can have that name."""
-    tag = revision if COMMIT.fullmatch(revision) else tag_of(revision)
-    try:
-        reference = Reference(*repository.parts[:3], tag)
-    except InvalidReference:
-        return None
-    # Branches and tags that are one name here have to be one there too: the first to ask decides for all.
-    return _Asked(reference, name_of(repository), MAIN if tag == DEFAULT_TAG else tag)
-
-
-def _held(asked: _Asked, visible: Visible) -> ServedModel | None:
-    """Return the model that a name or a commit is now. Raises NotPrepared."""
-    if asked.is_commit:
-        return visible.at_commit(any_tag(asked.reference), asked.revision)
-    return visible.model(asked.reference)
-
-
 def _wait(event: threading.Event) -> None:
     event.wait(_WAIT_SECONDS)
-
-
-def _as_refusal(error: BlobstoreError | Refusal) -> Refusal:
-    """Return the answer to those who have waited for a model that does not arrive."""
-    if isinstance(error, Refusal):
-        return error
-    status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
-    message = "the model cannot be fetched from the upstream; the log of the server says why"
-    return Refusal(status, message=message)

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from blobstore.core import strict_json
 from blobstore.core.digest import Digest
-from blobstore.core.escape import quote
 from blobstore.core.files import FileVersion, make_folders, read_regular, write_file
-from blobstore.errors import BlobstoreError, StoreError
+from blobstore.errors import BlobstoreError
+from blobstore.manifests.model import Manifest
 from blobstore.models.source_layers import read_source_record
 from blobstore.sources.hub_listing import COMMIT
 from blobstore.store.scan import list_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from blobstore.manifests.model import Manifest
+    from blobstore.manifests.reference import Reference
     from blobstore.store.local import LocalStore
 
 Commit = tuple[str, str]
@@ -97,12 +97,12 @@ def _origin_of(value: dict[str, Any]) -> Origin:
 class PulledModels:
     """The records of a store. Threads may share it.
 
-    Until :meth:`own`, each question finds what another process has written by then, and raises StoreError if a
-    record is damaged: without it, a model would be served to everyone.
+    Until :meth:`own`, each question finds what another process has written by then. A model whose record is
+    damaged stays one that was fetched, and is not for everyone.
     """
 
     def __init__(self, store: LocalStore) -> None:
-        """Read the records. Raises StoreError."""
+        """Read the records. Raises StoreError if their folder cannot be read."""
         self._store = store
         self._folder = store.folder("pulled")
         self._lock = threading.Lock()
@@ -115,6 +115,8 @@ class PulledModels:
         self._public: dict[str, bool] = {}
         """Whether the upstream gives a repository to everyone. A peer does not know."""
         self._restricted: frozenset[str] = frozenset()
+        self.incomplete: set[Commit] = set()
+        """Those whose records were damaged, which only a fetch writes again."""
         self._used: dict[Commit, float] = {}
         """When models were last used by this process, and when that was noted."""
         self._noted: dict[Commit, float] = {}
@@ -124,6 +126,10 @@ class PulledModels:
         """Look at the folder for the last time: from now on, no other process may write records."""
         self._look()
         self._is_own = True
+        with contextlib.suppress(OSError):
+            for path in self._folder.glob(".name-*"):
+                if path.lstat().st_nlink == 1:  # the name was removed, or has another model
+                    path.unlink()
 
     def _look(self) -> None:
         """Read the records that have changed."""
@@ -134,19 +140,30 @@ class PulledModels:
             if version is not None and version == self._version:
                 return
             now = time.time_ns()
-            files = {}
+            files: dict[str, tuple[FileVersion | None, _Record]] = {}
+            damaged: set[str] = set()
             for name in list_names(self._folder):
                 path = self._folder / name
                 # A file with a dot is one of a process that writes it, or was killed while it did.
                 if name.startswith("."):
                     continue
                 found, known = FileVersion.of(path), self._files.get(name)
-                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                try:
                     if known is None or found is None or known[0] != found:
-                        known = found, _read_record(path)
+                        known = found, _Record.from_bytes(read_regular(path, _MAX_RECORD))
                     files[name] = known
+                except FileNotFoundError:  # removed since it was listed
+                    continue
+                except (OSError, ValueError, BlobstoreError):
+                    damaged.add(name)
             self._files = files
             records = [record for _, record in files.values()]
+            if damaged:
+                lost = list(self._lost(damaged))
+                records += lost
+                self.incomplete.update(
+                    (one.repository, one.origin.commit) for one in lost if one.origin
+                )
             origins = [one.origin for one in records if one.origin is not None]
             self._set(
                 {(one.repository, one.commit): one for one in origins}, _public_facts(records)
@@ -154,6 +171,23 @@ class PulledModels:
             # Clocks of file systems are coarse: the next change may get the same time.
             is_settled = version is not None and version.changed < now - _SETTLED_NS
             self._version = version if is_settled else None
+
+    def _lost(self, damaged: set[str]) -> Iterator[_Record]:
+        """Yield the records of the store's models whose files are damaged, with what their sources say."""
+        for data in self._manifests():
+            commit = None
+            with contextlib.suppress(BlobstoreError):
+                commit = source_of(self._store, Manifest.from_bytes(data))
+            if commit is not None and self._path(*commit).name in damaged:
+                yield _Record(commit[0], Origin(*commit), None)
+
+    def _manifests(self) -> Iterator[bytes]:
+        """Yield the manifests of all names, as far as they can be read, and those that names had before."""
+        for reference in self._store.references():
+            with contextlib.suppress(BlobstoreError):
+                yield self._store.read_manifest(reference)
+        for former in self._store.names.former(None):
+            yield former.data
 
     def _set(self, records: dict[Commit, Origin], public: dict[str, bool]) -> None:
         self._records, self._public = records, public
@@ -177,6 +211,7 @@ class PulledModels:
         with self._lock:
             records = self._records | {(origin.repository, origin.commit): origin}
             self._set(records, self._public)
+            self.incomplete.discard((origin.repository, origin.commit))
 
     def note_public(self, repository: str, *, is_public: bool) -> None:
         """Note whether everyone may read a repository now, if anything of it was fetched. Raises as :meth:`keep`."""
@@ -210,6 +245,33 @@ class PulledModels:
                 self._set(
                     self._records, {one: it for one, it in others if one != origin.repository}
                 )
+
+    def give(self, reference: Reference, manifest: Manifest) -> None:
+        """Note that a fetch has given a name this manifest, if it still has it.
+
+        The note is a second link to the manifest's file: whatever becomes of its bytes, the name has this file
+        until somebody gives it another model. File systems without hard links get no notes.
+        """
+        path, link = self._store.manifest_path(reference), self._link(reference)
+        new = link.with_name(f"{link.name}.new")
+        with contextlib.suppress(OSError, BlobstoreError):
+            new.unlink(missing_ok=True)
+            os.link(path, new, follow_symlinks=False)
+            if read_regular(new, _MAX_RECORD) == manifest.to_bytes():
+                new.replace(link)
+            new.unlink(missing_ok=True)  # also if both are one file, which rename leaves alone
+
+    def has_given(self, reference: Reference) -> bool:
+        """Return whether a name has the file that a fetch gave it, even if that cannot be read any more."""
+        try:
+            link = self._link(reference).stat()
+            return os.path.samestat(self._store.manifest_path(reference).lstat(), link)
+        except OSError:
+            return False
+
+    def _link(self, reference: Reference) -> Path:
+        # Records are not looked for under names that begin with a dot.
+        return self._folder / f".name-{Digest.of(str(reference).encode()).hex}"
 
     def records(self) -> Mapping[Commit, Origin]:
         """Return what was fetched, or is being fetched, as of now."""
@@ -282,16 +344,3 @@ def source_of(store: LocalStore, manifest: Manifest) -> Commit | None:
     """Return the commit that a model was imported from, if its source has one. Raises BlobMissing or BlobDamaged."""
     record = read_source_record(store, manifest)
     return (record.repository, record.commit) if record and record.commit else None
-
-
-def _read_record(path: Path) -> _Record:
-    """Return a record. Raises StoreError if it is damaged, and FileNotFoundError if it is gone."""
-    try:
-        return _Record.from_bytes(read_regular(path, _MAX_RECORD))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, BlobstoreError) as error:
-        raise StoreError(
-            f"{quote(path)}, the record of a fetched model, cannot be read: {error}",
-            advice="remove the model, and then the file",
-        ) from error

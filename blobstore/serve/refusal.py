@@ -11,9 +11,11 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+from blobstore.errors import StoreError
 from blobstore.serve.messages import json_response
 
 if TYPE_CHECKING:
+    from blobstore.errors import BlobstoreError
     from blobstore.serve.messages import Request, Response
 
 REFUSALS: Final = (401, 403, 404, 410, 451)
@@ -103,3 +105,12 @@ def error_response(
     """Return an error in the form of registries."""
     value = {"errors": [{"code": code, "message": message, "detail": None}]}
     return json_response(request, value, status, API_VERSION | (headers or {}))
+
+
+def as_refusal(error: BlobstoreError | Refusal) -> Refusal:
+    """Return the answer to those who have waited for a model that does not arrive."""
+    if isinstance(error, Refusal):
+        return error
+    status = HTTPStatus.INSUFFICIENT_STORAGE if isinstance(error, StoreError) else 502
+    message = "the model cannot be fetched from the upstream; the log of the server says why"
+    return Refusal(status, message=message)

@@ -131,6 +131,7 @@ def serve(
             on_ready=on_ready,
             tidy=library.release_idle,
             log=log,
+            heals=upstream is not None,
             drain=drain,
         )
 

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, cast
 from blobstore.core import capacity, interrupts
 from blobstore.core.escape import escape
 from blobstore.core.libraries import optional_libraries
-from blobstore.errors import BlobstoreError
+from blobstore.errors import BlobstoreError, Damaged, DamagedSource
 from blobstore.serve.blob_reader import BlobReader
 from blobstore.serve.body import BodySender
 from blobstore.serve.messages import PEER, Request, Response, json_response
 from blobstore.serve.metrics import Metrics
 from blobstore.serve.shared_work import Busy, SharedWork
-from blobstore.serve.unprepared import List, NotFetched, NotPrepared
+from blobstore.serve.unprepared import List, NotFetched, NotPrepared, OnlyHere
 from blobstore.serve.watches import Watches
 
 if TYPE_CHECKING:
@@ -106,14 +106,16 @@ class Server:
         log: Log | None,
         *,
         in_threads: bool = False,
+        heals: bool = False,
         drain: float = DRAIN_SECONDS,
     ) -> None:
         """Send blobs of ``store``, and write a line of JSON to ``log`` for each request.
 
-        With ``in_threads``, requests are answered on threads, because that takes its time. When the server is asked
+        With ``in_threads``, requests are answered on threads, because that takes its time. With ``heals``, one
+        whose response is damaged is answered once more. When the server is asked
         to stop, responses that take longer than ``drain`` seconds from then are broken off.
         """
-        self._in_threads, self._drain = in_threads, drain
+        self._in_threads, self._heals, self._drain = in_threads, heals, drain
         self.metrics = Metrics()
         self._answers = SharedWork(capacity.ANSWER)
         self._preparations = SharedWork(capacity.PREPARE)
@@ -239,11 +241,7 @@ class Server:
                 exchange.status = 413
                 return await _begun(raw, web.Response(status=413))
             exchange.request = replace(exchange.request, body=body)
-        response = await self._response(exchange.request, answer)
-        if response.wait is not None:
-            response = await self._awaited(exchange.request, response, answer)
-        if any(not isinstance(part, bytes) for part in response.parts):
-            response = await self._checked(exchange.request, response)
+        response = await self._sound(exchange.request, answer)
         exchange.status = response.status
         if all(isinstance(part, bytes) for part in response.parts):
             data = b"".join(cast("Sequence[bytes]", response.parts))
@@ -255,12 +253,13 @@ class Server:
         stream = await _begun(
             raw, web.StreamResponse(status=response.status, headers=_named(response))
         )
-        await self._send(exchange, response, stream, transport)
+        await self._send(exchange, answer, response, stream, transport)
         return stream
 
     async def _send(
         self,
         exchange: _Exchange,
+        answer: Answer,
         response: Response,
         stream: web.StreamResponse,
         transport: asyncio.Transport,
@@ -282,18 +281,38 @@ class Server:
             if not isinstance(error, BlobstoreError):
                 error = BlobstoreError(f"a blob cannot be read: {error}")
             self._note_error(exchange.request, error)
+            if self._heals and _is_damage(error):  # it is fetched for the next request
+                with contextlib.suppress(BlobstoreError, Busy):
+                    await self._response(_again(exchange.request), answer)
             transport.close()
             raise
 
-    async def _checked(self, request: Request, response: Response) -> Response:
-        """Return the response, or that of an error if its first blob is missing or damaged."""
-        try:
-            await self._sender.first(response.parts)
-        except Busy:
-            return _busy(request)
-        except BlobstoreError as error:
-            return self._failed(request, error)
-        return response
+    async def _sound(self, request: Request, answer: Answer) -> Response:
+        """Return a response whose first blob is right, or that of an error.
+
+        If something is damaged, the request is answered once more: another server may have it.
+        """
+        noted, asked = "", request
+        while True:
+            try:
+                response = await self._response(asked, answer)
+                if response.wait is not None:
+                    response = await self._awaited(asked, response, answer)
+                if any(not isinstance(part, bytes) for part in response.parts):
+                    await self._sender.first(response.parts)
+            except Busy:
+                return _busy(request)
+            except BlobstoreError as error:
+                if str(error) != noted and not isinstance(error, OnlyHere):
+                    noted = str(error)
+                    self._note_error(request, error)
+                if asked.damaged or not (self._heals and _is_damage(error)):
+                    break
+                asked = _again(request)
+            else:
+                return response
+        message = "the model cannot be read; the log of the server says why"
+        return json_response(request, {"error": message}, 500, {"X-Error-Message": message})
 
     async def _awaited(self, request: Request, response: Response, answer: Answer) -> Response:
         """Return another response as soon as there is one, or this one when the client has waited long enough."""
@@ -306,7 +325,7 @@ class Server:
         return response
 
     async def _response(self, request: Request, answer: Answer) -> Response:
-        """Return the response to a request, after preparing what it needs."""
+        """Return the response to a request, after preparing what it needs. Raises BlobstoreError."""
         with contextlib.suppress(Busy, TimeoutError):
             for _ in range(_STEPS):
                 try:
@@ -314,14 +333,9 @@ class Server:
                         return answer(request, self._metrics_text)
                     return await self._answers.call(answer, request, self._metrics_text)
                 except NotPrepared as first:
-                    try:
-                        made = await self._prepare(first)
-                        if isinstance(first, List):
-                            return cast("Response", made)
-                    except BlobstoreError as error:
-                        return self._failed(request, error)
-                except BlobstoreError as error:
-                    return self._failed(request, error)
+                    made = await self._prepare(first)
+                    if isinstance(first, List):
+                        return cast("Response", made)
         return _busy(request)
 
     async def _prepare(self, first: NotPrepared) -> object:
@@ -333,13 +347,6 @@ class Server:
         self.metrics.prepared += first.is_counted and not work.has(first.key)
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await work.result(first.key, first.prepare)
-
-    def _failed(self, request: Request, error: BlobstoreError) -> Response:
-        """Return the response to a request that an error of the store has stopped."""
-        self._note_error(request, error)
-        message = "the model cannot be read; the log of the server says why"
-        headers = {"X-Error-Message": message}
-        return json_response(request, {"error": message}, 500, headers)
 
     @staticmethod
     async def _body(raw: web.BaseRequest) -> bytes | None:
@@ -473,6 +480,15 @@ def _headers_of(raw: web.BaseRequest) -> Mapping[str, str]:
     }
 
 
+def _is_damage(error: BlobstoreError) -> bool:
+    """Return whether the store, and not what arrives, is damaged."""
+    return isinstance(error, Damaged) and not isinstance(error, DamagedSource)
+
+
+def _again(request: Request) -> Request:
+    return replace(request, damaged=time.monotonic())
+
+
 def _busy(request: Request) -> Response:
     message = "the model is being prepared; ask again in a moment"
     return json_response(request, {"error": message}, 503, {"Retry-After": _RETRY_AFTER})
@@ -521,6 +537,7 @@ def run_server(
     tidy: Callable[[], object] = lambda: None,
     log: Log | None = None,
     in_threads: bool = False,
+    heals: bool = False,
     drain: float = DRAIN_SECONDS,
 ) -> None:
     """Serve until the process is asked to stop.
@@ -534,6 +551,8 @@ def run_server(
         tidy: called from time to time on a thread.
         log: called with lines of JSON; None for no log.
         in_threads: call ``answer`` on threads, because it takes its time.
+        heals: answer a request once more if its response is damaged: with :attr:`Request.damaged`, ``answer``
+            looks for another source.
         drain: seconds that responses may take after that.
 
     Raises:
@@ -548,7 +567,7 @@ def run_server(
     async def run(listener: socket.socket) -> None:
         name, number = listener.getsockname()[:2]
         url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
-        await Server(store, log, in_threads=in_threads, drain=drain).run(
+        await Server(store, log, in_threads=in_threads, heals=heals, drain=drain).run(
             answer, listener, on_ready=lambda: on_ready(url), tidy=tidy
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from blobstore.errors import BlobstoreError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -62,3 +64,7 @@ def prepared(question: Callable[[], Result]) -> Result:
             return cast("Result", first.prepare())
         except NotPrepared as first:
             first.prepare()
+
+
+class OnlyHere(BlobstoreError):
+    """What was found damaged is of the store's own: no other server is asked for it."""

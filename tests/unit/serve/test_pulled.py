@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blobstore.core.digest import Digest
-from blobstore.errors import StoreError
-from blobstore.operations.create.create import create
+from blobstore.manifests.reference import Reference
+from blobstore.operations.create.create import create, import_source
+from blobstore.operations.create.import_options import ImportOptions
 from blobstore.serve.pulled import Origin, PulledModels
+from blobstore.sources.huggingface import HuggingFaceFolder
 from blobstore.store.local import LocalStore
 from tests.support.models import dense_tensors, write_folder
 
@@ -22,6 +26,16 @@ FROM_PEER = replace(ORIGIN, commit="c" * 40, peer="http://peer")
 
 def record_of(store: LocalStore, what: str = f"@{ORIGIN.commit}") -> Path:
     return store.folder("pulled") / Digest.of(f"{ORIGIN.repository}{what}".encode()).hex
+
+
+def import_as(store: LocalStore, tmp_path: Path, origin: Origin) -> None:
+    """Import a model as a fetch does."""
+    folder = write_folder(tmp_path / "fetched", dense_tensors())
+    with contextlib.closing(HuggingFaceFolder(folder)) as source:
+        source.repository, source.commit = origin.repository, origin.commit
+        reference = Reference.parse(origin.repository)
+        update = store.names.seen(reference)
+        import_source(source, update, store, ImportOptions(), started=0.0)
 
 
 def test_a_record_survives_the_process(store: LocalStore) -> None:
@@ -45,22 +59,60 @@ def test_the_last_use_survives_the_process(store: LocalStore) -> None:
     assert PulledModels(store).last_use(ORIGIN) > 1000
 
 
-def test_a_damaged_record_is_an_error_and_not_a_model_for_everyone(store: LocalStore) -> None:
+RECORDS = (
+    b"",
+    b"{}",
+    b"[]",
+    b'{"repository": "org/model"}',
+    b'{"repository": "org/model", "public": 1}',
+    b'{"repository": 1, "public": true}',
+    ORIGIN.to_bytes().replace(b"a" * 40, b"main"),
+    ORIGIN.to_bytes().replace(b'"peer":""', b'"peer":1'),
+)
+
+
+@pytest.mark.parametrize("data", RECORDS)
+def test_a_model_with_a_damaged_record_was_fetched_and_is_not_for_everyone(
+    store: LocalStore, tmp_path: Path, data: bytes
+) -> None:
+    import_as(store, tmp_path, ORIGIN)
     PulledModels(store).keep(ORIGIN, is_public=True)
-    path = record_of(store)
-    for data in (
-        b"",
-        b"{}",
-        b"[]",
-        b'{"repository": "org/model"}',
-        b'{"repository": "org/model", "public": 1}',
-        b'{"repository": 1, "public": true}',
-        ORIGIN.to_bytes().replace(b"a" * 40, b"main"),
-        ORIGIN.to_bytes().replace(b'"peer":""', b'"peer":1'),
-    ):
+    for path in store.folder("pulled").iterdir():
         path.write_bytes(data)
-        with pytest.raises(StoreError, match="the record of a fetched model, cannot be read"):
-            PulledModels(store)
+    pulled = PulledModels(store)
+    lost = Origin(ORIGIN.repository, ORIGIN.commit)
+    assert pulled.all() == [lost]
+    assert pulled.origin(store.resolve("org/model")) == lost
+    assert pulled.incomplete == {(ORIGIN.repository, ORIGIN.commit)}
+    assert not pulled.is_public(ORIGIN.repository)
+    pulled.keep(ORIGIN, is_public=True)
+    assert not pulled.incomplete
+    assert PulledModels(store).all() == [ORIGIN]
+    assert PulledModels(store).is_public(ORIGIN.repository)
+
+
+def test_a_name_has_what_a_fetch_gave_it_until_it_gets_another_model(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    import_as(store, tmp_path, ORIGIN)
+    reference, pulled = Reference.parse("org/model"), PulledModels(store)
+    manifest, path = store.resolve(reference), store.manifest_path(reference)
+    assert not pulled.has_given(reference)
+    pulled.keep(ORIGIN, is_public=True)
+    for _ in range(2):
+        pulled.give(reference, manifest)
+        assert pulled.has_given(reference)
+    path.chmod(0o644)
+    path.write_bytes(b"damaged")
+    assert pulled.has_given(reference)
+    own = create(write_folder(tmp_path / "own", {"x": np.ones(3, np.float32)}), "own", store=store)
+    store.names.publish(store.names.seen(reference), store.resolve("own"))
+    assert not pulled.has_given(reference)
+    pulled.give(reference, manifest)  # too late: the name has another model
+    assert not pulled.has_given(reference)
+    assert own.digest
+    PulledModels(store).own()
+    assert not [path for path in store.folder("pulled").iterdir() if path.name.startswith(".")]
 
 
 def test_what_a_killed_process_was_writing_is_no_record(store: LocalStore) -> None:
@@ -88,15 +140,6 @@ def test_records_of_another_process_are_noticed(store: LocalStore) -> None:
     for origin in writer.all():
         writer.forget(origin)
     assert reader.all() == []
-
-
-def test_a_record_that_is_damaged_later_is_an_error_too(store: LocalStore) -> None:
-    reader = PulledModels(store)
-    PulledModels(store).keep(ORIGIN, is_public=True)
-    path = record_of(store)
-    path.write_bytes(b"{}")
-    with pytest.raises(StoreError, match="cannot be read"):
-        reader.all()
 
 
 def test_the_process_that_writes_the_records_does_not_read_them_again(store: LocalStore) -> None:
