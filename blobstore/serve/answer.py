@@ -66,23 +66,21 @@ def answer(
     if isinstance(call, Response):
         return call
 
+    reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
+
     def respond(respond: Callable[[], Response]) -> Response:
         try:
             return respond()
         except Refusal as refusal:
-            reads_tokens = pull_through is not None and pull_through.reads_tokens(request)
             return refusal_response(
                 request, refusal, is_registry=target.is_of_registry, reads_tokens=reads_tokens
             )
 
-    def about_models() -> Response:
-        if pull_through is None:
-            visible = Visible.of(library)
-        else:
-            visible = pull_through.visible(request, target, access.upstream_token(request))
-        return _about_models(request, target, call, visible, respond)
+    def visible() -> Visible:
+        token = access.upstream_token(request)
+        return pull_through.visible(request, target, token) if pull_through else Visible.of(library)
 
-    return respond(about_models)
+    return respond(lambda: _about_models(request, target, call, visible(), respond))
 
 
 def _about_models(

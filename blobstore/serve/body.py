@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 from typing import TYPE_CHECKING, cast
@@ -174,22 +175,17 @@ class BodySender:
         transport: asyncio.Transport,
         on_sent: Callable[[int], object],
     ) -> None:
-        loop = asyncio.get_running_loop()
-        with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
-            for begin in range(first, end, WINDOW):
-                count = min(WINDOW, end - begin)
-                if not is_in_page_cache(descriptor, begin, count):
-                    # If the client leaves, the thread reads to the end, maybe of another file, for nobody.
-                    await self._reads.call(read_ahead, descriptor, begin, count)
-                if count < _SMALL:
-                    data = os.pread(descriptor, count, begin)
-                    await writer.write(data)
-                    sent = len(data)
-                else:
-                    sent = await loop.sendfile(transport, file, begin, count)
-                if sent != count:  # the file has become shorter
+        for begin in range(first, end, WINDOW):
+            count = min(WINDOW, end - begin)
+            if not is_in_page_cache(descriptor, begin, count):
+                # If the client leaves, the thread reads to the end, maybe of another file, for nobody.
+                await self._reads.call(read_ahead, descriptor, begin, count)
+            if count < _SMALL or not await _sendfile(transport, descriptor, begin, count):
+                data = os.pread(descriptor, count, begin)
+                if len(data) != count:  # the file has become shorter
                     raise ConnectionAbortedError("a blob ended early")
-                on_sent(sent)
+                await writer.write(data)
+            on_sent(count)
 
     async def _send_cold(
         self,
@@ -207,6 +203,49 @@ class BodySender:
                 wrote()
                 await writer.write(piece)
             on_sent(len(piece))
+
+
+async def _sendfile(transport: asyncio.Transport, descriptor: int, begin: int, count: int) -> bool:
+    """Send a range of a file without a copy; return False, and send nothing, if the system cannot.
+
+    That of the loop takes twice the time: it stops and begins to read from the client for each range.
+    """
+    client = transport.get_extra_info("socket").fileno()
+    is_first = True
+    while count:
+        try:
+            sent = os.sendfile(client, descriptor, begin, count)
+        except BlockingIOError:
+            await _writable(client)
+            continue
+        except OSError as error:
+            if is_first and error.errno in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                return False
+            raise
+        if not sent:
+            raise ConnectionAbortedError("a blob ended early")
+        is_first, begin, count = False, begin + sent, count - sent
+    await asyncio.sleep(0)  # others are next, however fast this client is
+    return True
+
+
+async def _writable(client: int) -> None:
+    """Wait until a connection takes bytes."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    # Of its own, because the loop lets nobody wait for that of a transport.
+    own = os.dup(client)
+    try:
+        loop.add_writer(own, _set, ready)
+        await ready
+    finally:
+        loop.remove_writer(own)
+        os.close(own)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 class _Pieces:

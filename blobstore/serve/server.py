@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = capacity.CONNECTIONS.most
 _OTHER_FILES = 64
-"""Files that are open in any case. A connection needs two more: its socket, and the blob that is sent."""
+"""Files that are open in any case."""
+_FILES = 3
+"""Those of a connection: its socket, the blob that is sent, and what it waits with until the client takes more."""
 MAX_HEAD = 16 << 10
 """Bytes of a line of a request's head."""
 MAX_BODY = 1 << 20
@@ -422,12 +424,12 @@ def max_connections() -> int:
     """Return how many connections may be open, after asking the system for as many files as they need."""
     import resource
 
-    needed = 2 * MAX_CONNECTIONS + _OTHER_FILES
+    needed = _FILES * MAX_CONNECTIONS + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, (soft - _OTHER_FILES) // 2)
+        return max(1, (soft - _OTHER_FILES) // _FILES)
     return MAX_CONNECTIONS
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +92,46 @@ def test_a_blob_that_is_repaired_while_it_is_checked_is_sent_as_it_is_then(
         assert os.pread(descriptor, 2000, 0) == b"x" * 1000
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("can_sendfile", [True, False])
+@pytest.mark.parametrize("size", [100, 9 << 20])
+def test_a_range_of_a_file_is_sent_as_it_is(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, size: int, can_sendfile: bool
+) -> None:
+    def refuse(*_: int) -> int:
+        raise OSError(errno.EINVAL, "this file system cannot")
+
+    if not can_sendfile:
+        monkeypatch.setattr(os, "sendfile", refuse)
+    data = os.urandom(size)
+    digest = Digest.of(data)
+    path = Path(store.blob_path(digest))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+
+    async def run() -> tuple[bytes, int]:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        reader, other = await asyncio.open_connection(sock=theirs)
+
+        class Draining:
+            async def write(self, data: bytes) -> None:
+                writer.write(data)
+                await writer.drain()
+
+        sender, sent = BodySender(BlobReader(store, lambda _: None)), list[int]()
+        receiving = asyncio.create_task(reader.read())
+        part = BlobPart(digest, size, 10, size - 20)
+        transport: Any = writer.transport
+        await sender.send([part], Draining(), transport, sent.append)
+        writer.close()
+        received = await receiving
+        other.close()
+        sender.close()
+        return received, sum(sent)
+
+    assert asyncio.run(run()) == (data[10:-10], size - 20)
 
 
 @pytest.mark.parametrize("more", [1, 40])

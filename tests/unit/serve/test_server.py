@@ -400,9 +400,9 @@ def test_files_are_left_for_blobs_if_few_may_be_open() -> None:
         """
     # Only some users may raise the second limit, and others have little.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    has_enough = hard == resource.RLIM_INFINITY or hard >= 8256
-    enough = "4096 8256" if has_enough else f"{(hard - 64) // 2} {hard}"
-    for most, expected in ((200, "68 200"), (hard, enough)):
+    has_enough = hard == resource.RLIM_INFINITY or hard >= 12352
+    enough = "4096 12352" if has_enough else f"{(hard - 64) // 3} {hard}"
+    for most, expected in ((200, "45 200"), (hard, enough)):
         command = [sys.executable, "-c", textwrap.dedent(program), str(most)]
         result = subprocess.run(command, check=True, capture_output=True, text=True)
         assert result.stdout.strip() == expected
