@@ -70,6 +70,7 @@ _WAIT_SECONDS: Final = 8.0
 _MAX_REFUSALS: Final = 4096
 """Those that anybody can cause, by any name. Each takes about a KiB."""
 _MAX_ARRIVALS: Final = capacity.ARRIVALS.most
+_MAX_PATIENT: Final = capacity.PATIENT.most
 """Models that are fetched at once. Each has a thread, and up to eight more."""
 
 
@@ -133,7 +134,7 @@ class PullThrough:
         """When an arrival has begun, and from where."""
         self._fetched_bytes = self._fetched_models = 0
         self._is_closed = False
-        self._patient = threading.Semaphore(capacity.PATIENT.most)
+        self._patient = threading.Semaphore(_MAX_PATIENT)
         self._limit = CacheLimit(library, max_size, self._removed)
         self._folder = lock_arrivals(self._store)
         library.pulled.own()
@@ -377,9 +378,13 @@ class PullThrough:
         is_patient = not has_answer and self._patient.acquire(blocking=False)
         try:
             patience = PATIENT if is_patient else IMPATIENT
-            # A peer does not know who may read what the upstream has.
+            # A peer does not know who may read what the upstream has, nor what a tag is that the upstream has named.
             found = self._upstreams.find(
-                asked.repository, asked.revision, token, patience, with_peers=is_public
+                asked.repository,
+                asked.revision,
+                token,
+                patience,
+                with_peers=is_public and not has_answer,
             )
         except Refusal as refusal:
             self._note(model=asked.repository, refused=refusal.status, reason=refusal.code)

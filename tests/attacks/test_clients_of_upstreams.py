@@ -171,6 +171,30 @@ def test_a_peer_that_was_asked_first_opens_nothing_of_the_upstreams(
         assert server.request(second, X_Blobstore_Peer="1")[0] == 404
 
 
+def test_a_peer_replaces_nothing_that_the_upstream_has_named(
+    hub: HubServer, folder: Path, store: LocalStore, tmp_path: Path
+) -> None:
+    other = LocalStore(tmp_path / "other")
+    create(made(tmp_path / "made", 2), NAME, store=other)
+    (tmp_path / "log").mkdir()
+    options = ("--upstream", hub.url, "--fresh=0", "--peers")
+    with (
+        serving(other, tmp_path / "log") as peer,
+        serving(store, tmp_path, *options, peer.url, limits=IMPATIENT) as server,
+    ):
+        fetch(server)
+        hub.repos[NAME].status = 502  # away
+        asked = hub.requests[f"GET /api/models/{NAME}/revision/main"]
+        # Each answer holds for a second.
+        until(lambda: server.request(FILE)[2] != weights(folder) or is_asked(hub, asked + 2))
+        assert server.request(FILE)[2] == weights(folder)
+
+
+def is_asked(hub: HubServer, count: int) -> bool:
+    """Return whether a server has asked so often what the model is."""
+    return hub.requests[f"GET /api/models/{NAME}/revision/main"] >= count
+
+
 # Other versions than those that were asked for
 
 
